@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
@@ -62,10 +61,9 @@ class StrategyModel(DistributedModel):
             The mean loss over the batch, the same on every rank.
         """
         share = self._share(batch)
-        seed, step = self.random_state
-        with self._random():
-            value = self.native.run(self._passes(batch, share, self.native.names), loss)
-        self.random_state = seed, step + 1
+        native = self._drawing()
+        value = native.run(self._passes(batch, share, native.names), loss)
+        self.random_state = native.random_state
         return value
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -93,8 +91,8 @@ class StrategyModel(DistributedModel):
         earlier = self._latest() if self._latest is not None and self.native.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
-        with Stash(dict(self.native.named_parameters()), copy=self.native.runner.keeps_gradients) as stash, self._random():
-            value = self.native.run(passes, loss)
+        with Stash(dict(self.native.named_parameters()), copy=self.native.runner.keeps_gradients) as stash:
+            value = self._drawing().run(passes, loss)
             stash.take()
         self._latest = weakref.ref(stash)
         output = seen[0] if seen else self.native.runner.recorded(passes)[1].output  # type: ignore[attr-defined]
@@ -115,8 +113,7 @@ class StrategyModel(DistributedModel):
         replicas = [share_of(self.native.strategy, r, samples) for r in range(self.ranks.replica_count)]
         own = self.native.place.replica
         passes = self._passes(batch, replicas[own], inputs)
-        with self._random():
-            outputs = self.native.evaluate(passes)
+        outputs = self._drawing().evaluate(passes)
         if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
             with torch.no_grad():
                 outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
@@ -154,11 +151,10 @@ class StrategyModel(DistributedModel):
             return loss_of(output, None)
         return self._loss(output) if target is None else self._loss(output, target)  # type: ignore[call-arg]
 
-    def _random(self) -> Any:
-        """Random ops draw anew in every step, replica and place, and the same again after a checkpoint was loaded."""
-        (seed, step), place = self.random_state, self.native.place
-        number = ((seed * 1_000_003 + step) * 1_009 + place.replica) * 1_009 + place.index["pipeline"]
-        return _seeded(number, place.device)
+    def _drawing(self) -> NativeModel:
+        """Random ops draw anew in every step, and the same again after a checkpoint was loaded."""
+        self.native.random_state = self.random_state
+        return self.native
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedModel.trained`."""
@@ -226,14 +222,3 @@ def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
             f"a strategy is run with keyword inputs, but forward{signature} names {len(names)} of its {len(inputs)} inputs"
         )
     return dict(zip(names, inputs, strict=False))
-
-
-@contextlib.contextmanager
-def _seeded(number: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_kind(device)):
-        torch.manual_seed(number)
-        yield
-
-
-def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type

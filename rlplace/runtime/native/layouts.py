@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.graph.export import export_training_graph, module_path
-from rlplace.runtime.native.follow import RefusedError, follow
+from rlplace.runtime.native.follow import RefusedError, draws, follow
 
 _SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}
 
@@ -62,6 +62,11 @@ class Region:
     sizes: frozenset[int]
     stored: tuple[tuple[str, str], ...]
     nodes: frozenset[fx.Node]
+
+    @property
+    def draws(self) -> bool:
+        """Whether numbers are drawn for what is cut."""
+        return any(draws(node) for node in self.nodes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
@@ -17,9 +16,8 @@ from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.follow import RefusedError, draws
 from rlplace.runtime.native.layouts import Region, block_graph, common_parts, regions
 from rlplace.runtime.native.sequence import sequence_modules
+from rlplace.runtime.native.streams import check_draws
 from rlplace.runtime.native.tensor import Layouts, Trial
-
-_DRAWS = "draws random numbers, which processes of the tensor axis would not draw alike; set dropout to 0"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,12 +31,14 @@ class BlockLayout:
         positions: Modules that work by positions, where activations between regions may be split along the sequence.
         width: Last dimension of the activation that the block is handed.
         reasons: Why products stay whole.
+        draws: Whether it draws random numbers.
         no_sequence: Why activations stay whole.
     """
 
     regions: tuple[Region, ...]
     positions: tuple[str, ...] = ()
     width: int = 0
+    draws: bool = False
     reasons: tuple[str, ...] = ()
     no_sequence: str | None = None
 
@@ -80,9 +80,6 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         units: Its blocks by path.
         calls: What each is called with (`capture.observe`).
     """
-    random = next((path for path, unit in units.items() if isinstance(unit, _DropoutNd) and unit.p > 0), None)
-    if random is not None:
-        return ModelLayouts({}, (), 0, 0, f"{random} {_DRAWS}", None)
     known: dict[Any, BlockLayout] = {}
     blocks: dict[str, BlockLayout] = {}
     reasons: list[str] = []
@@ -100,8 +97,7 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
             blocks[path] = layout
         reasons += [f"block {path}: {reason}" for reason in layout.reasons]
     parts = gcd(*(common_parts(layout.regions) for layout in blocks.values()))
-    drawn = next((reason for reason in reasons if reason.endswith(_DRAWS)), None)
-    no_tensor = drawn if drawn or blocks else next(iter(reasons), "no block has two products in a row")
+    no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
     length = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
     return ModelLayouts(blocks, _vocabulary(units), parts, length, no_tensor, sequence)
@@ -146,16 +142,19 @@ def _readers(units: Mapping[str, nn.Module]) -> dict[nn.Parameter, set[int]]:
 
 def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     mode = new_fake_mode()
-    copied = fake_copy(block, mode)
+    copied = fake_copy(block, mode).train()  # it may be evaluated now and trained later, with dropout
     args, kwargs = fake_inputs(call, mode)
     try:
         graph = block_graph(copied, args, kwargs)
     except Exception as error:  # the block's own code runs
         reason = (str(error).strip().splitlines() or [""])[0][:160]
         return BlockLayout((), reasons=(f"its forward cannot be exported ({type(error).__name__}: {reason})",))
-    if any(draws(node) for node in graph.graph.nodes):
-        return BlockLayout((), reasons=(f"it {_DRAWS}",))
     found, reasons = regions(graph)
+    try:
+        check_draws(graph, found)
+    except RefusedError as error:
+        return BlockLayout((), reasons=(str(error),))
+    drawn = any(draws(node) for node in graph.graph.nodes)
     if not found:
         return BlockLayout((), reasons=tuple(reasons))
     degree = next((n for n in range(2, common_parts(found) + 1) if common_parts(found) % n == 0), None)
@@ -166,11 +165,11 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     try:
         positions = sequence_modules(block, graph, found)
     except RefusedError as error:
-        return BlockLayout(tuple(found), (), 0, tuple(reasons), str(error))
+        return BlockLayout(tuple(found), (), 0, drawn, tuple(reasons), str(error))
     hidden = _activation(call)
     fits = hidden.shape[1] % degree == 0
     problem = _trial(block, call, found, positions, degree, sequence=True) if fits else None
-    return BlockLayout(tuple(found), positions, hidden.shape[-1], tuple(reasons), problem)
+    return BlockLayout(tuple(found), positions, hidden.shape[-1], drawn, tuple(reasons), problem)
 
 
 def _activation(call: Call) -> torch.Tensor:
@@ -207,6 +206,7 @@ def lay_out(layouts: Layouts, found: ModelLayouts, units: Mapping[str, nn.Module
     for path, module in units.items():
         if path in found.blocks:
             layouts.regions(module, found.blocks[path].regions, found.blocks[path].positions)
+            layouts.streams(module, found.blocks[path].regions, found.blocks[path].draws)
         elif path in found.vocabulary and isinstance(module, nn.Embedding) and module.num_embeddings % degree == 0:
             layouts.embedding(module)
         elif path in found.vocabulary and isinstance(module, nn.Linear) and module.out_features % degree == 0:

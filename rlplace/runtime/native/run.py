@@ -26,6 +26,7 @@ from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out, split_sequence
 from rlplace.runtime.native.pipeline import PipelineRun, Recorded, StageModule
+from rlplace.runtime.native.streams import step_stream
 from rlplace.runtime.native.tensor import Layouts
 from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import minor_version, why_not
@@ -58,6 +59,7 @@ class NativeModel:
         bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
         names: Keyword inputs that `step` calls the model with.
         runner: What runs passes.
+        random_state: Seed of what the model draws, and number of the next step.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class NativeModel:
         self.strategy, self.place, self.bodies = strategy, place, dict(bodies)
         self.share, self.names, self.runner = share_of(strategy, place.replica), tuple(names), runner
         self._modes, self._ties, self._tied = modes, ties, tied
+        self.random_state = 0, 0
 
     def own_samples(self, batch: Batch) -> dict[str, Any]:
         """The samples of this process's replica out of a whole batch, the same on all processes."""
@@ -98,7 +101,9 @@ class NativeModel:
         """Forward and backward of this replica's micro-batches; see `step`."""
         if self._ties is not None:
             self._ties.begin(self.bodies)
-        total = self.runner.step(passes, loss)
+        with step_stream(self.random_state, self.place):
+            total = self.runner.step(passes, loss)
+        self.random_state = self.random_state[0], self.random_state[1] + 1
         _sum_parts(self.parameters())
         if self._ties is not None:
             self._ties.sum_gradients(self.bodies)
@@ -109,7 +114,8 @@ class NativeModel:
     @torch.no_grad()
     def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
         """What the model returns for this replica's micro-batches; None where another process of the replica has it."""
-        outputs = self.runner.evaluate(passes)
+        with step_stream(self.random_state, self.place):
+            outputs = self.runner.evaluate(passes)
         for module in {id(m): m for root in self._modes for m in root.modules() if isinstance(m, FSDPModule)}.values():
             module.reshard()  # without a backward nothing else does
         return outputs
@@ -218,7 +224,7 @@ def prepare(model: nn.Module, strategy: Strategy, example_inputs: Batch, device_
 def _lay_out(
     layouts: ModelLayouts, captured: Captured | None, found: Mapping[str, nn.Module], stage: Stage, place: Place
 ) -> None:
-    put = Layouts(place.mesh["tensor"], stage.sequence_parallel)
+    put = Layouts(place.mesh["tensor"], stage.sequence_parallel, place.device)
     lay_out(put, layouts, found, stage.axis("tensor"))
     if stage.sequence_parallel:
         assert captured is not None

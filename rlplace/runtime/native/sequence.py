@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.graph.export import module_path
-from rlplace.runtime.native.follow import RefusedError
+from rlplace.runtime.native.follow import RefusedError, draws
 from rlplace.runtime.native.layouts import BlockGraph, Region
 
 _LAST_DIM = {"mean", "sum", "var"}
@@ -43,6 +43,8 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
             split.add(node)
             read = (graph.parameters[value] for value in node.all_input_nodes if value in graph.parameters)
             modules |= {parameter.rpartition(".")[0] for parameter in read}
+    if any(draws(node) for node in graph.graph.nodes if node not in split and node not in inside):
+        raise RefusedError("it draws numbers for a whole value")
     unsplit = [product.module for node, product in graph.products.items() if node not in inside and product.module not in rows]
     if unsplit:
         raise RefusedError(f"{', '.join(unsplit)} has no layout")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.native.layouts import Region
+from rlplace.runtime.native.streams import PartStream
 
 SEQUENCE = 1
 """Dimension of an activation that is split along the sequence."""
@@ -29,10 +30,12 @@ class Layouts:
     Args:
         mesh: The tensor axis.
         sequence: Activations between regions are split along the sequence.
+        device: Where this process computes.
     """
 
-    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: bool, device: torch.device) -> None:
         self._mesh, self._sequence = mesh, sequence
+        self._stream = PartStream(mesh.get_local_rank(), device)
         self._degree, self._rank = mesh.size(), mesh.get_local_rank()
         self._changed: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -60,6 +63,15 @@ class Layouts:
                 setattr(owner, name, getattr(owner, name) // self._degree)
         for path in positions if self._sequence else ():
             self._whole(block.get_submodule(path))
+
+    def streams(self, block: nn.Module, regions: Sequence[Region], drawn: bool) -> None:
+        """Makes a block that draws numbers draw those for parts apart, after `regions`."""
+        if self._sequence and drawn:
+            self._stream.around(block)
+        for region in () if self._sequence else regions:
+            if region.draws:
+                first, last = region.columns[0].module, region.rows[-1].module
+                self._stream.between(block.get_submodule(first), block.get_submodule(last))
 
     def embedding(self, module: nn.Embedding) -> None:
         """Cuts a vocabulary by rows."""

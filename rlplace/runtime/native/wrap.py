@@ -41,7 +41,9 @@ def recompute(block: nn.Module, how: str) -> None:
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
-    kept = name in _WEIGHT_PRODUCTS or _ATTENTION in name or namespace in _COLLECTIVES
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    drawn = bool(given.get("dropout_p"))  # what is kept draws no numbers again, so those that follow would be others
+    kept = name in _WEIGHT_PRODUCTS or (_ATTENTION in name and not drawn) or namespace in _COLLECTIVES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -63,12 +63,22 @@ def test_position_bias_leaves_attention_whole():
     assert "may mix positions" in facts.no_sequence
 
 
-def test_dropout_is_refused_over_the_tensor_axis():
-    pytest.importorskip("transformers")
-    model = native_worker.make("gpt2")
-    model.transformer.h[2].mlp.dropout.p = 0.1
-    with pytest.raises(InputError, match=r"transformer\.h\.2: it draws random numbers"):
-        prepare(model, strategy("gpt2", {"tensor": 4}, 0), IDS)
+class Alternating(nn.Module):
+    """Draws numbers for a whole value while it works on parts that it draws numbers for, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        inner = self.up(x)
+        noise = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        return noise * self.down(nn.functional.dropout(inner, 0.5, self.training))
+
+
+def test_numbers_drawn_for_a_whole_value_inside_of_a_region_leave_it_whole():
+    facts = examine(nn.Sequential(Alternating(), nn.Linear(8, 8)).eval(), {"input": torch.zeros(2, 8)})
+    assert "where parts and whole values are worked on by turns" in facts.no_tensor
 
 
 def test_positions_that_do_not_divide_are_refused():

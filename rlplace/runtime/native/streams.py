@@ -1,0 +1,112 @@
+"""Random streams: numbers drawn for values that a tensor group holds whole are alike in it, those drawn for parts are not.
+
+A step draws from a stream that follows from the seed, the number of the step, the replica and the place in the pipeline. For a
+part a process draws one number from it, as all of its tensor group do, and goes on in a stream of that number and its own rank;
+so a recomputation, which starts again where the forward did, draws the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.runtime.native.follow import RefusedError, draws
+from rlplace.runtime.native.layouts import BlockGraph, Region
+from rlplace.runtime.native.mesh import Place
+
+
+@contextlib.contextmanager
+def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
+    """The stream of a step.
+
+    Args:
+        random_state: Seed, and number of the step.
+        place: Of this process.
+    """
+    seed, step = random_state
+    before = _states(place.device)
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + place.replica) * 1_009 + place.index["pipeline"])
+    try:
+        yield
+    finally:
+        _set(before, place.device)
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    own = [] if device.type == "cpu" else [getattr(torch, device.type).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
+
+
+def _set(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        getattr(torch, device.type).set_rng_state(state, device)
+
+
+class PartStream:
+    """The stream of a process for what it has a part of.
+
+    Args:
+        rank: In the tensor group.
+        device: That it computes on.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._before: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Switches from the group's stream to the process's own."""
+        number = int(torch.randint(2**53, ()))
+        self._before = _states(self._device)
+        torch.manual_seed(number * 1_009 + self._rank)
+
+    def end(self) -> None:
+        """Switches back, to where the group's stream was left."""
+        _set(self._before, self._device)
+
+    def around(self, module: nn.Module) -> None:
+        """Makes a module draw all its numbers for parts."""
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            made = forward(*args, **kwargs)
+            self.end()
+            return made
+
+        module.forward = run
+
+    def between(self, first: nn.Module, last: nn.Module) -> None:
+        """Makes what is drawn from the call of one module to that of another be drawn for parts."""
+        first.forward = _after(self.begin, first.forward)
+        last.forward = _after(self.end, last.forward)
+
+
+def _after(switch: Callable[[], None], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        switch()
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
+    """Every number is drawn for a part where it is drawn inside of a region, and nowhere else.
+
+    Raises:
+        RefusedError: Another is.
+    """
+    drawn = [node for node in block.graph.nodes if draws(node)]
+    number = {node: n for n, node in enumerate(block.graph.nodes)}
+    called = {product.module: number[node] for node, product in block.products.items()}
+    spans = [(called[r.columns[0].module], called[r.rows[-1].module], r.nodes) for r in regions if r.draws]
+    for node in drawn:
+        if [node in nodes for first, last, nodes in spans] != [first < number[node] < last for first, last, _ in spans]:
+            raise RefusedError(f"{node.name} draws numbers where parts and whole values are worked on by turns")
+    if any(one[0] < other[0] < one[1] for one in spans for other in spans):
+        raise RefusedError("regions that draw numbers lie in one another")

@@ -1,0 +1,73 @@
+"""What runs in the processes of the dropout test: every mask that is drawn is noted, and can be put in place of a draw."""
+
+from __future__ import annotations
+
+import native_worker
+import torch
+from torch.nn import functional as F
+
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native.run import prepare
+
+P = 0.2
+
+
+class Masks:
+    """Notes the masks of forwards, or takes those that are given."""
+
+    def __init__(self, given=None):
+        self.noted, self._given, self._draw = [], None if given is None else iter(given), F.dropout
+
+    def __enter__(self):
+        F.dropout = self._drop
+        return self.noted
+
+    def __exit__(self, *args):
+        F.dropout = self._draw
+
+    def _drop(self, value, p=0.5, training=True, inplace=False):
+        if not training or p == 0:
+            return value
+        mask = self._draw(torch.ones_like(value), p) if self._given is None else next(self._given)
+        assert mask.shape == value.shape
+        if torch._C._current_graph_task_id() == -1:  # not again for a backward
+            self.noted.append(mask.detach())
+        return value * mask
+
+
+def make(attention="eager"):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=4, n_embd=32, n_head=4, n_positions=32, vocab_size=native_worker.VOCABULARY, bos_token_id=0, eos_token_id=0,
+        use_cache=False, resid_pdrop=P, embd_pdrop=P, attn_pdrop=P, attn_implementation=attention,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double().train()
+
+
+def step(strategy, seed=0, attention="eager"):
+    strategy, batch = Strategy.from_dict(strategy), native_worker.batch("gpt2")
+    size = strategy.pipelines[0].microbatch[0]
+    native = prepare(make(attention), strategy, {k: v[:size] for k, v in batch.items()})
+    native.random_state = seed, 0
+    torch.rand(native.place.mesh.get_rank())  # where a process's own stream stands does not matter
+    with Masks() as noted:
+        loss = native.step(native.own_samples(batch), native_worker.loss).item()
+    return {
+        "loss": loss, "gradients": native_worker.own_gradients(native), "masks": noted, "place": native.place.index,
+        "passes": len(native.share.sizes),
+    }  # fmt: skip
+
+
+def run(cases):
+    results = {}
+    for name, strategy in cases.items():
+        results[name] = step(strategy)
+        results[name]["again"] = step(strategy)["loss"]
+        results[name]["other"] = step(strategy, seed=1)["loss"]
+    return results
+
+
+def run_recomputed(cases):
+    return {name: step(strategy, attention="sdpa") for name, strategy in cases.items()}

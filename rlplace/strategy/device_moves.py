@@ -97,13 +97,18 @@ def _reordered(places: Places, one: int, looks: Sequence[Look]) -> Iterator[Plac
 
 
 def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
-    """The place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied."""
-    tensor = gcd(place.tensor, len(devices))
+    """The place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied.
+
+    Or tensor groups wider by as much as the place is.
+    """
+    tensor, (times, rest) = gcd(place.tensor, len(devices)), divmod(len(devices), len(place.devices))
     context = gcd(place.context, len(devices) // tensor)
     data = len(devices) // (tensor * context)
     grown = [(data // place.shard, place.shard)] if data % place.shard == 0 else []
     ways = dict.fromkeys([*grown, *([(1, data), (data, 1)] if place.sharding else [(data, 1), (1, data)])])
     found = [dataclasses.replace(place, devices=devices, replicate=r, shard=s, context=context, tensor=tensor) for r, s in ways]
+    if times > 1 and not rest:
+        found.append(dataclasses.replace(place, devices=devices, tensor=times * place.tensor, sequence_parallel=True))
     return [at_level(one, max(place.sharding, 1)) for one in found]
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
@@ -19,7 +21,13 @@ from rlplace.strategy.savings import Choice, estimates, in_flight, steps
 from rlplace.strategy.tries import Tried, Tries
 
 EXCHANGES = 100
-"""Pairs of blocks that exchange what they give up, of those that an estimate finds worth trying."""
+"""Pairs, and triples, of blocks that exchange what they give up, of those that an estimate finds worth trying."""
+
+REPAIRS, NEAR = 4, 1.1
+"""Single changes that every draft is bettered by which takes at most so many times as long as the best."""
+
+MOST_CHANGES = 48
+"""Of blocks of a place that are combined to exchanges: the half that is quickest, and the half that saves most."""
 
 
 def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | None:
@@ -53,26 +61,40 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
             if a < b:
                 low[place], high[place] = (middle[place] + 1, b) if over[place] else (a, middle[place])
     tried = tries.score(_at(first, ladders, high))
-    return tried if tried.fits else last
+    return _repaired(tries, tried if tried.fits else last)
 
 
-def other_choices(tries: Tries, draft: Draft) -> Iterator[Draft]:
-    """The draft with another choice for one block, or for two of a place, of which one gives up less; the best promise first.
+def _repaired(tries: Tries, tried: Tried) -> Tried:
+    """What fits, bettered block by block if it is nearly as quick as the best: the last step may save more than is missing."""
+    while tries.best is not None and tried.step_s < NEAR * tries.best.step_s:
+        others = (tries.score(draft) for draft in itertools.islice(other_choices(tries, tried.draft, (1,)), REPAIRS))
+        better = next((other for other in others if other.fits and other.step_s < tried.step_s), None)
+        if better is None:
+            break
+        tried = better
+    return tried
 
-    Blocks that are alike and choose alike are as good as one.
+
+def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2)) -> Iterator[Draft]:
+    """The draft with other choices for so many blocks of a place together; the best promise first.
+
+    Of blocks that are alike and choose alike the first and the last stand for all: memory may peak at either end.
     """
     choices = _runnable(tries, draft, _choices(tries))
     classes, passes = tries.question.costs.classes, in_flight(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
     stage_of = draft.stage_of_block
+    left = _left(tries, draft)
     for place in range(len(draft.places)):
         own = draft.blocks_of(place)
         if not any(now[block] != choices[0] for block in own):
             continue
         seconds, held = estimates(tries.question, draft, place, choices)
-        groups = {(int(classes[block]), stage_of[block], now[block]): block for block in reversed(own)}
+        groups: dict[object, list[int]] = {}
+        for block in own:
+            groups.setdefault((int(classes[block]), stage_of[block], now[block]), []).append(block)
         changes = []  # (seconds, bytes, block, choice)
-        for block in groups.values():
+        for block in dict.fromkeys(end for group in groups.values() for end in (group[0], group[-1])):
             total = held[0, :, block] + passes[stage_of[block]] * held[1, :, block]
             at = choices.index(now[block]) if now[block] in choices else 0
             changes += [
@@ -80,14 +102,38 @@ def other_choices(tries: Tries, draft: Draft) -> Iterator[Draft]:
                 for c in range(len(choices))
                 if c != at
             ]
-        for _, _, block, choice in sorted(changes):
-            yield _changed(draft, {block: choice})
-        pairs = []
-        for less, more in itertools.product([c for c in changes if c[0] < 0.0], [c for c in changes if c[1] < 0.0]):
-            if less[2] != more[2]:
-                pairs.append((less[0] + more[0], less[2], more[2], less[3], more[3]))
-        for _, one, other, first, second in sorted(pairs)[:EXCHANGES]:
-            yield _changed(draft, {one: first, other: second})
+        changes.sort()
+        room = min(left[device] for device in draft.places[place].devices)
+        for count in together:
+            for chosen in _exchanges([change[:3] for change in changes], count, room):
+                yield _changed(draft, {changes[index][2]: changes[index][3] for index in chosen})
+
+
+def _exchanges(changes: list[tuple[float, float, int]], count: int, room: float) -> Iterator[list[int]]:
+    """So many changes of unlike blocks: single ones, or of those of which some save seconds and some bytes the quickest.
+
+    Those that there is not enough room for, by the estimate, come last.
+    """
+    if count == 1:
+        yield from ([index] for index in sorted(range(len(changes)), key=lambda index: changes[index][1] > room))
+        return
+    some = sorted({*range(MOST_CHANGES // 2), *np.argsort([change[1] for change in changes])[: MOST_CHANGES // 2].tolist()})
+    some = [index for index in some if index < len(changes)]
+    seconds, held, block = np.array([changes[index] for index in some]).T
+    chosen = _combinations(len(some), count)
+    fit = (seconds[chosen].min(axis=1) < 0.0) & (held[chosen].min(axis=1) < 0.0)
+    for one, other in itertools.combinations(range(count), 2):
+        fit &= block[chosen[:, one]] != block[chosen[:, other]]
+    chosen = chosen[fit]
+    order = np.lexsort((seconds[chosen].sum(axis=1), held[chosen].sum(axis=1) > room))
+    for row in chosen[order[:EXCHANGES]]:
+        yield [some[index] for index in row]
+
+
+@lru_cache
+def _combinations(total: int, count: int) -> NDArray[np.int64]:
+    """int64 [N, count], all sets of so many numbers below `total`."""
+    return np.array(list(itertools.combinations(range(total), count)), dtype=np.int64).reshape(-1, count)
 
 
 def _choices(tries: Tries) -> list[Choice]:
@@ -132,11 +178,14 @@ def _at(first: Draft, ladders: list[list[tuple[int, Choice]]], taken: list[int])
 def _over(tries: Tries, draft: Draft) -> np.ndarray:
     """Which places have a device over capacity."""
     tries.score(draft)
+    left = _left(tries, draft)
+    return np.array([any(left[device] < 0 for device in place.devices) for place in draft.places])
+
+
+def _left(tries: Tries, draft: Draft) -> list[float]:
+    """Bytes of every device that a draft leaves unused; below 0 where it is over capacity."""
     peaks = tries.question.scores.evaluate(draft).peak_memory_bytes
-    capacity = [device.memory_bytes for device in tries.question.cluster.devices]
-    return np.array(
-        [
-            any(memory is not None and peaks[device] > memory for device in place.devices for memory in (capacity[device],))
-            for place in draft.places
-        ]
-    )
+    return [
+        math.inf if device.memory_bytes is None else device.memory_bytes - peak
+        for device, peak in zip(tries.question.cluster.devices, peaks, strict=True)
+    ]

@@ -81,33 +81,30 @@ class Moves:
 
     def _with_places(self, draft: Draft, places: Sequence[Place]) -> Iterator[Draft]:
         """The draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
-        degree = max(place.data_degree for place in places)
-        chunks, schedule, blocks = draft.stages // len(draft.places), draft.schedule, draft.bounds[-1]
+        degree, blocks = max(place.data_degree for place in places), draft.bounds[-1]
         if any(degree % place.data_degree for place in places) or len(places) > blocks:
             return
-        if len(places) == 1:
-            chunks, schedule = 1, None
-            places = [at_level(places[0], max(places[0].sharding, draft.places[0].sharding))]
-        else:
-            places = [at_level(place, 1) for place in places]
-            if schedule is None or chunks * len(places) > blocks:
-                possible = list(chains(self._question.space, len(places), blocks))
-                chunks, schedule = next(
-                    (one for one in possible if one == (chunks, schedule)), possible[0] if possible else (0, None)
-                )
-                if not chunks:
-                    return
-        order, size = stage_order(len(places), schedule, chunks), min(draft.microbatch)
+        level = max(places[0].sharding, draft.places[0].sharding) if len(places) == 1 else 1
+        places, size = [at_level(place, level) for place in places], min(draft.microbatch)
         if not all(self._balance.can_cut(place.cut(size)) for place in places):
             return
-        cuts = {self._balance.stages_on(places, order, size).bounds: None}
-        if order == draft.place_of_stage:
-            cuts[draft.bounds] = None
-        for bounds in cuts:
-            count = draft.batch // size // degree
-            made = plain_draft(bounds, places, order, microbatch=(size,), microbatches=(count,), schedule=schedule)
-            for sizes, counts in self._shares(made, near=False):
-                yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
+        for chunks, schedule in self._chains(draft, len(places)):
+            order = stage_order(len(places), schedule, chunks)
+            cuts = {self._balance.stages_on(places, order, size).bounds: None}
+            if order == draft.place_of_stage:
+                cuts[draft.bounds] = None
+            for bounds in cuts:
+                count = draft.batch // size // degree
+                made = plain_draft(bounds, places, order, microbatch=(size,), microbatches=(count,), schedule=schedule)
+                for sizes, counts in self._shares(made, near=False):
+                    yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
+
+    def _chains(self, draft: Draft, places: int) -> list[tuple[int, str | None]]:
+        """Stages a place, as many as before or as many in all, under the same schedule; what is possible where that is not."""
+        possible = list(chains(self._question.space, places, draft.bounds[-1]))
+        as_before = {draft.stages // len(draft.places), -(-draft.stages // places)}
+        same = [one for one in possible if one[0] in as_before and one[1] == draft.schedule]
+        return same or possible[:1]
 
     def _shares(self, draft: Draft, near: bool) -> Iterator[Shares]:
         """Ways to spread the batch: those within a factor of two of the micro-batch size, or the nearest of each form."""

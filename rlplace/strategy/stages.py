@@ -78,15 +78,17 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
 
 
 def orders(question: Question) -> list[tuple[int, ...]]:
-    """Devices by host, their kinds in every order (of many kinds, from the first to the last and back)."""
+    """Devices by host, kinds one after another in every order (of many, there and back), then the first kind on both ends."""
     cluster = question.cluster
-    kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
-    ways = itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1])
     name = [kind.name for kind in cluster.kinds]
-    return [
-        tuple(sorted(range(len(name)), key=lambda device: (way.index(name[device]), cluster.hosts[device], device)))
-        for way in map(list, ways)
-    ]
+    kinds = list(dict.fromkeys(name))
+    ways = [list(way) for way in (itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1]))]
+    lines = [sorted(range(len(name)), key=lambda d: (way.index(name[d]), cluster.hosts[d], d)) for way in ways]
+    for way, line in zip(ways, lines[:], strict=True):
+        half = name.count(way[0]) // 2
+        if half and len(kinds) > 1:
+            lines.append(line[half:] + line[:half])
+    return [tuple(line) for line in lines]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ import numpy as np
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.shapes import MOST_KINDS
 from rlplace.strategy.shares import proportional
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
 
 KEPT = 3
-"""Of the pipelines found for a kind, so many are tried beside those of the other kinds."""
+"""Of the pipelines found for a kind of device, the best of so many kinds are tried beside those of the other devices."""
 
 ROUNDS = 2
 """How often shares are balanced anew."""
@@ -107,4 +108,5 @@ def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[
     with contextlib.suppress(OutOfBudgetError):
         search(own)
     tries.calls += own.calls
-    return [tried for tried in own.known() if tried.fits][:KEPT]
+    kinds = {kind_of(tried.draft): tried for tried in reversed(own.known()) if tried.fits}
+    return sorted(kinds.values(), key=lambda tried: tried.step_s)[:KEPT]

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace, path: str) -> int:
     execution = Execution(options.microbatches, options.schedule)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    device = job.start_job(job.JobOptions(device=check_device(options.device).type))
-    with faults.guard(timeout_s=options.timeout, debug=options.debug):
+    device = job.start_job(job.JobOptions(device=check_device(options.device).type), options.timeout)
+    with faults.guard(debug=options.debug):
         problem, service = _open(options, device)
         site = _site(options, device)
         if dist.get_rank() == 0:

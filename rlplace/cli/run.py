@@ -98,8 +98,8 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
 
     from rlplace.runtime.distributed.job import faults, job
 
-    device = job.start_job(settings)
-    with faults.guard(timeout_s=options.timeout, debug=options.debug):
+    device = job.start_job(settings, options.timeout)
+    with faults.guard(debug=options.debug):
         result = job.train(plan, device, settings, _step_printer(options))
         equal = result.comparison is None or dist.get_rank() != 0 or result.comparison.equal
         if dist.get_rank() == 0:

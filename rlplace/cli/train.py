@@ -49,11 +49,13 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
     from rlplace.comparing.closing import compare_agent, format_rows
+    from rlplace.files import check_folder
 
     _check_device(options.device)
     if options.resume and options.out and Path(options.out) != Path(options.resume):
         raise InputError("--resume continues in its own folder; leave --out out")
     out = Path(options.resume or options.out or "runs/agent")
+    check_folder(out)
     config, problems = _config(options, out)
     compile_first()
     source = cases_of(problems, seed=config.seed, cluster=options.cluster)

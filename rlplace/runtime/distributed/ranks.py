@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ def start_group(backend: str, timeout_s: float) -> None:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # what the groups of torch's meshes take
 
 
 @contextlib.contextmanager
@@ -185,8 +188,21 @@ def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any
     return told
 
 
+_said = itertools.count()
+_PATIENCE_S, _LOOK_S = 1800.0, 0.05
+
+
 def broadcast_object(said: Any) -> Any:
-    """What rank 0 says, on every rank; not looked at elsewhere."""
+    """What rank 0 says, on every rank; not looked at elsewhere.
+
+    Before it says it, rank 0 may be busy for longer than processes may wait for each other in the process group.
+    """
+    key, store = f"rlplace/said/{attempt()}/{next(_said)}", c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(key, "")
+    deadline = time.monotonic() + _PATIENCE_S
+    while not store.check([key]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
     heard = [said]
     dist.broadcast_object_list(heard, 0)
     return heard[0]

@@ -144,7 +144,7 @@ def main(path):
     torch.set_num_threads(1)
     device = job.start_job(job.JobOptions(device="cpu"))
     model = loaded()
-    with faults.guard(timeout_s=60):
+    with faults.guard():
         problem = problem_of(model) if dist.get_rank() == 0 else None
         service = open_service(model, problem, device, LiveOptions(warmup=1))
         site = job_site(device, label="test")

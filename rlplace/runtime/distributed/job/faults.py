@@ -1,21 +1,26 @@
 """Faults: a process that raises, dies, hangs or runs out of memory ends the job with one line that says which and in what.
 
-`rlplace.distribute` installs this in a program of your own; `guard` does it around a block. What one process cannot see of
-itself the others see (`watch`).
+torch ends the waits: a connection breaks, or the timeout of the process group is up. The processes that waited tell each other
+through the job's store for what, and the first to know says which process none of them heard of. torchrun ends the rest, and
+its summary has the line, too. `rlplace.distribute` installs this in a program of your own; `guard` does it around a block.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
+import platform
 import re
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from multiprocessing import util as multiprocessing_util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -25,105 +30,142 @@ import torch.distributed as dist
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.wire import LostPeerError
-from rlplace.runtime.distributed.job.board import Board, print_line
-from rlplace.runtime.distributed.job.watch import GRACE_S, TERMINATED, Watch
-from rlplace.runtime.distributed.ranks import default_timeout_s, one_line
+from rlplace.runtime.distributed.ranks import attempt, default_timeout_s, one_line
 
-_LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")
+_TIMED_OUT = ("timed out", "timeout")
+_BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "connection refused")
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 
 _ENFORCED = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 """Where in torch's source the processor's allocator gave up."""
 
-_EARLIER = 0.9
-"""The watch speaks before torch does, whose message knows one end of a wait only."""
+_STORE_S, _GRACE_S = 10.0, 4.0
+"""What the store may take, and how long a broken connection is looked into where nobody is known to be gone."""
 
-_LOOK_S = 8.0
-"""For finding out who is the cause of a broken wait."""
-
-_watch: Watch | None = None
+_TERMINATED, _PARENT_DIED = 128 + signal.SIGTERM, 1
+_GONE = "is gone: it was killed or has crashed"
 
 
-def watch_over(part: str = "", timeout_s: float | None = None) -> None:
-    """Watches over the default process group, and reports what ends this program; calling it again changes the settings.
+@dataclass
+class _Job:
+    """This process in its job, and what its processes tell each other; calls raise RuntimeError when the store is gone."""
+
+    rank: int
+    world: int
+    store: Any
+    part: str = ""
+    told: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.part + ', ' if self.part else ''}host {platform.node() or 'unknown'})"
+
+    def put(self, key: str, data: Mapping[str, Any]) -> None:
+        self.store.set(key, json.dumps(data))
+
+    def look(self, key: str) -> dict[str, Any] | None:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def name(self, rank: int) -> str:
+        found = self.look(f"member/{rank}")
+        return f"rank {rank}" if found is None else str(found["name"])
+
+    def gone(self, rank: int) -> bool:
+        """Whether a process of this host has disappeared without a word; of other hosts this is not known."""
+        found = self.look(f"member/{rank}")
+        if found is None or found["host"] != platform.node() or self.look(f"ended/{rank}") is not None:
+            return False
+        try:
+            with open(f"/proc/{found['pid']}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+        except OSError:
+            return sys.platform.startswith("linux")
+
+    def say(self, line: str, trace: BaseException | None = None) -> None:
+        """Says why the job ends, unless another process has."""
+        if self.told:
+            return
+        self.told = True
+        with contextlib.suppress(RuntimeError):  # without a store each speaks for itself
+            if self.store.add("reporters", 1) > 1:
+                return
+        if trace is not None:
+            traceback.print_exception(trace)
+        print_line(line)
+
+
+_job: _Job | None = None
+_earlier_hook: Any = None
+
+
+def watch_over(part: str = "") -> None:
+    """From now on, what ends this program is reported; calling it again changes the part.
 
     Args:
         part: What this process runs, such as "stage 1"; for messages.
-        timeout_s: How long a process may do one thing while others wait for it; default the timeout of the process group.
     """
-    global _watch
+    global _job, _earlier_hook
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    activity.doing("start-up")  # what came before this was nothing that others could wait for
-    if _watch is not None and _watch.is_alive():
-        if timeout_s is not None:
-            _watch.timeout_s = timeout_s
-        if part:
-            _watch.introduce(part)
+    activity.doing("start-up")
+    store = dist.PrefixStore(f"rlplace/faults/{attempt()}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=_STORE_S))
+    _job = _Job(dist.get_rank(), dist.get_world_size(), store, part or (_job.part if _job is not None else ""))
+    store.delete_key(f"ended/{_job.rank}")  # of a group before this one in the same store
+    _job.put(f"member/{_job.rank}", {"name": str(_job), "host": platform.node(), "pid": os.getpid()})
+    _tell_torchrun(f"{_job} {_GONE}")  # unless it finds the time for another last word
+    if _earlier_hook is not None:
         return
-    board = Board(dist.get_rank(), dist.get_world_size())
-    _watch = Watch(board, part, timeout_s or _EARLIER * default_timeout_s(), _exit)
-    _watch.introduce()
-    _watch.start()
-    if sys.excepthook is not _hook:
-        _hooks.append(sys.excepthook)
-        sys.excepthook = _hook
-        atexit.register(_leave)
-        multiprocessing_util.Finalize(None, _leave, exitpriority=100)  # such processes do not run atexit
+    _earlier_hook, sys.excepthook = sys.excepthook, _hook
+    atexit.register(_leave)
+    with contextlib.suppress(ValueError):  # not the main thread
+        if dist.get_backend() == "gloo" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminated)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)  # nobody else ends this process when torchrun is killed
 
 
 @contextlib.contextmanager
-def guard(part: str = "", timeout_s: float | None = None, debug: bool = False) -> Iterator[None]:
+def guard(part: str = "", debug: bool = False) -> Iterator[None]:
     """Ends the process, with one line for the whole job, when the block raises.
 
     Args:
         part: See `watch_over`.
-        timeout_s: See `watch_over`.
         debug: Show the traceback, too.
     """
-    watch_over(part, timeout_s)
+    watch_over(part)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        if _watch is None:
+        if _job is None:
             raise
         _exit(report(error, debug=debug))
-    if _watch is not None:
-        _watch.end("done")
+    _leave()
 
 
 def report(error: BaseException, *, debug: bool = False) -> int:
     """Says what ended this process, unless another process reports the cause; returns the exit code."""
     code = error.exit_code if isinstance(error, RlplaceError) else 1
-    if _watch is None:
+    if _job is None:
         print_line(_text(error))
         return code
-
-    def before() -> None:
-        if debug:
-            traceback.print_exception(error)
-
-    if is_lost_peer(error):
-        line = _find_cause(_watch, error)
-        if line is None:  # whoever is the cause reports it
-            return code
-    else:
-        line = _text(error)
-    if _watch.report(line, code, before):
+    try:
+        line = _cause(_job, error) if is_lost_peer(error) else _text(error)
+    except RuntimeError:
+        line = f"the job's store is gone, with torchrun or with rank 0: {_job} waited for {activity.current(error).text}"
+    if line is not None:
         _tell_torchrun(line, error)
+        _job.say(line, error if debug else None)
     return code
 
 
-def describe_error(error: BaseException) -> str:
-    """What happened in this process, in one line without its name."""
-    now = activity.current(error)
-    where = f"in {now.text}" if not now.waits else f"while it waited for {now.text}"
-    if is_out_of_memory(error):
-        return f"ran out of memory {where}: {_ENFORCED.sub('', one_line(error))}"
-    text = one_line(error)
-    return f"failed {where}: {text if isinstance(error, RlplaceError) else f'{type(error).__name__}: {text}'}"
+def print_line(line: str) -> None:
+    """One line on stderr, in one piece."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -141,59 +183,98 @@ def is_lost_peer(error: BaseException) -> bool:
         return not is_out_of_memory(error)
     text = str(error).lower()
     names_transport = "gloo" in text or "nccl" in text or "tcp" in text
-    return isinstance(error, RuntimeError) and names_transport and any(t in text for t in _LOST)
+    return isinstance(error, RuntimeError) and names_transport and any(t in text for t in _TIMED_OUT + _BROKEN)
 
 
 def _text(error: BaseException) -> str:
+    """What happened in this process, in one line."""
     if isinstance(error, (InputError, MissingError)):
         return str(error)  # the same on every rank
-    rank = os.environ.get("RANK", "0") if _watch is None else str(_watch.me)
-    return f"{rank} {describe_error(error)}"
+    who = os.environ.get("RANK", "0") if _job is None else str(_job)
+    now, text = activity.current(error), one_line(error)
+    where = f"in {now.text}" if now.source is None else f"while it waited for {now.text}"
+    if is_out_of_memory(error):
+        return f"{who} ran out of memory {where}: {_ENFORCED.sub('', text)}"
+    return f"{who} failed {where}: {text if isinstance(error, RlplaceError) else f'{type(error).__name__}: {text}'}"
 
 
-def _find_cause(watch: Watch, error: BaseException) -> str | None:
+def _cause(job: _Job, error: BaseException) -> str | None:
     """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
     waited = activity.current(error)
-    peer = error.peer if isinstance(error, LostPeerError) else None
-    deadline = time.monotonic() + (_LOOK_S if waited.waits else GRACE_S)
-    try:
-        while time.monotonic() < deadline:
-            if watch.reported():
-                return None
-            ranks = [peer] if peer is not None else [rank for rank in range(watch.board.world) if rank != watch.me.rank]
-            lost = next((rank for rank in ranks if watch.gone(rank)), None)
-            if lost is not None:
-                return f"{watch.board.member(lost)} is gone: it was killed or has crashed; {watch.me} waited for {waited.text}"
-            ended = {rank: found["why"] for rank in ranks if (found := watch.board.look(f"ended/{rank}")) is not None}
-            if TERMINATED in ended.values():
-                return None  # the launcher ends the job
-            if ended:
-                return f"{watch.board.member(min(ended))} has ended its script while {watch.me} waited for {waited.text}"
-            if waited.waits and (line := watch.standstill(waited, 0.5 * watch.timeout_s)) is not None:
-                return line
-            time.sleep(0.2)
-        who = f"{watch.board.member(peer)} is gone or hangs" if peer is not None else "another rank is gone or hangs"
-        return f"{who}: {watch.me} waited {waited.age_s:.0f} s for {waited.text} ({one_line(error.__cause__ or error)})"
-    except RuntimeError:
-        return f"rank 0, which kept the job's store, is gone: {watch.me} waited for {waited.text}"
+    own = {"source": error.peer if isinstance(error, LostPeerError) else waited.source, "text": waited.text}
+    job.put(f"lost/{job.rank}", own)
+    hangs = any(text in str(error).lower() for text in _TIMED_OUT)
+    # Others may have begun to wait later, by as long as their part of a step takes.
+    deadline = time.monotonic() + (max(_GRACE_S, 0.5 * default_timeout_s()) if hangs else _GRACE_S)
+    while True:
+        if job.look("reporters") is not None:
+            return None
+        lost = {rank: found for rank in range(job.world) if (found := job.look(f"lost/{rank}")) is not None}
+        others = [rank for rank in range(job.world) if rank not in lost]
+        gone = next((rank for rank in others if job.gone(rank)), None)
+        if gone is not None:
+            return f"{job.name(gone)} {_GONE}; {job} waited for {waited.text}"
+        for rank in others:
+            if (ended := job.look(f"ended/{rank}")) is not None:
+                return None if ended else f"{job.name(rank)} has ended its script while {job} waited for {waited.text}"
+        if (hangs and len(others) < 2) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    culprit = blamed(job.rank, {rank: found["source"] for rank, found in lost.items()}, others)
+    if culprit is None:
+        waits = "; ".join(f"{job.name(rank)} for {found['text']}" for rank, found in sorted(lost.items())[:8])
+        return f"the ranks wait for each other ({waits}); all of them must make the same calls"
+    return (
+        f"{job.name(culprit)} {'hangs' if hangs else 'is gone or hangs'}: {job} waited {waited.age_s:.0f} s for {waited.text} "
+        f"({one_line(error.__cause__ or error)})"
+    )
+
+
+def blamed(rank: int, source_of: Mapping[int, int | None], others: list[int]) -> int | None:
+    """The rank at the end of the chain of waits that begins at one; None when they wait in a circle.
+
+    Args:
+        rank: Where to begin.
+        source_of: By waiting rank the one that it waits for; None: for any of `others`.
+        others: The ranks that do not say that they wait.
+    """
+    passed: set[int] = set()
+    while rank in source_of:
+        following = source_of[rank]
+        if following is None:
+            return others[0] if others else None
+        if rank in passed:
+            return None
+        passed.add(rank)
+        rank = following
+    return rank
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """The launcher ends this process, because another one has failed: says which, where that one could not."""
+    if _job is None or _job.told:
+        return
+    with contextlib.suppress(RuntimeError):
+        gone = next((rank for rank in range(_job.world) if rank != _job.rank and _job.gone(rank)), None)
+        if gone is not None and _job.look("reporters") is None:
+            _job.say(f"{_job.name(gone)} {_GONE}")
+        _job.put(f"ended/{_job.rank}", {"by": "launcher"})
+    _exit(_TERMINATED)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
     """Uncaught: a mistake of the program itself keeps its traceback, on the one rank that reports."""
-    if _watch is None or issubclass(kind, KeyboardInterrupt):
-        return _hooks[-1](kind, error, trace)
+    if _job is None or issubclass(kind, KeyboardInterrupt):
+        return _earlier_hook(kind, error, trace)
     own = not isinstance(error, RlplaceError) and not is_out_of_memory(error)
-    code = report(error, debug=own or bool(os.environ.get("RLPLACE_DEBUG")))
-    _exit(code)
-    return None
-
-
-_hooks: list[Any] = []
+    _exit(report(error, debug=own or bool(os.environ.get("RLPLACE_DEBUG"))))
 
 
 def _leave() -> None:
-    if _watch is not None and not _watch.told.is_set():
-        _watch.end("done")
+    """This process leaves in good order, so nobody need report it."""
+    if _job is not None and not _job.told:
+        with contextlib.suppress(RuntimeError):
+            _job.put(f"ended/{_job.rank}", {})
 
 
 def _exit(code: int) -> None:
@@ -204,15 +285,11 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _tell_torchrun(line: str, error: BaseException) -> None:
+def _tell_torchrun(line: str, error: BaseException | None = None) -> None:
     """The summary of torchrun then has the line, too."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    told = {"message": line, "extraInfo": {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": _seconds()}}
+    trace = "" if error is None else "\n" + "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": told}, file)
-
-
-def _seconds() -> str:
-    return str(int(time.time()))
+        json.dump({"message": line + trace, "timestamp": int(time.time())}, file)

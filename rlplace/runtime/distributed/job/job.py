@@ -28,7 +28,7 @@ from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.runtime.native.why_not import why_not
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_START_TIMEOUT_S = 1800.0
+_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,12 @@ class JobResult:
         }
 
 
-def start_job(options: JobOptions) -> torch.device:
+def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.device:
     """Makes the process group of the job; one process alone is a group, too.
+
+    Args:
+        options: Device and backend.
+        timeout_s: How long a process may stand still while others wait for it.
 
     Returns:
         Where this process computes.
@@ -125,7 +129,7 @@ def start_job(options: JobOptions) -> torch.device:
     backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise MissingError("run: the nccl backend needs --device cuda and a CUDA build of torch; take --backend gloo")
-    start_group(backend, _START_TIMEOUT_S)
+    start_group(backend, timeout_s)
     return device
 
 

@@ -52,7 +52,7 @@ class Part:
             if dist.get_rank() == 0:
                 cluster_of_plan(plan, options.cluster)
                 check_graph(plan)
-            dist.barrier()  # the others wait for the check
+            broadcast_object(None)  # the others wait for the check
         size = None if plan.strategy is None else plan.strategy.pipelines[0].microbatch[0]
         loaded = recipe.build("cpu", options.seed, batch=size)
         if problem is not None and asks_for_strategy(plan):

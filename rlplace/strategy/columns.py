@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane. The last six have a column for each
+# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane. The last eight have a column for each
 # entry of `costs.RECOMPUTE`.
 (
     FORWARD,
@@ -20,8 +20,8 @@ from __future__ import annotations
     EXPERT_GRADIENTS,
     EXPERT_OPTIMIZER,
 ) = range(14)
-BACKWARD, AGAIN, KEPT, WORKING_FORWARD, WORKING_BACKWARD, HALVED = range(14, 32, 3)
-ROW = 32
+BACKWARD, AGAIN, KEPT, HALVED, WORKING_FORWARD, WORKING_BACKWARD, WORKING_END, WORKING_GROWING = range(14, 38, 3)
+ROW = 38
 
 # Places, float64 [P, PLACE].
 (

@@ -28,7 +28,9 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL = range(7)
 """Indices of axis K."""
 
-FORWARD_PASS, BACKWARD_PASS = range(2)
+FORWARD_PASS, BACKWARD_PASS, STAGE_END, WITH_GRADIENTS = range(4)
+"""Passes of a block; the last two are backwards, too: where a stage ends behind the block, so that a buffer has the gradients
+that come in; and with the gradients of the block's own weights as they are made."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ class PassCosts:
         again_s: float64 [R, B], forward seconds that run again in the backward.
         kept_bytes: int64 [R, B], kept from the forward to the backward of one micro-batch, the block's input included unless it
             is the output of the block before, which counts there.
-        working_bytes: int64 [2, R, B], the most that forward and backward hold for a moment on top of what is kept before and
-            after; where ops run again, what they keep is part of the backward's.
+        working_bytes: int64 [4, R, B], the most that a pass holds for a moment on top of what is kept before and after, by
+            `FORWARD_PASS`, `BACKWARD_PASS`, `STAGE_END` and `WITH_GRADIENTS`; where ops run again, what they keep is part of
+            the backward's.
         sent_bytes: int64 [B], what later blocks read of what this and earlier ones made: the bytes that a stage border behind
             this block sends forward; 0 for the last.
         returned_bytes: int64 [B], gradients that the same border sends back.

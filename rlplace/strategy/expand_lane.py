@@ -130,11 +130,10 @@ class LaneBuild:
             self._halved(self.lives(stage, "F")[0], stage, self.forward[stage, microbatch], base)
         for lives in self.lives(stage, kind):
             now = ~lives.late
-            start, size = base + lives.start, ops.passed.tensor_bytes[lives.tensor]
-            build.tensors(start[now], size[now], base + lives.end[now])
-            gone = lives.leaves & now
-            if sent >= 0 and gone.any() and kind in "BI":
-                build.tensors(start[gone], size[gone], np.full(int(gone.sum()), sent))
+            start, size, end = base + lives.start, ops.passed.tensor_bytes[lives.tensor], base + lives.end
+            if sent >= 0 and kind in "BI":
+                end = np.where(lives.leaves, sent, end)
+            build.tensors(start[now], size[now], end[now])
         if kind in "BW":
             self._late(self.lives(stage, "F")[0], stage, self.forward.pop((stage, microbatch)), kind, base)
         if kind == "W":

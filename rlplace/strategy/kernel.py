@@ -49,13 +49,16 @@ def next_end(y, actions, a, end, arrived, idle_s):
 
 
 @inner
-def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches):
+def pipeline(
+    y, works, busy, leaving, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
+):
     """As `reference.pipeline`; returns whether all actions ran.
 
     Args:
         y: float64 [S, STAGE].
         works: float64 [P, ANSWER], filled.
         busy: float64 [S], filled with seconds.
+        leaving: float64 [.], filled for every action with the bytes of gradients that its place is still sending.
         actions: int32 [., 3].
         action_ptr: int64 [P + 1], of this lane.
         stage_place: int64 [S].
@@ -73,6 +76,8 @@ def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds
     channel_free = np.zeros(way_channels.max() + 1 if len(way_channels) else 0)
     left = np.full(stages, microbatches, dtype=np.int64)
     position, ends = action_ptr[:places].copy(), np.empty(places)
+    first_gone, last_gone, on_way = action_ptr[:places].copy(), action_ptr[:places].copy(), np.zeros(places)
+    gone_at, gone_bytes = np.empty(len(leaving)), np.empty(len(leaving))
     works[:], busy[:] = 0.0, 0.0
     for p in range(places):
         ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, 0.0)
@@ -93,6 +98,11 @@ def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds
         works[p, c.TENSOR] += tensor
         works[p, c.GATHER] += gather
         busy[s] += compute + tensor + gather
+        starts = now if forward else now - (compute + tensor + gather)
+        while first_gone[p] < last_gone[p] and gone_at[first_gone[p]] <= starts:
+            on_way[p] -= gone_bytes[first_gone[p]]
+            first_gone[p] += 1
+        leaving[position[p]] = on_way[p] if first_gone[p] < last_gone[p] else 0.0
         target = s + 1 if forward and s < stages - 1 else s - 1 if backward and s > 0 else -1
         if target >= 0:
             way = 0 if forward else 1
@@ -107,6 +117,10 @@ def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds
                     start = max(start, channel_free[way_channels[e]])
                 for e in range(first, last):
                     channel_free[way_channels[e]] = start + took
+                if backward:
+                    gone_at[last_gone[p]], gone_bytes[last_gone[p]] = start + took, size
+                    on_way[p] += size
+                    last_gone[p] += 1
             arrived[way, target, n], travelled[way, target, n] = start + took, took
         if kind == c.DO_B or kind == c.DO_W:
             left[s] -= 1
@@ -128,7 +142,7 @@ def pipeline(y, works, busy, actions, action_ptr, stage_place, rows, row, bounds
 
 
 @inner
-def held_bytes(y, peaks, flights, actions, action_ptr, microbatches):
+def held_bytes(y, peaks, flights, leaving, actions, action_ptr, microbatches):
     """Fills the most that the passes of each place hold, and of each stage the most micro-batches in flight.
 
     As `reference_memory.device_bytes`.
@@ -141,16 +155,17 @@ def held_bytes(y, peaks, flights, actions, action_ptr, microbatches):
         for a in range(action_ptr[p], action_ptr[p + 1]):
             s, kind = actions[a, 0], actions[a, 1]
             if kind == c.DO_F:
-                peak = max(peak, held + y[s, k.FORWARD_PEAK])
+                peak = max(peak, held + leaving[a] + y[s, k.FORWARD_PEAK])
                 held += y[s, k.KEEPS]
                 in_flight[s] += 1
                 flights[s] = max(flights[s], in_flight[s])
             elif kind != c.DO_W:
-                peak = max(peak, held - y[s, k.KEEPS] + y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK])
+                most = y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK]
+                peak = max(peak, held + leaving[a] - y[s, k.KEEPS] + most)
             if kind == c.DO_I:
                 held += y[s, k.HALVES]
             if kind == c.DO_W:
-                peak = max(peak, held + y[s, k.WEIGHT_PEAK])
+                peak = max(peak, held + leaving[a] + y[s, k.WEIGHT_PEAK])
                 held -= y[s, k.HALVES]
             if kind == c.DO_B or kind == c.DO_W:
                 held -= y[s, k.KEEPS]
@@ -200,6 +215,7 @@ def _compile(stamp):
         busy = np.zeros(stages)
         peaks = np.zeros(count)
         flights = np.ones(stages, dtype=np.int64)
+        leaving = np.zeros(len(actions))
         answers[:] = 0.0
         stage_out[:] = 0.0
         hosts[:] = 0.0
@@ -225,9 +241,10 @@ def _compile(stamp):
             else:
                 part = action_ptr[lane * count : (lane + 1) * count + 1]
                 ended &= pipeline(
-                    y, works, busy, actions, part, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
-                )
-                held_bytes(y, peaks, flights, actions, part, microbatches)
+                    y, works, busy, leaving, actions, part, stage_place, rows, row, bounds, ways, way_ptr, way_channels,
+                    microbatches,
+                )  # fmt: skip
+                held_bytes(y, peaks, flights, leaving, actions, part, microbatches)
             for s in range(stages):
                 for b in range(bounds[s], bounds[s + 1]):
                     works[stage_place[s], c.UPDATE_S] += x[b, k.UPDATE]

@@ -89,7 +89,13 @@ class Lives:
         for timeline in self._timelines:
             waiting = timeline.kept >= 0
             held = np.bincount(timeline.kept[waiting], size[timeline.tensor[waiting]], self._count).astype(np.int64)
-            working.append(np.maximum(_peaks(timeline, size, temporary_bytes) - np.cumsum(held), 0))
+            before = np.cumsum(held)
+            forward, backward = np.maximum(_peaks(timeline, size, temporary_bytes) - before, 0)
+            border = _arriving(timeline, self._borders[1], size)
+            at_end = np.maximum(_peaks(timeline, size, temporary_bytes, -border)[1] - before, 0)
+            grown = np.where(self._weightless, 0, tensor_bytes)
+            growing = np.maximum(_peaks(timeline, size, temporary_bytes, _growing(timeline, grown))[1] - before, 0)
+            working.append(np.stack([forward, backward, at_end, growing]))
             kept.append(held + inputs)
         sent, returned = (
             np.cumsum(
@@ -100,16 +106,41 @@ class Lives:
         return Memory(np.stack(kept), np.stack(working, axis=1), sent, returned)
 
 
-def _peaks(timeline: _Timeline, size: NDArray[np.int64], temporary: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [2, B], the most that lives during forward and backward of every block."""
-    length = len(timeline.op)
-    change = np.bincount(timeline.start, size[timeline.tensor], length + 1)
-    change -= np.bincount(timeline.end + 1, size[timeline.tensor], length + 1)
-    live = np.cumsum(change[:-1]) + np.where(timeline.op >= 0, temporary[timeline.op], 0)
+def _peaks(
+    timeline: _Timeline, size: NDArray[np.int64], temporary: NDArray[np.int64], beside: NDArray[np.float64] | float = 0.0
+) -> NDArray[np.int64]:
+    """int64 [2, B], the most that lives during forward and backward of every block, and beside it at each position."""
+    live = _living(timeline, timeline.start, timeline.end + 1, size[timeline.tensor]) + beside
+    live += np.where(timeline.op >= 0, temporary[timeline.op], 0)
     order = np.argsort(timeline.segments, axis=None)
     peaks = np.zeros(timeline.segments.size, dtype=np.int64)
     peaks[order] = np.maximum.reduceat(live, timeline.segments.ravel()[order])
     return peaks.reshape(timeline.segments.shape)
+
+
+def _living(
+    timeline: _Timeline, start: NDArray[np.int64], stop: NDArray[np.int64], size: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """float64 [S], bytes of tensors from the position at which each starts to the one before it stops."""
+    length = len(timeline.op) + 1
+    found: NDArray[np.float64] = np.cumsum(np.bincount(start, size, length) - np.bincount(stop, size, length))[:-1]
+    return found
+
+
+def _arriving(timeline: _Timeline, returned: tuple[NDArray[np.int64], ...], size: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 [S], gradients that later blocks have made, while earlier blocks run."""
+    tensor, _, home = returned
+    end = np.zeros(len(size), dtype=np.int64)
+    end[timeline.tensor] = timeline.end
+    return _living(timeline, timeline.segments[1, home - 1], end[tensor] + 1, size[tensor])
+
+
+def _growing(timeline: _Timeline, size: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 [S], gradients of weights from the op that makes them to the end of its block."""
+    stops = np.append(np.sort(timeline.segments, axis=None), len(timeline.op))
+    own = size[timeline.tensor] > 0
+    start = timeline.start[own]
+    return _living(timeline, start, stops[np.searchsorted(stops, start, side="right")], size[timeline.tensor[own]])
 
 
 class _Events:

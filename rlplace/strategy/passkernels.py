@@ -22,9 +22,9 @@ hidden_buckets = inner(rules.hidden_buckets)
 (
     HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
     BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
-    HALVED, REMADE,
-) = range(23)  # fmt: skip
-BLOCK = 23
+    HALVED, REMADE, WORKING_END, WORKING_GROWING,
+) = range(25)  # fmt: skip
+BLOCK = 25
 
 # What a stage's micro-batches take, float64 [S, STAGE].
 # The last seven are seconds of ops and of collectives of its actions.
@@ -59,8 +59,11 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
     x[b, KEPT] = row[b, c.KEPT + recompute]
     x[b, WORKING_FORWARD] = row[b, c.WORKING_FORWARD + recompute]
     x[b, WORKING_BACKWARD] = row[b, c.WORKING_BACKWARD + recompute]
+    x[b, WORKING_END] = row[b, c.WORKING_END + recompute]
+    x[b, WORKING_GROWING] = row[b, c.WORKING_GROWING + recompute]
     x[b, HALVED] = row[b, c.HALVED + recompute]
-    x[b, REMADE] = max(0.0, row[b, c.WORKING_BACKWARD + recompute] - row[b, c.WORKING_BACKWARD])
+    remade = max(0.0, row[b, c.WORKING_BACKWARD + recompute] - row[b, c.WORKING_BACKWARD])
+    x[b, REMADE] = remade + (row[b, c.WORKING_FORWARD] if full else 0.0)
     x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
     gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
     if how == WHOLE:
@@ -175,16 +178,20 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
         before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
         forward = max(forward, first + 2.0 * here, kept + x[b, WORKING_FORWARD] + here + after)
         passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and microbatches == 1)
-        moving = here + before + (x[b, GRADIENTS] if passing else 0.0)
+        moving = here + before
         buffer = x[b + 1, BUFFER] if single and b + 1 < end else 0.0
-        running = x[b, WORKING_BACKWARD] + moving + buffer
-        ends = first + moving + (x[b, BUFFER] if single else 0.0)
+        working = x[b, WORKING_END] if b + 1 == end and s < stages - 1 else x[b, WORKING_BACKWARD]
+        gradient = x[b, GRADIENTS] if passing else 0.0
+        if passing:
+            working = min(working + gradient, x[b, WORKING_GROWING])
+        running = working + moving + buffer
+        ends = first + moving + gradient + (x[b, BUFFER] if single else 0.0)
         backward = max(backward, kept + 2.0 * here + buffer, kept + running, ends)
         exchange = max(exchange, x[b, BUFFER] if not single else 0.0)
         own = max(0.0, x[b, HALVED] - x[b, KEPT])
-        half = max(half + own, running, own)
+        half = max(half + own, running, own + (row[b - 1, c.RETURNED] if b == begin and s > 0 else 0.0))
         halved += x[b, HALVED] - x[b, KEPT]
-        weight = max(weight, x[b, REMADE])
+        weight = max(weight - own, x[b, REMADE])
         static += x[b, STATIC]
         y[s, FORWARD_C] += x[b, FORWARD]
         y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
@@ -195,9 +202,8 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
         y[s, WEIGHT_T] += x[b, WEIGHT_TENSOR]
     received = row[begin - 1, c.SENT] if s > 0 else 0.0
     returned = row[end - 1, c.RETURNED] if s < stages - 1 else 0.0
-    sends = row[begin - 1, c.RETURNED] if s > 0 else 0.0
     y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
-    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward + sends, kept + half + sends
+    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward, kept + half
     y[s, HALVES], y[s, WEIGHT_PEAK] = halved, weight
     y[s, STATIC_BYTES] = static + microbatches * (received + returned)
     if not single:

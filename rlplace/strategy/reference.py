@@ -51,8 +51,9 @@ def evaluate_reference(
         if draft.stages == 1:
             ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])), events)]
             busy = [ran[0].compute + ran[0].tensor + ran[0].gather + ran[0].exchange]
+            leaving = [[0.0] * (2 * lane.microbatches)]
         else:
-            ran = pipeline(draft, lane, rows, ways, busy, events)
+            ran, leaving = pipeline(draft, lane, rows, ways, busy, events)
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
         stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
@@ -63,9 +64,9 @@ def evaluate_reference(
                 updates[place] = updated
             if ran[place].compute + ran[place].tensor > works[place].compute + works[place].tensor:
                 works[place] = ran[place]
-            used = device_bytes(draft, place, lane, rows[place])
+            used = device_bytes(draft, place, lane, rows[place], leaving[place])
             if events is not None:
-                events.remember(place, *action_bytes(draft, place, lane, rows[place]))
+                events.remember(place, *action_bytes(draft, place, lane, rows[place], leaving[place]))
             for _, devices in lane.replicas[place]:
                 for device in devices:
                     peaks[device] = cluster.devices[device].reserved_bytes + used
@@ -109,7 +110,7 @@ def pipeline(
     ways: Mapping[tuple[int, int], Way],
     stage_busy: list[float],
     events: Events | None = None,
-) -> list[Work]:
+) -> tuple[list[Work], list[list[float]]]:
     """Runs the actions of all places: one at a time on each, as soon as what it reads has come.
 
     Of all places' next actions the one that ends first is run, so that tensors are sent in order of time. A hand-over waits for
@@ -122,6 +123,9 @@ def pipeline(
         ways: How places hand tensors over.
         stage_busy: For each stage its seconds; this lane's are added.
         events: Told what happens when.
+
+    Returns:
+        What places spend, and for each of their actions the bytes of gradients that they are still sending.
     """
     ranges = draft.ranges
     stages = [rows[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
@@ -130,6 +134,8 @@ def pipeline(
     arrived: dict[tuple[int, str, int], tuple[float, float]] = {}  # (stage, way, micro-batch): when, and how long it travelled
     channel_free: dict[int, float] = {}
     backwards = [lane.microbatches] * draft.stages
+    going: list[deque[tuple[float, float]]] = [deque() for _ in works]  # gradients on their way: until when, bytes
+    leaving: list[list[float]] = [[] for _ in works]
 
     def awaited(action: Action) -> tuple[float, float] | None:
         """When what an action waits for arrives, and how long it travels; None while it has not been sent."""
@@ -149,6 +155,8 @@ def pipeline(
         start = max(now, *(channel_free.get(channel, 0.0) for channel in channels)) if channels else now
         channel_free.update(dict.fromkeys(channels, start + took))
         arrived[target, way, microbatch] = start + took, took
+        if way == "B":
+            going[here].append((start + took, size))
         if events is not None:
             events.add(here, SEND, source, microbatch, start, start + took, target=there, size_bytes=size)
 
@@ -166,6 +174,9 @@ def pipeline(
         ready, travelled = awaited(action) or (0.0, 0.0)
         work.hand_over += min(max(0.0, ready - work.end_s), travelled)
         compute, tensor, gather = stage_action(stages[stage], kind, microbatch == 0)
+        while going[place] and going[place][0][0] <= (now if kind == "F" else now - (compute + tensor + gather)):
+            going[place].popleft()
+        leaving[place].append(sum(size for _, size in going[place]))
         if events is not None:
             events.add(place, kind, stage, microbatch, max(work.end_s, ready), now, stage_pieces(stages[stage], kind))
         work.compute += compute
@@ -188,4 +199,5 @@ def pipeline(
         work.end_s = now
     if any(waiting):
         works[0].end_s = math.inf  # what they wait for never comes
-    return works
+        leaving = [sends + [0.0] * len(rest) for sends, rest in zip(leaving, waiting, strict=True)]
+    return works, leaving

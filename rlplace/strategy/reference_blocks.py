@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
 from rlplace.strategy.drafts import Draft, Place
@@ -47,9 +49,9 @@ class Block:
     optimizer_bytes: float = 0.0
     shared_bytes: tuple[float, ...] = (0.0, 0.0, 0.0)  # a device's share of the three
     kept_bytes: float = 0.0
-    working_bytes: tuple[float, float] = (0.0, 0.0)
+    working_bytes: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     halved_bytes: float = 0.0  # kept from the first half of a split backward to the second
-    remade_bytes: float = 0.0  # of the working bytes what runs again makes
+    remade_bytes: float = 0.0  # the most that running again holds in a second half
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
 
 
@@ -58,13 +60,12 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
     place = draft.places[index]
     held = costs.held(place.tensor, place.expert)
     kind_of = kind_numbers(costs, cluster)
-    blocks, plain = [Block() for _ in costs.names], [0.0 for _ in costs.names]
+    blocks, plain = [Block() for _ in costs.names], np.zeros((2, len(costs.names)))
     kinds = sorted({kind_of[device] for _, devices in lane.replicas[index] for device in devices})
     for samples, devices in lane.replicas[index]:
         for kind in sorted({kind_of[device] for device in devices}):
             _add_pass(blocks, draft, place, kind, samples, costs, traffic)
-            backward = costs.passes(kind, place.cut(samples)).working_bytes[BACKWARD_PASS, NONE].tolist()
-            plain = [max(pair) for pair in zip(plain, backward, strict=True)]
+            plain = np.maximum(plain, costs.passes(kind, place.cut(samples)).working_bytes[:2, NONE])
     whole = _without_ties(draft, index, costs)
     share, expert_share, copies = float(share_degree(place)), float(expert_share_degree(place)), copy_degree(place)
     gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
@@ -75,7 +76,8 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
     host_rate = min(traffic.host_bytes_per_s(d) for d in place.devices)
     update_rate = min(traffic.host_memory_bytes_per_s(d) for d in place.devices)
     for number_of, block in enumerate(blocks):
-        block.remade_bytes = max(0.0, block.working_bytes[1] - plain[number_of])
+        forward = float(plain[FORWARD_PASS, number_of]) if draft.recompute[number_of] == FULL else 0.0
+        block.remade_bytes = forward + max(0.0, block.working_bytes[BACKWARD_PASS] - float(plain[BACKWARD_PASS, number_of]))
         block.offload = draft.offload[number_of]
         block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
         block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
@@ -132,8 +134,8 @@ def _add_pass(
         block.sent_bytes = max(block.sent_bytes, float(passes.sent_bytes[number]))
         block.returned_bytes = max(block.returned_bytes, float(passes.returned_bytes[number]))
         block.kept_bytes = max(block.kept_bytes, float(passes.kept_bytes[how, number]))
-        first, second = (float(passes.working_bytes[way, how, number]) for way in (FORWARD_PASS, BACKWARD_PASS))
-        block.working_bytes = max(block.working_bytes[0], first), max(block.working_bytes[1], second)
+        working = passes.working_bytes[:, how, number].tolist()
+        block.working_bytes = tuple(map(max, zip(block.working_bytes, working, strict=True)))
         block.halved_bytes = max(block.halved_bytes, float(passes.halved_bytes[how, number]))
 
 

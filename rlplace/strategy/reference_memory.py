@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS
+from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import Lane, stage_actions
 from rlplace.strategy.reference_blocks import Block
 from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE
 
 
-def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) -> float:
+def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]) -> float:
     """The most that a device of a place holds, reserved bytes apart; see `action_bytes`."""
-    total, actions = action_bytes(draft, place, lane, blocks)
+    total, actions = action_bytes(draft, place, lane, blocks, leaving)
     return total + max((during for during, _ in actions), default=0.0)
 
 
-def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) -> tuple[float, list[tuple[float, float]]]:
+def action_bytes(
+    draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]
+) -> tuple[float, list[tuple[float, float]]]:
     """What a device of a place holds all step long, and on top of it, for its actions in order, the most during and after each.
 
     Args:
@@ -28,6 +30,7 @@ def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
         place: Number of the place.
         lane: The lane that the device belongs to.
         blocks: All blocks as they are on the place.
+        leaving: For each action the bytes that earlier ones are still sending.
     """
     total = 0.0
     holds: dict[int, tuple[float, ...]] = {}
@@ -39,18 +42,18 @@ def action_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block]) 
             holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
     held, found = 0.0, []
     left = {stage: lane.microbatches for stage in holds}
-    for stage, kind, _ in stage_actions(draft, lane.microbatches)[place]:
+    for (stage, kind, _), sends in zip(stage_actions(draft, lane.microbatches)[place], leaving, strict=True):
         kept, forward, backward, half, between, weight, exchange = holds[stage]
         during = 0.0
         if kind == "F":
-            during = held + forward
+            during = held + sends + forward
             held += kept
         elif kind in "BI":
-            during = held - kept + (backward if kind == "B" else half)
+            during = held + sends - kept + (backward if kind == "B" else half)
         if kind == "I":
             held += between - kept
         if kind == "W":
-            during = held + weight
+            during = held + sends + weight
             held += kept - between
         if kind in "BW":
             held -= kept
@@ -124,19 +127,23 @@ def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Bl
     gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
     single = draft.stages == 1
     buffers = [block.buffer_bytes if single else 0.0 for block in own] + [0.0]
-    kept, forward, backward, half = 0.0, 0.0, 0.0, 0.0
+    kept, forward, backward, half, weight = 0.0, 0.0, 0.0, 0.0, 0.0
+    returned = blocks[inside.start - 1].returned_bytes if stage > 0 else 0.0
     for index, block in enumerate(own):
         before, kept = kept, kept + block.kept_bytes
         here, ahead, behind = gathered[index + 1], gathered[index + 2], gathered[index]
         forward = max(forward, before + 2 * here, kept + block.working_bytes[FORWARD_PASS] + here + ahead)
         passing = block.keeping in (EACH_BACKWARD, EACH_PASS) or (block.keeping == ONCE and single and microbatches == 1)
         gradient = block.gradient_bytes if passing else 0.0
-        running = block.working_bytes[BACKWARD_PASS] + here + behind + gradient + buffers[index + 1]
+        at_end = index + 1 == len(own) and stage < draft.stages - 1
+        working = block.working_bytes[STAGE_END if at_end else BACKWARD_PASS]
+        if passing:
+            working = min(working + gradient, block.working_bytes[WITH_GRADIENTS])
+        running = working + here + behind + buffers[index + 1]
         ends = before + here + behind + gradient + buffers[index]
         backward = max(backward, kept + 2 * here + buffers[index + 1], kept + running, ends)
         left = max(0.0, block.halved_bytes - block.kept_bytes)
-        half = max(half + left, running, left)
-    returned = blocks[inside.start - 1].returned_bytes if stage > 0 else 0.0
+        weight = max(weight - left, block.remade_bytes)
+        half = max(half + left, running, left + (returned if index == 0 else 0.0))
     exchange = 0.0 if single else max(block.buffer_bytes for block in own)
-    between, remade = sum(block.halved_bytes for block in own), max(block.remade_bytes for block in own)
-    return kept, forward, backward + returned, kept + half + returned, between, remade, exchange
+    return kept, forward, backward, kept + half, sum(block.halved_bytes for block in own), weight, exchange

@@ -113,8 +113,9 @@ class Rows:
             row[:, column] = values
         for column, several in (
             (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
-            (c.KEPT, one.kept_bytes), (c.WORKING_FORWARD, one.working_bytes[0]), (c.WORKING_BACKWARD, one.working_bytes[1]),
-            (c.HALVED, one.halved_bytes),
+            (c.KEPT, one.kept_bytes), (c.HALVED, one.halved_bytes), (c.WORKING_FORWARD, one.working_bytes[0]),
+            (c.WORKING_BACKWARD, one.working_bytes[1]), (c.WORKING_END, one.working_bytes[2]),
+            (c.WORKING_GROWING, one.working_bytes[3]),
         ):  # fmt: skip
             row[:, column : column + len(several)] = several.T
         return row

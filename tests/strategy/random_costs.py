@@ -85,18 +85,29 @@ class RandomCosts:
         sent[-1] = 0
         light = (border / spread).astype(np.int64)
         whole = kept.astype(np.int64)
+        keeps = np.stack([light + whole, light + whole // 3, light])
+        # A backward begins with the gradient of its output, what runs again and something for a moment; then pieces of
+        # `random_ops` go, a third with the last but one and the last one each, where that of its input is there, too.
+        begins = whole // 3 + np.stack([0 * whole, whole * 2 // 3, whole])
+        ends = light + whole // 3 + np.append(0, sent[:-1]) - keeps
+        gradients = self.held(cut.tensor, cut.expert).gradient_bytes
+        grown = [
+            light + whole + gradients // 10 - keeps,
+            light + whole * 2 // 3 + gradients * 9 // 10 - keeps,
+            ends + gradients,
+        ]
+        most = np.maximum(begins + sent, ends)
+        working = [np.stack([whole // 5] * 3), most, np.maximum(begins, ends), np.maximum.reduce([most, *grown])]
         return PassCosts(
             forward_s=forward,
             backward_s=backward,
             weight_s=backward * self.weight_part,
             again_s=np.stack([forward * 0, forward * 0.2, forward]),
-            kept_bytes=np.stack([light + whole, light + whole // 3, light]),
-            working_bytes=np.stack(
-                [np.stack([whole // 5] * 3), np.stack([whole // 3, whole // 3 + whole * 2 // 3, whole // 3 + whole])]
-            ),
+            kept_bytes=keeps,
+            working_bytes=np.stack(working),
             sent_bytes=sent,
             returned_bytes=sent,
-            halved_bytes=np.stack([light + whole, light + whole // 3, light]) + (whole * self.between).astype(np.int64),
+            halved_bytes=keeps + (whole * self.between).astype(np.int64),
             collective_bytes=bytes_,
             collective_calls=calls,
         )

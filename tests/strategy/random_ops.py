@@ -83,7 +83,7 @@ class RandomOps(RandomCosts):
         last = (step.phase == FORWARD) & (piece == PIECES - 1)
         temporary[last] = passes.working_bytes[0, NONE, step.block[last]]
         first = (step.phase == BACKWARD) & (piece == 0)
-        temporary[first] = passes.working_bytes[1, NONE, step.block[first]]
+        temporary[first] = (passes.kept_bytes[NONE] - passes.kept_bytes[FULL])[step.block[first]] // 3
         size = np.zeros(len(step.producer), dtype=np.int64)
         kept = passes.kept_bytes[:, step.block[step.producer]]
         place, phase = piece[step.producer], step.phase[step.producer]

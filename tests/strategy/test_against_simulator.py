@@ -1,7 +1,7 @@
 """The block executor and the op-level simulator say the same of random drafts: all that a draft can say.
 
 Costs are made up, ten ops a block and pass (`random_ops`). What is left: buckets are full at whole gradients instead of evenly,
-replicas of unlike speed wait for each other in every collective, and gradients grow op by op while activations go.
+and replicas of unlike speed wait for each other in every collective.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_time_and_memory_are_the_simulators(seeds):
             f"{abs(memory).mean():.2%} | {memory.min():+.1%} to {memory.max():+.1%} |"
         )
         assert abs(time).mean() < 0.02 and abs(time).max() < (0.1 if kind == "unlike replicas" else 0.03)
-        assert abs(memory).mean() < 0.02 and memory.min() > -0.04 and memory.max() < 0.06
+        assert abs(memory).mean() < 0.005 and abs(memory).max() < 0.02
         if kind == "pipelines":
             assert abs(time).max() < 1e-9
 

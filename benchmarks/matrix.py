@@ -18,16 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlplace.comparing import Case, Comparison, ComparisonRow, Settings, Store, compare, gather
-from rlplace.comparing.records import MAKESPAN, OPS, REFERENCE, TASKS
-from rlplace.comparing.run import VIEW_OF
-from rlplace.cost.price import price
+from rlplace.comparing.records import MAKESPAN, REFERENCE, TASKS
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.means import geometric_mean
 from rlplace.placements import Priced
 from rlplace.planners import PLANNERS, takes_microbatches
 from rlplace.planners.attempt import OK
-from rlplace.problem import Problem
 from rlplace.zoo import load_model
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
@@ -73,7 +70,7 @@ def main() -> None:
     names = options.planners.split(",")
     plain = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
     piped = Settings(calls=options.calls, time_limit_s=options.time_limit, microbatches=options.microbatches)
-    several = [name for name in names if takes_microbatches(name) and VIEW_OF.get(name) != OPS]
+    several = [name for name in names if takes_microbatches(name)]
     blocks = (
         (1, names, Store(plain, options.out / "step.jsonl", resume=True), []),
         (options.microbatches, several, Store(piped, options.out / "pipeline.jsonl", resume=True), []),
@@ -86,7 +83,7 @@ def main() -> None:
             graph = functools.cache(functools.partial(captured, model, batch // parts, seq))
             for cluster in CLUSTERS:
                 given = graph, cluster, options.groups
-                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, *given), functools.partial(ops, *given))
+                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, *given))
                 cases.append(case)
                 for failed, error in compare([case], planners, store):
                     sys.exit(f"{failed.model} on {failed.cluster}: {error}")
@@ -108,10 +105,6 @@ def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Priced:
     from rlplace.cluster.parse import parse
 
     return Priced.graph(graph(), parse(cluster), groups=groups)
-
-
-def ops(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Problem:
-    return price(graph(), cluster, groups=groups, level="op", sharding=True)
 
 
 def report(found: Sequence[Comparison], options: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from rlplace.errors import InfeasibleError, InputError, whole_number
 from rlplace.graph.sizes import Graphs
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
-from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
+from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.problem import Problem
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 OP_LEVEL_TRIES = 3
 """Times that planning starts again because the plan does not fit op by op."""
-
-CUT = "cut"
-"""Level of pricing: op by op, with the dimensions along which ops can be cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +51,13 @@ class Priced:
         first: The problem as given, at task level.
         samples: The only micro-batch size there is, None where any can be priced.
         graph_of: The graph for a micro-batch size; None when only a problem was given.
-        build: Prices a graph at level "task", "op", or `CUT`: op by op, with what planners that cut ops need.
-        level: What is placed, "task" or `CUT`.
+        build: Prices a graph at level "task" or "op".
     """
 
     first: Problem
     samples: int | None
     graph_of: Callable[[int], OpGraph] | None = None
     build: Callable[[OpGraph, str], Problem] | None = None
-    level: str = "task"
     _kept: dict[int, Problem] = field(default_factory=dict)
 
     @staticmethod
@@ -88,10 +83,7 @@ class Priced:
         return _priced(whole, None, Graphs(whole, capture_at), cluster, pricing)
 
     def prepared_for(self, planner: str) -> Priced:
-        """The same for a planner that wants the backward of groups apart, or ops that can be cut; else as it is."""
-        if planner in NEEDS_SHARDING and self.level != CUT and self.build is not None and self.graph_of is not None:
-            graph = self.graph_of(self.first.samples_per_microbatch)
-            return dataclasses.replace(self, first=self.build(graph, CUT), level=CUT, _kept={})
+        """The same for a planner that wants the backward of groups apart; else as it is."""
         if planner in NEEDS_SPLIT:
             from rlplace.cost.split import split_backward
             from rlplace.planners.bipartition.layers import is_split
@@ -126,7 +118,7 @@ class Priced:
         if samples == self.first.samples_per_microbatch or self.build is None or self.graph_of is None:
             return self.first
         if samples not in self._kept:
-            problem = self.build(self.graph_of(samples), self.level)
+            problem = self.build(self.graph_of(samples), "task")
             if self.samples is None and problem.samples_per_microbatch != samples:
                 raise InputError(
                     f"batch: the model was asked for a batch of {samples} samples and has one of "
@@ -142,8 +134,7 @@ def _priced(
     from rlplace.cost.price import price
 
     def build(graph: OpGraph, level: str) -> Problem:
-        how = {"level": "op", "sharding": True} if level == CUT else {"level": level}
-        return price(graph, cluster, **how, **pricing)
+        return price(graph, cluster, level=level, **pricing)
 
     return Priced(build(first, "task"), samples, graph_of, build)
 
@@ -167,7 +158,7 @@ def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) ->
     """
     get_planner(planner)
     priced = priced.prepared_for(planner)
-    if priced.build is None or priced.graph_of is None or priced.level == CUT:  # cut ops are simulated one by one already
+    if priced.build is None or priced.graph_of is None:
         return Placed(*plan_priced(priced, planner=planner, **arguments), None, None)
     first: Placed | None = None
     held_back = np.zeros(priced.first.num_devices, dtype=np.int64)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from rlplace.errors import InputError, whole_number
 from rlplace.graph.sizes import at_batch, resize_batch
 from rlplace.placements import Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planners import get_planner
+from rlplace.planners import OF_STRATEGIES, get_planner
 from rlplace.problem import Problem
+from rlplace.records import plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 CLASSICAL = "strategy"
 """Name of the planner of whole strategies."""
 
-STRATEGY_PLANNERS = ("agent", "best", CLASSICAL)
+STRATEGY_PLANNERS = ("agent", "best", CLASSICAL, *OF_STRATEGIES)
 """Names that answer whole strategies: the first two by the classical search, until a learned one comes."""
 
 PLACEMENT, AUTO, EVERYTHING = "placement", "auto", "all"
@@ -113,12 +116,12 @@ def place(
             raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
         machine = as_cluster(cluster)
         if reason is None:
-            allowed = allowed_space(space, options)
+            allowed = allowed_space(space, options, planner)
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
             return strategy_of(
                 graph, capture_at, machine, batch, allowed, engine=space != EVERYTHING,
                 module=None if isinstance(target, OpGraph) else target, inputs=example_inputs, curve=batch_curve, calls=calls,
-                time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
+                time_limit_s=time_limit_s, seed=seed, costs=costs, host=host, planner=answers(planner),
             )  # fmt: skip
         if batch_curve is not None:
             raise InputError(
@@ -157,8 +160,8 @@ def why_placement(planner: str, space: Space | str | None, only: Collection[str]
                 f"planner to {', '.join(STRATEGY_PLANNERS)}"
             )
         return f"planner {planner} answers no other"
-    if planner == CLASSICAL and (space == PLACEMENT or first):
-        raise InputError(f"planner {CLASSICAL} places no groups; leave out {'the space' if space == PLACEMENT else first}")
+    if planner in (CLASSICAL, *OF_STRATEGIES) and (space == PLACEMENT or first):
+        raise InputError(f"planner {planner} places no groups; leave out {'the space' if space == PLACEMENT else first}")
     if space == PLACEMENT:
         return "the space says so"
     if first and space is not None:
@@ -213,8 +216,13 @@ def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:
     return (PER_DEVICE if graph is None else graph.samples) * cluster.num_devices
 
 
-def allowed_space(space: Space | str | None, fixed: Mapping[str, Any]) -> Space:
-    """The space that `place` is given, with what is fixed beside it.
+def answers(planner: str) -> str:
+    """Who answers where a planner of `STRATEGY_PLANNERS` is asked for."""
+    return planner if planner in OF_STRATEGIES else CLASSICAL
+
+
+def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: str = CLASSICAL) -> Space:
+    """The space that `place` is given, with what is fixed beside it and what the planner knows.
 
     Raises:
         InputError: They cannot be read, or contradict each other.
@@ -223,7 +231,12 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any]) -> Space:
 
     text = space.text() if isinstance(space, Space) else "" if space in (None, AUTO, EVERYTHING) else space
     assert isinstance(text, str)
-    return Space.parse(" ".join([text, *(f"{key}={value}" for key, value in fixed.items() if value is not None)]))
+    asked = Space.parse(" ".join([text, *(f"{key}={value}" for key, value in fixed.items() if value is not None)]))
+    own = Space.parse(OF_STRATEGIES.get(planner, ""))
+    for key, values in plain(own).items():
+        if any(not own.allows(key, value) for value in getattr(asked, key) or ()):
+            raise InputError(f"planner {planner} has {key}={values[0]} only; leave {key} out, or the planner to {CLASSICAL}")
+    return replace(asked, **{key: getattr(own, key) for key in plain(own)})
 
 
 def _captured(

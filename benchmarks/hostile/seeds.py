@@ -228,17 +228,11 @@ def _graph_and_costs(folder: Path) -> None:
     from rlplace.cluster import Cluster
     from rlplace.cost import price
     from rlplace.graph.capture import capture
-    from rlplace.plan.plan import make_plan
 
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     graph = capture(net, torch.empty(4, 4), loss=torch.sum, source={"model": "test"})
     graph.save(folder / "net.graph.json")
-    cut = price(graph, "l4:2", groups=2, level="op", sharding=True)
-    cut.save(folder / "cut.problem.json")
-    name = next(cut.op_names[op] for op in sorted(cut.sharding.dims) if cut.op_phase[op] == 0)
-    number = cut.op_names.index(name)
-    shards = {name: {dim: 2 for dim, size in list(cut.sharding.dims[number].items())[:1] if size % 2 == 0}}
-    make_plan(cut, [0] * cut.num_groups, planner="pase", shards=shards).save(folder / "cut.plan.json")
+    price(graph, "l4:2", groups=2, level="op").save(folder / "ops.problem.json")
     Cluster.preset("l4:2").save(folder / "saved.toml")
     _strategies(folder, graph)
     _write(folder / "lab.cost.json", "cost", COSTS)

@@ -75,13 +75,12 @@ def _problem(path: Path, seeds: Path) -> None:
     _check(
         problem_from_dict(problem_to_dict(problem)).fingerprint == problem.fingerprint, "another fingerprint on the way back"
     )
-    if problem.sharding is None:
-        from rlplace.planners import get_planner
+    from rlplace.planners import get_planner
 
-        try:
-            get_planner("heft")(problem)
-        except RecursionError as error:
-            raise Broken("heft recursed") from error
+    try:
+        get_planner("heft")(problem)
+    except RecursionError as error:
+        raise Broken("heft recursed") from error
 
 
 @cache
@@ -91,7 +90,7 @@ def _known(path: Path) -> Any:
     return Problem.load(path)
 
 
-_PROBLEM_OF = {"cut.plan.json": "cut", "recompute.plan.json": "joined"}
+_PROBLEM_OF = {"recompute.plan.json": "joined"}
 
 
 def _plan(path: Path, seeds: Path) -> None:
@@ -359,9 +358,9 @@ def _site(path: Path, seeds: Path) -> None:
 
 
 TARGETS: dict[str, Target] = {
-    "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "cut.problem.json"), _problem, 3.0),
+    "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "ops.problem.json"), _problem, 3.0),
     "plan": Target(
-        JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute", "cut")), _plan, 3.0
+        JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute")), _plan, 3.0
     ),
     "strategy plan": Target(
         JSON, tuple(f"{name}.plan.json" for name in ("whole", "chain", "sharded", "several")), _strategy, 3.0

@@ -10,7 +10,7 @@ from rlplace.errors import InputError
 HELP = "capture a model and write its problem file"
 EXAMPLE = "example: rlplace capture hf:bert --cluster v100:4 --out bert.problem.json"
 
-_LEVELS = {"task": "best", "op": "best", "split": "bipartition", "cut": "pase"}
+_LEVELS = {"task": "best", "op": "best", "split": "bipartition"}
 """Level to a planner that takes such a problem."""
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(_LEVELS),
         default="task",
         help="task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
-        "bipartition plans; cut: every op and how it can be cut, as pase plans",
+        "bipartition plans",
     )
     add_model_options(parser)
 

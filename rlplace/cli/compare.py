@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
     from rlplace.placements import Priced
-    from rlplace.problem import Problem
     from rlplace.strategy.tries import Question
 
 HELP = "compare planners on models and clusters"
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of a step (1)")
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
-    parser.add_argument("--ops", action="store_true", help="all planners also on single ops, the way pase cuts them")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--out", metavar="FILE.json[l]", help="write every row as soon as it is there")
     parser.add_argument("--resume", action="store_true", help="go on with the rows that --out has")
@@ -75,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.comparing import Settings, Store, compare, count_rows, gather
-    from rlplace.comparing.records import OPS, SPLIT
+    from rlplace.comparing.records import SPLIT
     from rlplace.comparing.strategies import STRATEGIES
     from rlplace.files import check_output, write_text
 
@@ -99,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     store = Store(settings, options.out, resume=options.resume)
     if store.rows:
         say(f"{options.out}: {len(store.rows)} rows are there already")
-    views = [view for view, wanted in ((SPLIT, options.split), (OPS, options.ops)) if wanted]
+    views = [SPLIT] if options.split else []
     interrupted, failures = False, []
     try:
         with _progress(count_rows(cases, names, views)) as report:
@@ -169,9 +167,8 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         captured = functools.cache(functools.partial(capture_model, model, options, microbatch(options)))
         for text in texts:
             pricing = captured, machines[text], options
-            ops = None if options.weight_gradients else functools.partial(_ops, *pricing)
             ask = functools.partial(_asked, *pricing) if whole else None
-            cases.append(Case(model, text, functools.partial(_priced, *pricing, whole), ops, ask))
+            cases.append(Case(model, text, functools.partial(_priced, *pricing, whole), ask))
     return cases
 
 
@@ -201,15 +198,6 @@ def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse
     graph, other = two_captures(own.graph, own.capture_at)
     batch = own.graph.samples * options.microbatches
     return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=options.costs, host=options.host_mode)
-
-
-def _ops(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Problem:
-    from rlplace.cost.price import price
-
-    return price(
-        captured().graph, machine, groups=options.granularity, level="op", sharding=True, costs=options.costs,
-        host=options.host_mode,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

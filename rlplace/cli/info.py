@@ -50,13 +50,13 @@ def _facts() -> dict[str, Any]:
     from rlplace.cluster.presets import KINDS, RESERVED
     from rlplace.extensions import COSTS, DEVICES
     from rlplace.extensions import PLANNERS as PLANNER_GROUP
-    from rlplace.planners import PLANNERS
+    from rlplace.planners import OF_STRATEGIES, PLANNERS
 
     host = Cluster.detect()
     return {
         "versions": {package: _version(package) for package in _PACKAGES},
         "devices": [{"name": d.name, "kind": d.kind, "memory_bytes": d.memory_bytes} for d in host.devices],
-        "planners": sorted(PLANNERS),
+        "planners": sorted([*PLANNERS, *OF_STRATEGIES]),
         "presets": sorted(KINDS),
         "checkpoints": shipped_checkpoints(),
         "environments": sorted(name for name in gymnasium.registry if name.startswith("rlplace/")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -175,13 +174,9 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
     for index, device in enumerate(problem.devices):
         limit = device.memory_bytes
         share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
-        groups = "-" if plan.shards else str(counts[index])
-        rows.append([device.name, device.kind or "-", groups, gb(peaks[index]), gb(limit), share])
+        rows.append([device.name, device.kind or "-", str(counts[index]), gb(peaks[index]), gb(limit), share])
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
-    if plan.shards:
-        cut = [math.prod(dims.values()) for dims in plan.shards.values()]
-        print(f"{sum(parts > 1 for parts in cut)} of {problem.num_ops} ops are cut, into up to {max(cut)} parts")
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
     samples = problem.samples_per_microbatch
     print(

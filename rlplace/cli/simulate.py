@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.problem} has its own devices; leave --cluster out")
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
-    if plan.replicas or plan.recompute or plan.shards:
+    if plan.replicas or plan.recompute:
         problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     if options.trace:

@@ -37,11 +37,11 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     Raises:
         InputError: They contradict each other.
     """
-    from rlplace.placing import EVERYTHING, FIXED, PER_DEVICE, allowed_space, default_batch, strategy_of
+    from rlplace.placing import EVERYTHING, FIXED, PER_DEVICE, allowed_space, answers, default_batch, strategy_of
     from rlplace.strategy.efficiency import BatchCurve
 
     note_old_reading(options)
-    space = allowed_space(options.space, {name: getattr(options, name) for name in FIXED})
+    space = allowed_space(options.space, {name: getattr(options, name) for name in FIXED}, options.planner)
     machine = machine_of(options)
     if options.costs:
         check_costs(options.costs, [kind.name for kind in machine.kinds])
@@ -56,7 +56,7 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     return strategy_of(
         captured.graph, captured.capture_at, machine, batch, space, engine=options.space != EVERYTHING, module=model.module,
         inputs=model.example_inputs, curve=curve, calls=options.calls, time_limit_s=options.time_limit, seed=options.seed,
-        costs=options.costs, host=options.host_mode,
+        costs=options.costs, host=options.host_mode, planner=answers(options.planner),
     )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target
     mean = sum(steps) / len(steps)
     replicas = len(best.plan.replicas or [0])
     bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
-    whole = not best.plan.optimizer_sharding and not best.plan.shards  # bounds count every op at its full time
+    whole = not best.plan.optimizer_sharding  # bounds count every op at its full time
     shares = [item.memory_share for item in measured if item.memory_share is not None]
     return replace(
         row,

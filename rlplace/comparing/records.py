@@ -22,12 +22,12 @@ RATE = "samples per second at an equal global batch"
 METRICS = (MAKESPAN, RATE)
 """What rows may be compared by; numbers of one metric say nothing about those of another."""
 
-TASKS, SPLIT, OPS = "tasks", "split", "ops"
-VIEWS = {TASKS: "", SPLIT: ", backward in groups of its own", OPS: ", op by op"}
+TASKS, SPLIT = "tasks", "split"
+VIEWS = {TASKS: "", SPLIT: ", backward in groups of its own"}
 """The problems that are made of one model on one cluster, and what each adds to the metric, since their numbers do not compare.
 
 ``tasks``: one op a group and phase, as everybody plans. ``split``: the backward of every group is a group of its own
-(`rlplace.cost.split`). ``ops``: every captured op, with the dimensions along which it can be cut.
+(`rlplace.cost.split`).
 """
 
 REFERENCE = "best"

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import OPS, RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
+from rlplace.comparing.records import RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
 from rlplace.comparing.store import Store
 from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError, RlplaceError
 from rlplace.placements import Priced
-from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner
+from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
 from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
 from rlplace.problem import Problem
 from rlplace.strategy.tries import Question
 
-VIEW_OF = {**dict.fromkeys(NEEDS_SPLIT, SPLIT), **dict.fromkeys(NEEDS_SHARDING, OPS)}
-"""Planners that need another view than `TASKS`: one places the backward of a group apart from its forward, one cuts ops."""
+VIEW_OF = dict.fromkeys(NEEDS_SPLIT, SPLIT)
+"""Planners that need another view than `TASKS`: they place the backward of a group apart from its forward."""
 
 Report = Callable[[str, bool], None]
 """Called with what happens next and whether a row has just been finished."""
@@ -36,14 +36,12 @@ class Case:
         model: MODEL, as it stands in the rows.
         cluster: CLUSTER likewise.
         load: Captures and prices it.
-        load_ops: The same as the view `OPS`; None where there is no graph. A problem file may be of that kind itself.
         ask: The question of whole strategies for as many samples a step; None where there is no model.
     """
 
     model: str
     cluster: str
     load: Callable[[], Priced]
-    load_ops: Callable[[], Problem] | None = None
     ask: Callable[[], Question] | None = None
 
 
@@ -51,14 +49,12 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
     """Planners by view, the reference first where any other is run.
 
     Args:
-        case: Without a graph it has no view `OPS`, and all its planners look at the problem as it is.
+        case: The model on its cluster.
         planners: Names.
         views: Views for all planners, beside that which each needs.
     """
     asked: dict[str, list[str]] = {}
-    for view in (TASKS, SPLIT, OPS):
-        if view == OPS and case.load_ops is None:
-            continue
+    for view in (TASKS, SPLIT):
         names = [name for name in planners if _looks_at(case, name, view, views)]
         if names:
             asked[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
@@ -68,12 +64,7 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
 def _looks_at(case: Case, name: str, view: str, views: Collection[str]) -> bool:
     if name in STRATEGIES:
         return view == TASKS and case.ask is not None
-    return view in views or _view(case, name) == view
-
-
-def _view(case: Case, planner: str) -> str:
-    view = VIEW_OF.get(planner, TASKS)
-    return TASKS if view == OPS and case.load_ops is None else view
+    return view in views or VIEW_OF.get(name, TASKS) == view
 
 
 def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:
@@ -121,7 +112,7 @@ def compare(
             failures.append((case, error))
             continue
         for view, names in _asked(case, planners, views).items():
-            shown = _viewed(case, priced, view)
+            shown = Priced.problem(split_backward(priced.first)) if view == SPLIT else priced
             info = problem_info(shown.first, case.model, case.cluster, view=view)
             store.add_problem(info)
             target = Target(case.model, case.cluster, view, shown)
@@ -144,13 +135,6 @@ def compare(
                 _finish(row, target, store)
                 tell("", True)
     return failures
-
-
-def _viewed(case: Case, priced: Priced, view: str) -> Priced:
-    if view == OPS:
-        assert case.load_ops is not None  # else the view is not asked for
-        return Priced.problem(case.load_ops())
-    return Priced.problem(split_backward(priced.first)) if view == SPLIT else priced
 
 
 def _finish(row: ComparisonRow, target: Target, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Whole strategies beside the planners of a comparison: the best, the best uniform one, the best of every kind."""
+"""Whole strategies beside planners of placements: the best, the best uniform one, of every kind and published planner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rlplace.comparing.records import MAKESPAN, RATE, TASKS, ComparisonRow, Sett
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
+from rlplace.planners import OF_STRATEGIES
 from rlplace.planners.attempt import OK, attempt
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
@@ -22,7 +23,7 @@ from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
 
 BEST, UNIFORM = "strategy", "best uniform"
-STRATEGIES = (BEST, UNIFORM, *KINDS)
+STRATEGIES = (BEST, UNIFORM, *KINDS, *OF_STRATEGIES)
 """Names of their rows."""
 
 _AXES = ("replicate", "shard", "tensor", "pipeline")
@@ -110,11 +111,13 @@ def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried,
 
 
 def _space(kind: str, devices: int) -> Space:
-    """The strategies of one kind: all dimensions but its own are 1.
+    """The strategies of a published planner, or of one kind: all dimensions but its own are 1.
 
     Raises:
         InputError: There is one device.
     """
+    if kind in OF_STRATEGIES:
+        return Space.parse(OF_STRATEGIES[kind])
     one: dict[str, Any] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
     if kind != KINDS[0]:
         if devices == 1:

@@ -29,7 +29,6 @@ class PricedOps:
         tensor_bytes: int64 [T].
         consumer_ptr: int64 [T + 1].
         consumers: int32 [E].
-        origin: int64, the captured tensors that the first tensors are; None after contraction.
     """
 
     names: tuple[str, ...]
@@ -43,7 +42,6 @@ class PricedOps:
     tensor_bytes: NDArray[np.int64]
     consumer_ptr: NDArray[np.int64]
     consumers: NDArray[np.int32]
-    origin: NDArray[np.int64] | None = None
 
 
 def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:

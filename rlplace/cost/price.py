@@ -39,7 +39,6 @@ def price(
     weight_gradients: bool = False,
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
-    sharding: bool = False,
 ) -> Problem:
     """Prices a captured step for a cluster.
 
@@ -55,8 +54,6 @@ def price(
         costs: A cost table, file, or name of a cost model of an installed package, laid over the coefficients that come with
             rlplace; None: those alone.
         host: How ops are issued: "eager", or "compiled" for a compiled graph; an op cannot start before it is issued.
-        sharding: Say which dimensions ops can be cut along (`Problem.sharding`), as `pase` and plans with shards need; at level
-            "op" only. It makes another fingerprint.
 
     Returns:
         The problem, with `group_ops` and `group_modules` filled in. A group's resident bytes are the weights, gradients and
@@ -67,8 +64,6 @@ def price(
         raise unknown_name("level", level, LEVELS)
     if not isinstance(graph, OpGraph):
         raise InputError(f"price: expected a captured graph, found {type(graph).__name__}")
-    if sharding and (level != "op" or weight_gradients):
-        raise InputError('price: sharding needs level="op", without weight_gradients')
     cluster = as_cluster(cluster)
     table = as_costs(costs)
     by_kind = kind_times(graph, cluster, table, host=host)
@@ -77,8 +72,6 @@ def price(
     if grouping.op_cluster.shape != (graph.num_ops,):
         raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
     source = _source(graph, cluster, groups, grouping, level, weight_gradients)
-    if sharding:
-        source["sharding"] = True
     source |= {
         "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": table.fingerprint},
         "host": host,
@@ -94,11 +87,6 @@ def price(
         ops = contract_tasks(ops, grouping)
     weight, gradient, optimizer = _resident_parts(graph, grouping, parameter_group, tensor_owner)
     devices, links = cluster.to_problem_devices()
-    cuts = None
-    if sharding:
-        from rlplace.cost.sharding import price_sharding
-
-        cuts = price_sharding(graph, ops, parameter_group, tensor_owner, seconds, cluster, table, host)
     return Problem(
         name=graph.name if name is None else name,
         samples_per_microbatch=graph.samples,
@@ -121,8 +109,7 @@ def price(
         consumer_ptr=ops.consumer_ptr,
         consumers=ops.consumers,
         op_kind=ops.kind,
-        op_dims=cuts.dims if cuts is not None else dict(graph.op_dims) if level == "op" else {},
-        sharding=cuts,
+        op_dims=dict(graph.op_dims) if level == "op" else {},
         source=source,
         group_ops=_group_ops(graph, grouping),
         group_modules=grouping.modules,
@@ -220,7 +207,6 @@ def _priced_ops(
         tensor_bytes=np.concatenate([size[keep], np.zeros(len(viewed), dtype=np.int64)]),
         consumer_ptr=np.concatenate([[0], np.cumsum(np.concatenate([kept, waits]))]).astype(np.int64),
         consumers=np.concatenate([graph.consumers[keep_edge], pairs % graph.num_ops]).astype(np.int32),
-        origin=np.flatnonzero(keep),
     )
 
 

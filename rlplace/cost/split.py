@@ -81,7 +81,6 @@ def split_backward(problem: Problem) -> Problem:
             [problem.consumer_ptr, problem.consumer_ptr[-1] + np.cumsum([len(r) for r in readers], dtype=np.int64)]
         ),
         consumers=np.concatenate([problem.consumers, *readers]).astype(np.int32),
-        sharding=None,
         source={**(problem.source or {}), "split_backward": True},
         group_ops=None if problem.group_ops is None else tuple(group_ops),
         group_modules=None if problem.group_modules is None else tuple(group_modules),

@@ -114,15 +114,7 @@ def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tu
         run: The plan as it is.
         members: By name the groups of the plan's problem that move together; those of one name that sit on different devices
             are looked at one device after the other.
-
-    Raises:
-        InputError: The plan has shards, whose parts sit by themselves.
     """
-    if run.plan.shards:
-        raise InputError(
-            "explain: the ops of a plan with shards sit on several devices at once, so its groups have no alternatives; "
-            "leave --group out"
-        )
     base = run
     if run.plan.order is not None:
         base = run_unchecked(run.given, dataclasses.replace(run.plan, order=None))

@@ -71,7 +71,7 @@ class DeviceLoad:
     Attributes:
         name: The device.
         busy_s: Computing.
-        groups: Groups that sit there, copies by replicas and parts by shards counted.
+        groups: Groups that sit there, copies by replicas counted.
         peak_bytes: Peak memory, reserved bytes included.
         memory_bytes: Capacity, None without a limit.
     """
@@ -120,7 +120,7 @@ class StepBounds:
         channels: Channels that are used, busiest first.
         lower_bound_s: No plan of the problem that shares `bound_holds_for` is quicker; 0 where nothing is known.
         lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
-        bound_holds_for: ``"as many micro-batches and replicas"``, or of plans with shards ``"the same cuts"``.
+        bound_holds_for: ``"as many micro-batches and replicas"``.
     """
 
     step_time_s: float
@@ -167,7 +167,6 @@ def step_bounds(run: SimulatedPlan) -> StepBounds:
         channels=channel_loads(run),
         lower_bound_s=lower_s,
         lower_bound=name,
-        bound_holds_for="the same cuts" if run.plan.shards else StepBounds.bound_holds_for,
     )
 
 
@@ -245,9 +244,7 @@ def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
 
 
 def lower_bound(run: SimulatedPlan) -> tuple[float, str]:
-    """Seconds that no plan beats, and why; for plans with shards only those with the same cuts are meant."""
-    if run.plan.shards:
-        return execution_bound(run.problem, 1, 1)
+    """Seconds that no plan beats, and why."""
     replicas = len(run.plan.replicas or [()])
     problem = share_optimizer(run.given, replicas) if run.plan.optimizer_sharding else run.given
     return execution_bound(problem, run.plan.microbatches, replicas)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.problem import Device, Links, Problem
 from rlplace.problem.fabric import Fabric
-from rlplace.problem.sharding import Sharding
 
 _ONE_HOST = re.compile(r"\s*([\w.-]+?)\s*:\s*(\d+)((?:,[^+]*)?)")
 
@@ -47,16 +45,7 @@ def with_device(problem: Problem, like: int) -> Problem | None:
         links=links,
         time_s=np.concatenate([problem.time_s, column], axis=1),
         tensor_transfer_s=tables,
-        sharding=_sharding(problem, lambda fixed: np.concatenate([fixed, fixed[:, [like]]], axis=1)),
     )
-
-
-def _sharding(problem: Problem, change: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Sharding | None:
-    """How ops are cut, with the fixed part of their times [N, D] changed."""
-    sharding = problem.sharding
-    if sharding is None or sharding.fixed_s is None:
-        return sharding
-    return dataclasses.replace(sharding, fixed_s=change(sharding.fixed_s))
 
 
 def _peer(problem: Problem, like: int) -> int:
@@ -242,13 +231,7 @@ def with_speed(problem: Problem, device: int, factor: float) -> Problem:
     own = np.ones(problem.num_ops, dtype=bool)
     own[members] = False
     time_s[own, device] /= factor
-
-    def quicker(fixed: NDArray[np.float64]) -> NDArray[np.float64]:
-        fixed = fixed.copy()
-        fixed[own, device] /= factor
-        return fixed
-
-    return dataclasses.replace(problem, time_s=time_s, sharding=_sharding(problem, quicker))
+    return dataclasses.replace(problem, time_s=time_s)
 
 
 def without_optimizer(problem: Problem, keep: float = 0.0) -> Problem:

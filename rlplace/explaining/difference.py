@@ -103,7 +103,6 @@ def _settings(plan: PlacementPlan) -> dict[str, Any]:
         "replicas": len(plan.replicas or [()]),
         "optimizer sharding": plan.optimizer_sharding,
         "recomputed segments": len(plan.recompute or []),
-        "ops cut": sum(parts > 1 for dims in (plan.shards or {}).values() for parts in dims.values()),
         "order given": plan.order is not None,
         "priorities given": plan.priority is not None,
     }
@@ -123,7 +122,7 @@ def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]
         )
     number = np.array([names.get(device.name, -1) for device in b.given.devices], dtype=np.int32)
     devices = number[b.plan.device_of_group]
-    if b.given is not a.given or a.plan.replicas or b.plan.replicas or b.plan.shards or b.plan.order is not None:
+    if b.given is not a.given or a.plan.replicas or b.plan.replicas or b.plan.order is not None:
         return devices, {}
     renaming = _closest_names(a.given, a.plan.device_of_group, devices)
     renamed = renaming[devices].astype(np.int32)
@@ -166,9 +165,7 @@ def _blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[Block, 
     if len(members) > MOST_BLOCKS:
         notes.append(f"of {len(members)} blocks the {MOST_BLOCKS} with most work were simulated")
     base, reason = a, ""
-    if a.plan.shards:
-        simulated, reason = set(), "the first plan cuts ops, so its blocks are not moved one by one"
-    elif a.plan.order is not None:
+    if a.plan.order is not None:
         base = run_unchecked(problem, dataclasses.replace(a.plan, order=None))
         reason = "the first plan fixes the order of ops; effects of blocks are those of the plan run by priority"
     notes += [reason] if reason and members else []

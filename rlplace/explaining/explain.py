@@ -113,9 +113,7 @@ def explain(
     notes: list[str] = []
     bounds = None if run.line.step_time_s is None else step_bounds(run)
     choices: Sequence[GroupChoice] = ()
-    if plan.shards and group is None:
-        notes.append("the plan cuts ops, whose parts sit on several devices at once: groups have no alternatives")
-    elif chosen or (groups and bounds is not None):
+    if chosen or (groups and bounds is not None):
         choices = alternatives(run, chosen or weighty_groups(run, groups))
     if plan.order is not None and choices:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")

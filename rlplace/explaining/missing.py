@@ -187,11 +187,11 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
 def _of_plan(run: SimulatedPlan) -> Shortage:
     """What a plan lacks, and whether any plan like it lacks something.
 
-    Bounds know nothing of cut ops, and of replicas only that they need no less than one.
+    Bounds know of replicas only that they need no less than one.
     """
     plan, replicated = run.plan, len(run.plan.replicas or [()]) > 1
     error, proven = None, 0
-    if not plan.shards and not (replicated and plan.recompute):
+    if not (replicated and plan.recompute):
         _, error, proven = _proof(run.given if replicated else run.problem)
     device, short = overflow(run)
     message = f"the plan does not fit: {'; '.join(run.line.violations)}"

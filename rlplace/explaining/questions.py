@@ -53,7 +53,7 @@ class Question:
         """Step time of an assignment without replicas; inf when it does not fit."""
         plan = dataclasses.replace(
             self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=self.schedule,
-            replicas=None, shards=None, recompute=None, optimizer_sharding=False,
+            replicas=None, recompute=None, optimizer_sharding=False,
         )  # fmt: skip
         return fitting_s(run_unchecked(self.problem, plan))
 
@@ -73,7 +73,7 @@ def questions(run: SimulatedPlan) -> Iterable[Question]:
     replicated = _more_replicas(run)
     if replicated is not None:
         yield replicated
-    longer = None if run.plan.order is not None or run.plan.shards else _more_microbatches(run)
+    longer = None if run.plan.order is not None else _more_microbatches(run)
     if longer is not None:
         yield Question(f"{longer.plan.microbatches} micro-batches", longer)
 

@@ -137,14 +137,13 @@ class _Relaxing:
     ) -> None:
         self.problem, self.run, self.at, self.finer, self.tester = problem, run, at, finer, tester
         self.replicated = run is not None and len(run.plan.replicas or [()]) > 1
-        self.cut = run is not None and bool(run.plan.shards)
         self.recomputed = run is not None and bool(run.plan.recompute)
         self.not_tried: list[str] = []
 
     def test(self, name: str, problem: Problem, *, microbatches: int | None = None, again: str = "") -> Trial | None:
         """A changed problem: the plan itself where planners do not plan its like; else a new plan. None: cannot be done."""
         try:
-            if self.run is not None and (self.replicated or self.cut):
+            if self.run is not None and self.replicated:
                 return self.test_plan(self.run.plan, name, problem, microbatches, again)
             segments = segments_of(problem, again) if again else []
             if not segments and self.run is not None and self.run.plan.recompute:
@@ -166,7 +165,7 @@ class _Relaxing:
 
     def trials(self, shortage: Shortage, known: Trial | None) -> Iterator[Trial]:
         """All of them, the gentle ones first; none is needed where another plan fits as things are."""
-        if self.run is not None and not shortage.proven and not self.cut:
+        if self.run is not None and not shortage.proven:
             known = self.tester.plan("one replica over all devices" if self.replicated else "another plan", self.problem)
         if known is not None:
             yield known
@@ -200,8 +199,8 @@ class _Relaxing:
             yield from self.first_fits([("", size, False) for size in self.sizes()])
 
     def recomputation(self) -> Iterator[Trial]:
-        if self.recomputed or self.cut:
-            self.not_tried.append(f"recomputation, which {'plans with cut ops cannot' if self.cut else 'the plan does'} have")
+        if self.recomputed:
+            self.not_tried.append("recomputation, which the plan does have")
         else:
             yield from self.first_fits([(kind, self.problem.samples_per_microbatch, False) for kind in self.kinds()])
 
@@ -295,7 +294,7 @@ class _Relaxing:
     def combined(self) -> Iterator[Trial]:
         """Recomputation, smaller micro-batches and no optimizer state together: of each pair, then of all, the first fit."""
         samples = self.problem.samples_per_microbatch
-        kinds = [] if self.recomputed or self.cut else self.kinds()
+        kinds = [] if self.recomputed else self.kinds()
         sizes = self.sizes() if self.at is not None else []
         both = [(kind, size) for size in sizes for kind in kinds]
         tried = self.last_of(self.first_fits([(kind, size, False) for kind, size in both]))

@@ -25,7 +25,7 @@ class SimulatedPlan:
     Attributes:
         given: The problem that the plan is for.
         plan: The plan.
-        problem: What was simulated: `given`, or with replicas, shards or recomputation lowered. Its groups are H.
+        problem: What was simulated: `given`, or with replicas or recomputation lowered. Its groups are H.
         devices: int32 [H], device of every group of `problem`.
         stage_of_group: int32 [H] or None: the device.
         ordered: Devices follow a fixed order, so they may stand idle beside a ready task.
@@ -54,7 +54,7 @@ class SimulatedPlan:
 
     @cached_property
     def given_group(self) -> NDArray[np.int64]:
-        """int64 [H], the group of `given` that each simulated group is, a copy of or a part of."""
+        """int64 [H], the group of `given` that each simulated group is or is a copy of."""
         return group_origins(self.given, self.plan, self.problem)
 
     @property

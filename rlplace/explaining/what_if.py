@@ -85,8 +85,6 @@ def what_if(
 def _not_replanned(plan: PlacementPlan, calls: int) -> str:
     if calls == 0:
         return "not planned anew: no simulations were allowed"
-    if plan.shards:
-        return "not planned anew: the plan cuts ops; plan again with 'rlplace place --planner pase'"
     if plan.replicas is not None and len(plan.replicas) > 1:
         return "not planned anew: the plan has replicas; 'rlplace place' chooses them with the whole strategy"
     return ""

@@ -1,4 +1,4 @@
-"""Which index of an op runs along which dimension of which tensor: the input of sharding planners.
+"""Which index of an op runs along which dimension of which tensor: the input of tensor layouts.
 
 An op is described by an iteration space of named dimensions, as in an einsum: ``linear`` has rows m (one a leading dimension of
 its input), columns n and a reduction k, and reads its input by (m, k), its weight by (n, k), and writes its output by (m, n).

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.access import Access, Use
+from rlplace.graph.access import Access, Names, Use
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
 from rlplace.graph.indices import Layouts, Traced
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 from rlplace.graph.tensors import TensorRow, Tensors
 from rlplace.problem.order import UnionFind, components, topological_order
-from rlplace.problem.sharding import Names
 
 
 def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:

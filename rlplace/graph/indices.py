@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
 from math import prod
 
-from rlplace.graph.access import Access
-from rlplace.problem.sharding import Indices, Names
+from rlplace.graph.access import Access, Names
 
 REACH = 3
 """Ops between the tensor that a gradient belongs to and the op that takes the gradient in."""
@@ -231,8 +230,26 @@ class GradientLayouts:
 
 
 @dataclass(frozen=True, eq=False)
+class Indices:
+    """Iteration spaces of ops, and how they access tensors; ops and tensors by number.
+
+    Attributes:
+        dims: Sizes of an op's dimensions by name; ops that cannot be cut are left out.
+        axes: Sizes of a tensor's axes, outermost first; left out where the layout is not known.
+        access: Tensor to op (its producer or a consumer) to names, one an axis.
+        statistics: ``(names, bytes)`` by op: sums of so many bytes in all, indexed by these dimensions, that are needed from
+            all parts of the other dimensions before the op can go on.
+    """
+
+    dims: Mapping[int, Mapping[str, int]]
+    axes: Mapping[int, tuple[int, ...]]
+    access: Mapping[int, Mapping[int, Names]]
+    statistics: Mapping[int, tuple[tuple[Names, int], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Traced:
-    """What capture leaves for sharding planners.
+    """What capture leaves for layouts of tensor groups.
 
     Attributes:
         accesses: By forward op.

@@ -85,10 +85,6 @@ def split_points(plan: PlacementPlan, model: nn.Module, example_inputs: Any) -> 
         InputError: The plan is for another model, or its stages are no chain that is cut at module boundaries.
     """
     require_placement(plan, "split points", "its stages name their blocks (plan.strategy.stages)")
-    if plan.shards:
-        raise InputError(
-            "split points: the plan cuts single ops into shards, which pipelines do not; plan with another planner"
-        )
     graph, op_of_node = _export(model, example_inputs)
     stage_of, device_of_stage = _stages(plan, list(op_of_node.values()))
     ops = [_Op(node, op, stage_of[op]) for node, op in op_of_node.items()]

@@ -47,7 +47,6 @@ class _Placement(Record, frozen=True):
     priority: list[_Number] | None = None
     order: Any = None
     stage_of_group: list[_Index] | None = None
-    shards: dict[str, dict[str, Count]] | None = None
     recompute: list[list[_Index]] | None = None
 
 
@@ -102,7 +101,7 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
     if plan.strategy is not None:
         data |= {"question": plan.problem, "strategy": plan.strategy.to_dict()}
     else:
-        kept = ("problem", "device_of_group", "priority", "order", "stage_of_group", "shards")
+        kept = ("problem", "device_of_group", "priority", "order", "stage_of_group")
         placement = {key: plain(value) for key in kept if (value := getattr(plan, key)) is not None}
         data |= {
             "strategy": _around(plan),
@@ -137,6 +136,12 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     Raises:
         InputError: Names the key that is wrong.
     """
+    placement = data.get("placement")
+    if "shards" in data or (isinstance(placement, dict) and "shards" in placement):
+        raise InputError(
+            "plan: its shards cut single ops, which plans no longer do; plan a strategy with a tensor axis: "
+            "rlplace place MODEL --batch N --planner pase"
+        )
     if "device_of_group" in data:
         first = build(_FirstPlan, data, "plan")
         if first.order is not None and ("priority" in data or "schedule" in data):
@@ -217,7 +222,6 @@ def _placement_plan(
         order=order,
         microbatches=microbatches,
         stage_of_group=None if placement.stage_of_group is None else np.array(placement.stage_of_group, dtype=np.int32),
-        shards=placement.shards,
         recompute=placement.recompute,
         groups=None if plan.groups is None else data["groups"],
         source=plan.source,

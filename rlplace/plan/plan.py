@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, unknown_name, whole_number
+from rlplace.errors import InputError, show
 from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
@@ -42,7 +41,6 @@ class PlacementPlan:
         schedule: One of `rlplace.schedule.SCHEDULES`.
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
-        shards: Optional ``{op name: {dim: parts}}``: forward ops cut into equal parts, see `rlplace.simulator.shards`.
         recompute: Optional segments (lists of group numbers) whose forward runs again before their backward.
         optimizer_sharding: Each replica keeps and updates its share of the optimizer state only (ZeRO stage 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
@@ -62,7 +60,6 @@ class PlacementPlan:
     schedule: str = LIST
     stage_of_group: NDArray[np.int32] | None = None
     replicas: Sequence[Sequence[int]] | None = None
-    shards: Mapping[str, Mapping[str, int]] | None = None
     recompute: Sequence[Sequence[int]] | None = None
     optimizer_sharding: bool = False
     groups: Sequence[Mapping[str, Any]] | None = None
@@ -182,8 +179,6 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
             f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
         )
     _check_replicas(plan, problem)
-    if plan.shards:
-        check_shards(plan.shards, plan.device_of_group, problem)
     segments = [group for segment in plan.recompute or () for group in segment]
     if len(set(segments)) < len(segments) or any(not 0 <= group < problem.num_groups for group in segments):
         raise InputError(f"plan: recompute must hold distinct groups in 0..{problem.num_groups - 1}")
@@ -203,44 +198,6 @@ def _check_replicas(plan: PlacementPlan, problem: Problem) -> None:
     named = [device for row in rows for device in row]
     if len(set(named)) < len(named) or any(not 0 <= device < problem.num_devices for device in named):
         raise InputError(f"plan: replicas must name different devices in 0..{problem.num_devices - 1}")
-
-
-def check_shards(shards: Mapping[str, Mapping[str, int]], device_of_group: NDArray[np.int32], problem: Problem) -> None:
-    """Refuses shards of ops that cannot be cut like that; parts of 1 are always accepted for dimensions that exist."""
-    number = {name: op for op, name in enumerate(problem.op_names)}
-    sharding = problem.sharding
-    cut = any(parts != 1 for dims in shards.values() for parts in dims.values())
-    if cut and sharding is None:
-        raise InputError(
-            'plan: shards need a problem that says what can be cut; price the model with level="op" and sharding=True'
-        )
-    if cut and (problem.collectives or problem.tensor_transfer_s):
-        raise InputError("plan: shards cannot be lowered for a problem with collectives or with transfer times of its own")
-    for name, dims in shards.items():
-        if name not in number:
-            raise unknown_name("op of shards", name, number)
-        op = number[name]
-        known = {} if sharding is None else sharding.dims.get(op, {})
-        if sharding is not None and op in sharding.follows:
-            forward = problem.op_names[sharding.follows[op]]
-            raise InputError(f"plan: shards of {name!r}: a backward op is cut like its forward op; give shards of {forward!r}")
-        for dim, parts in dims.items():
-            whole_number(parts, f"plan: shards of {name!r}: parts of {dim!r}", 1)
-            if dim not in known and (parts != 1 or sharding is not None):
-                what = f"its dimensions are {', '.join(known)}" if known else "it cannot be cut"
-                raise InputError(f"plan: shards of {name!r}: there is no dimension {show(dim)}; {what}")
-            if parts != 1 and known[dim] % parts:
-                raise InputError(f"plan: shards of {name!r}: {parts} parts do not divide {dim!r} of size {known[dim]}")
-        count, group = prod(dims.values()), int(problem.op_group[op])
-        if count == 1:
-            continue
-        left = problem.num_devices - int(device_of_group[group])
-        if count > left:
-            raise InputError(
-                f"plan: shards of {name!r} make {count} parts, but there are {left} devices from that of its group on"
-            )
-        if problem.group_device[group] >= 0:
-            raise InputError(f"plan: shards of {name!r}: its group may only sit on one device; free the group")
 
 
 def check_order(

@@ -41,7 +41,6 @@ class Prediction(Record, frozen=True):
         agent: Checkpoint that planned.
         proof: What an exact planner has proven.
         accelerate: What accelerate's map was before the repair.
-        pase: The cost model's view of the plan.
         bipartition: The optima of the chain without communication.
         device_map: What rounding a device map changed.
         extra: Further keys, which another planner wrote.
@@ -68,7 +67,6 @@ class Prediction(Record, frozen=True):
     agent: str | None = None
     proof: Facts | None = None
     accelerate: Facts | None = None
-    pase: Facts | None = None
     bipartition: Facts | None = None
     device_map: Facts | None = None
     extra: Facts = msgspec.field(default_factory=dict)

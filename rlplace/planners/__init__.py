@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from rlplace import extensions
-from rlplace.errors import unknown_name
+from rlplace.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
@@ -29,7 +29,6 @@ PLANNERS: dict[str, str] = {
     "m_sct": "rlplace.planners.m_sct.m_sct:m_sct",
     "metis": "rlplace.planners.metis:candidates",
     "critical_path": "rlplace.planners.critical_path:candidates",
-    "pase": "rlplace.planners.pase.pase:pase",
     "compiler": "rlplace.planners.compiler.compiler:candidates",
     "pardnn": "rlplace.planners.pardnn.pardnn:candidates",
     "accelerate": "rlplace.planners.accelerate:accelerate",
@@ -55,8 +54,8 @@ ONE_SHOT = (
 NEEDS_SPLIT = frozenset({"bipartition"})
 """Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
 
-NEEDS_SHARDING = frozenset({"pase"})
-"""Planners that cut ops and so take a problem of `rlplace.price(graph, cluster, level="op", sharding=True)`."""
+OF_STRATEGIES = {"pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none"}
+"""Published planners that answer whole strategies, and the space in which each does: `rlplace.place` and `compare` ask them."""
 
 Planner = Callable[..., "PlacementPlan"]
 
@@ -65,8 +64,10 @@ def get_planner(name: str) -> Planner:
     """The function of a planner: a built-in one, or one of an installed package, whose plans are checked (docs/plugins.md).
 
     Raises:
-        InputError: Unknown name; the message has the nearest known one.
+        InputError: Unknown name, with the nearest known one; or a planner of whole strategies.
     """
+    if name in OF_STRATEGIES:
+        raise InputError(f"planner {name} chooses whole strategies and places no groups; name the model instead of a problem")
     if name not in PLANNERS:
         extension = extensions.find(extensions.PLANNERS, name, PLANNERS)
         if extension is None:
@@ -89,7 +90,7 @@ def get_planner(name: str) -> Planner:
 
 def planner_names() -> list[str]:
     """The built-in planners and those of installed packages, which are not imported for that."""
-    return [*PLANNERS, *extensions.names(extensions.PLANNERS, PLANNERS)]
+    return [*PLANNERS, *OF_STRATEGIES, *extensions.names(extensions.PLANNERS, PLANNERS)]
 
 
 def takes_microbatches(name: str) -> bool:
@@ -106,6 +107,6 @@ def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
 
 
 __all__ = [
-    "NEEDS_SHARDING", "NEEDS_SPLIT", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
+    "NEEDS_SPLIT", "OF_STRATEGIES", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
     "run_planner", "takes_microbatches",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from rlplace import limits
 from rlplace.errors import InputError, show
 from rlplace.problem.fabric import check_fabrics
 from rlplace.problem.order import topological_order
-from rlplace.problem.sharding import check_sharding
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -38,8 +37,6 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_tensors(problem)
     _check_collectives(problem)
     _check_total(problem)
-    if problem.sharding is not None:
-        check_sharding(problem.sharding, problem)
     return _topological_order(problem)
 
 

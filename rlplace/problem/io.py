@@ -17,7 +17,6 @@ from rlplace.files import check_header, read_record
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
 from rlplace.problem.problem import PHASES, Collective, Device, Links, Phase, Problem
-from rlplace.problem.sharding import ShardingEntry, sharding_of, sharding_to_dict
 from rlplace.problem.source import check_source
 from rlplace.records import Bytes, Record, build, plain
 
@@ -63,8 +62,6 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         data["links"]["fabrics"] = plain(problem.links.fabrics)
     if problem.collectives:
         data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
-    if problem.sharding is not None:
-        data["sharding"] = sharding_to_dict(problem.sharding)
     if problem.source is not None:
         data["source"] = dict(problem.source)
     return data
@@ -201,7 +198,6 @@ class _ProblemEntry(Record, frozen=True):
     samples_per_microbatch: _Int = 1
     source: Any = None
     collectives: tuple[_CollectiveEntry, ...] = ()
-    sharding: ShardingEntry | None = None
 
 
 def _parse(data: dict[str, Any]) -> Problem:
@@ -253,7 +249,6 @@ def _parse(data: dict[str, Any]) -> Problem:
             if tensor.transfer_s is not None
         },
         collectives=tuple(Collective(c.ops, c.channels) for c in entry.collectives),
-        sharding=None if entry.sharding is None else sharding_of(entry.sharding, dims, count),
         source=entry.source,
     )
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from rlplace.files import fingerprint, write_json
 from rlplace.problem.fabric import Fabric
-from rlplace.problem.sharding import Sharding
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -127,11 +126,10 @@ class Problem:
         tensor_bytes: int64 [T]; 0 is a pure ordering edge.
         consumer_ptr: int64 [T + 1], tensor t is consumed by ``consumers[consumer_ptr[t]:consumer_ptr[t + 1]]``.
         consumers: int32 [E], distinct within a tensor.
-        op_kind: N op classes for sharding planners ("" where unknown), or None.
-        op_dims: Sizes of named dimensions by op number, for sharding planners.
+        op_kind: N op classes ("" where unknown), or None.
+        op_dims: Sizes of named dimensions by op number.
         tensor_transfer_s: Optional float64 [D, D] by tensor number that replaces latency + bytes / bandwidth.
         collectives: Ops that communicate as one; each op is in at most one of them.
-        sharding: How the dimensions in `op_dims` run along tensors and weights, None where sharding planners do not apply.
         source: Where the problem came from (MODEL, CLUSTER, options, fingerprints), or None; not part of the fingerprint.
         group_ops: Names of the captured forward ops of each group, when priced from a graph in this process; not saved.
         group_modules: Module paths of each group, likewise.
@@ -164,7 +162,6 @@ class Problem:
     op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     tensor_transfer_s: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
     collectives: tuple[Collective, ...] = ()
-    sharding: Sharding | None = None
     source: Mapping[str, Any] | None = None
     group_ops: tuple[tuple[str, ...], ...] | None = None
     group_modules: tuple[tuple[str, ...], ...] | None = None

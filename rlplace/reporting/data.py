@@ -70,7 +70,7 @@ class ReportData:
     Attributes:
         problem: What the plan is for. Axes of it: D devices, G groups.
         plan: The plan.
-        drawn: What was simulated: `problem`, or what replicas, shards and recomputation make of it.
+        drawn: What was simulated: `problem`, or what replicas and recomputation make of it.
         timeline: Timeline of `drawn`.
         lanes: Boxes of the timeline.
         memory: D curves.

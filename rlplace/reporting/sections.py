@@ -63,7 +63,6 @@ def _placement_words(plan: PlacementPlan) -> list[str]:
     said = [f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}"]
     said += [f"{replicas} replicas"] if replicas > 1 else []
     said += [f"{len(plan.recompute)} recomputed {_plural(len(plan.recompute), 'segment')}"] if plan.recompute else []
-    said += [f"{len(plan.shards)} cut {_plural(len(plan.shards), 'op')}"] if plan.shards else []
     said += ["sharded optimizer"] if plan.optimizer_sharding else []
     return [*said, f"schedule {plan.schedule}" if plan.order is None else "an order of its own"]
 

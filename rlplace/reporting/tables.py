@@ -10,7 +10,7 @@ import numpy as np
 from rlplace.cost.timings import PlaceTiming, PlanTimings
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
+from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
@@ -109,7 +109,7 @@ def planner_rows(
     """
     for name in names:
         get_planner(name)
-        if name in NEEDS_SPLIT | NEEDS_SHARDING:
+        if name in NEEDS_SPLIT:
             raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
     if not names:
         return ()

@@ -38,7 +38,7 @@ def apply(
 
     Args:
         model: A module with real weights.
-        plan: A plan for it, with groups, for one process: one micro-batch, one replica, no shards.
+        plan: A plan for it, with groups, for one process: one micro-batch, one replica.
         devices: One per device of the plan, for example ``["cuda:0", "cuda:1"]``.
         example_inputs: What one forward pass gets, a tuple of positional arguments or a dict of keyword arguments; needed for
             the op level.

@@ -37,9 +37,6 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
             f"plan: it recomputes the activations of {len(plan.recompute)} segments, which apply does not; wrap those "
             "modules in torch.utils.checkpoint yourself and capture the model like that, or plan without recompute"
         )
-    if plan.shards:
-        name = next(iter(plan.shards))
-        raise InputError(f"plan: it splits {len(plan.shards)} ops over devices ({name!r} first); {elsewhere}")
     if not any(group.get("ops") or group.get("modules") for group, _ in plan_groups(plan)):
         raise InputError("plan: none of its groups names a module or op; plan again from the model")
 

@@ -1,4 +1,4 @@
-"""`expand`: from a plan with replicas, shards, recomputation or a sharded optimizer to a plain problem and a plain plan.
+"""`expand`: from a plan with replicas, recomputation or a sharded optimizer to a plain problem and a plain plan.
 
 The simulator knows groups on devices, micro-batches and schedules; this module lowers the rest to them.
 
@@ -9,7 +9,6 @@ The simulator knows groups on devices, micro-batches and schedules; this module 
 * With `optimizer_sharding` (ZeRO stage 1, Rajbhandari et al. 2020) each replica keeps 1 / R of the optimizer state and updates
   1 / R of the weights: the bucket is a reduce-scatter, and an all-gather of the weights follows the updates.
 * Replicas of a plan whose schedule is for chains of stages each follow the order of one.
-* Ops with `shards` are cut into parts by `rlplace.simulator.shards`.
 * `recompute` segments are lowered by `rlplace.plan.recompute`.
 
 Compute that runs under a collective is slowed by `rlplace.problem.collectives.COMPUTE_SLOWDOWN`. How much of it does is
@@ -45,7 +44,7 @@ class Expanded:
 
 
 def group_origins(problem: Problem, plan: PlacementPlan, lowered: Problem) -> NDArray[np.int64]:
-    """The group that each group of a lowered problem is, is a copy of, or is a part of.
+    """The group that each group of a lowered problem is or is a copy of.
 
     Args:
         problem: What the plan is for.
@@ -55,17 +54,11 @@ def group_origins(problem: Problem, plan: PlacementPlan, lowered: Problem) -> ND
     Returns:
         int64, one number a group of `lowered`.
     """
-    count = problem.num_groups
-    if lowered.num_groups == count:
-        return np.arange(count)
-    if plan.replicas:
-        return np.arange(lowered.num_groups) % count
-    number = {name: group for group, name in enumerate(problem.group_names)}
-    return np.array([number[name.rpartition("@")[0]] for name in lowered.group_names], dtype=np.int64)
+    return np.arange(lowered.num_groups) % problem.num_groups
 
 
 def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPlan]:
-    """Lowers replicas, shards, recomputation and the sharded optimizer.
+    """Lowers replicas, recomputation and the sharded optimizer.
 
     Args:
         problem: The priced graph.
@@ -89,7 +82,6 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
         schedule=plan.schedule if lowered.order is None else LIST,
         stage_of_group=lowered.stage_of_group,
         replicas=None,
-        shards=None,
         recompute=None,
         optimizer_sharding=False,
         groups=None,
@@ -100,11 +92,6 @@ def expand(problem: Problem, plan: PlacementPlan) -> tuple[Problem, PlacementPla
 
 def lower_plan(problem: Problem, plan: PlacementPlan) -> Expanded:
     """`expand` without checks and without a fingerprint."""
-    if any(parts != 1 for dims in (plan.shards or {}).values() for parts in dims.values()):
-        from rlplace.simulator.shards import lower_shards
-
-        cut, devices = lower_shards(problem, plan)
-        return Expanded(cut, devices, None, None, None)
     priority, order, stages = plan.priority, plan.order, plan.stage_of_group
     if plan.recompute:
         if priority is not None or order is not None:

@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.planners.pase.costs import CostTables
-from rlplace.planners.pase.dp import dependent_sets, eliminate, min_degree
-from rlplace.planners.pase.layers import Layer, LayerEdge, LayerGraph
-from rlplace.problem.sharding import Names
+from rlplace.graph.access import Names
 from rlplace.strategy.cut_moves import FEATURE, ROW, SUMMED, WHOLE, CutOp, CutValue, Moves, copied, enter, made, read, sent
+from rlplace.strategy.elimination import eliminate
 
 _PRODUCT_OVER_WORDS = 1e4
 """How much more the smallest product costs than all words of the block."""
@@ -86,13 +84,11 @@ def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: b
         for value, options in zip(values, states[len(ops) :], strict=False)
     ]
     own += [np.zeros(len(options)) for options in states[len(own) :]]
-    edges, tables = [], []
+    ends, tables = [], []
     for first, second, value, between in _links(block):
-        edges.append(LayerEdge(first, second, (), (), ()))
+        ends.append((first, second))
         tables.append(np.array([[cost(between(one, other), value) for other in states[second]] for one in states[first]]))
-    graph = LayerGraph("block", (Layer("", "", ()),) * len(own), tuple(edges))
-    order = min_degree(graph)
-    chosen = eliminate(graph, CostTables([], own, tables), order, dependent_sets(graph, order))
+    chosen = eliminate(own, ends, tables)
     return _answer(block, [options[index] for options, index in zip(states, chosen, strict=True)])
 
 

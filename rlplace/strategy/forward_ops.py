@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.graph.access import Names
 from rlplace.graph.opgraph import BUFFER, FORWARD, INPUT, PARAMETER, OpGraph
-from rlplace.problem.sharding import Names
 from rlplace.strategy.cut_moves import FEATURE, ROW, SAMPLE
 
 PRODUCTS = ("gemm", "bmm", "attention", "conv")

@@ -50,6 +50,7 @@ def plan_strategy(
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
     curve: BatchCurve | None = None,
+    planner: str = "strategy",
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
 
@@ -68,6 +69,7 @@ def plan_strategy(
         costs: See `rlplace.price`; so is `host`.
         host: See `costs`.
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
+        planner: Who answers, as the plan says it.
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
@@ -100,7 +102,7 @@ def plan_strategy(
     asked = {key: source[key] for key in ("graph_fingerprint", "cluster_fingerprint", "costs", "host", "cost_version")}
     return PlacementPlan(
         problem=hashlib.sha256(json.dumps({**asked, "batch": question.batch}, sort_keys=True).encode()).hexdigest(),
-        planner="strategy",
+        planner=planner,
         seed=seed,
         device_of_group=np.zeros(0, dtype=np.int32),
         strategy=answer.ranked[0].draft.strategy(names),

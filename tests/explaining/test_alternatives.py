@@ -157,23 +157,3 @@ def test_large_clusters_are_looked_at_in_part():
     tried = {a.device for a in found.groups[0].alternatives} | {found.groups[0].device}
     assert len(tried) == 32 and {"gpu38", "gpu39"} <= tried
     assert any("32 of 40 devices" in note for note in found.notes)
-
-
-@pytest.mark.slow
-def test_plans_that_cut_ops():
-    """Parts of ops sit by themselves: the step is explained, groups have no alternatives."""
-    from torch import nn, randn
-
-    from rlplace.cost.price import price
-
-    graph = rlplace.capture(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), (randn(32, 64),), loss=lambda out: out.square().mean())
-    problem = price(graph, "a100-80g:2", level="op", sharding=True)
-    op = next(op for op, dims in problem.sharding.dims.items() if any(size == 32 for size in dims.values()))
-    dim = next(dim for dim, size in problem.sharding.dims[op].items() if size == 32)
-    plan = make_plan(problem, [0] * problem.num_groups, planner="test", shards={problem.op_names[op]: {dim: 2}})
-    found = rlplace.explain(problem, plan)
-    assert found.groups == () and found.bounds.bound_holds_for == "the same cuts" and "cuts ops" in found.text()
-    assert all(entry.replanned_s is None and entry.same_s is not None for entry in found.what_if)
-    assert sum(part.seconds for part in found.bounds.modules) == pytest.approx(found.bounds.step_time_s)
-    with pytest.raises(InputError, match="no alternatives"):
-        rlplace.explain(problem, plan, group=problem.group_names[0])

@@ -7,15 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.cost.price import price
-from rlplace.errors import InputError
 from rlplace.graph.access import Space
 from rlplace.graph.access_rules import RULES, elementwise
 from rlplace.graph.capture import capture
 from rlplace.graph.indices import Cuts
-from rlplace.graph.opgraph import BACKWARD, FORWARD, OpGraph
-from rlplace.graph.rescale import rescale
-from rlplace.problem.io import problem_from_dict, problem_to_dict
+from rlplace.graph.opgraph import BACKWARD
 
 torch.manual_seed(0)
 R = torch.randn
@@ -194,56 +190,6 @@ def test_what_cannot_be_proved_is_not_cut():
     assert known["tanh"] == {"d0": 4, "d2": 8}  # five of six rows
     assert known["inner/linear"] == {"m0": 4, "m1": 6, "k": 8, "n": 8}
     assert "cumsum" not in known and "flip" not in known
-
-
-def test_only_the_captured_graph_itself_can_be_priced_for_sharding(block, tmp_path):
-    block.save(tmp_path / "g.graph.json")
-    twice = capture(Block(), (torch.randn(12, 8, 32), torch.zeros(12, 8, dtype=torch.int64)))
-    for graph in (OpGraph.load(tmp_path / "g.graph.json"), rescale(block, twice, 24)):
-        with pytest.raises(InputError, match="capture the model again"):
-            price(graph, "a100-80g:2", level="op", sharding=True)
-    for wrong in ({"level": "task"}, {"level": "op", "weight_gradients": True}):
-        with pytest.raises(InputError, match='needs level="op"'):
-            price(block, "a100-80g:2", sharding=True, **wrong)
-    assert block.fingerprint == OpGraph.load(tmp_path / "g.graph.json").fingerprint
-
-
-def test_problem_files_hold_the_sharding(block):
-    plain = price(block, "a100-80g:2", level="op")
-    problem = price(block, "a100-80g:2", level="op", sharding=True)
-    assert plain.sharding is None and plain.fingerprint != problem.fingerprint
-    assert (plain.time_s == problem.time_s).all() and plain.group_names == problem.group_names
-    again = problem_from_dict(problem_to_dict(problem))
-    assert again.fingerprint == problem.fingerprint
-    assert [h.access for h in again.sharding.held] == [h.access for h in problem.sharding.held]
-    held = sum(h.weight_bytes + h.gradient_bytes + h.optimizer_bytes for h in problem.sharding.held)
-    assert held == problem.resident_bytes.sum()
-    assert set(problem.sharding.follows.values()) <= set((problem.op_phase == FORWARD).nonzero()[0].tolist())
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("tensors", 0, "tensor"), 10**6, "must exist"),
-        (("tensors", 0, "axes"), [7], "names for 1 axes"),
-        (("follows", 0, 1), 10**6, "cut on its own account"),
-        (("held", 0, "group"), 10**6, "does not exist"),
-        (("held", 0, "weight_bytes"), 10**12, "more bytes than its group"),
-        (("held", 0, "access"), {"1000000": ["", ""]}, "not an op"),
-        (("held", 0, "access"), {"a": []}, r"held\[0\].access: 'a' is not a key"),
-        (("statistics", 0, "sums"), [[["nothing"], 4]], "dimension that the op does not have"),
-        (("fixed_s",), [1.0], "expected"),
-        (("fixed_s", 0), 10**400, r"fixed_s\[0\]: the number is too large"),
-    ],
-)
-def test_broken_sharding_is_refused(block, path, value, message):
-    data = problem_to_dict(price(block, "a100-80g:2", level="op", sharding=True))
-    place = data["sharding"]
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    with pytest.raises(InputError, match=message):
-        problem_from_dict(data)
 
 
 def test_every_dimension_runs_along_something(block):

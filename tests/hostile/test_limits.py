@@ -155,7 +155,7 @@ FREE = {
     "format", "version",
 }  # fmt: skip
 """Keys under which anything may stand, and the header."""
-MAPS = {"dims", "kinds", "shards", "op_dims", "parts", "predicted"}
+MAPS = {"dims", "kinds", "op_dims", "parts", "predicted"}
 """Keys of objects whose own keys are names or numbers, or that take more than is known."""
 
 

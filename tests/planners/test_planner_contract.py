@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import NEEDS_SHARDING, NEEDS_SPLIT, ONE_SHOT, PLANNERS, get_planner, run_planner
+from rlplace.planners import NEEDS_SPLIT, ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -138,9 +138,11 @@ def test_no_time_still_gives_a_feasible_plan():
 def test_name_table():
     for name in CLASSICAL:
         assert get_planner(name).__name__ == name
-    assert set(CLASSICAL) | NEEDS_SHARDING | {"agent"} == set(PLANNERS)  # what cuts ops has tests of its own
+    assert set(CLASSICAL) | {"agent"} == set(PLANNERS)
     with pytest.raises(InputError, match="did you mean 'metis'"):
         get_planner("mettis")
+    with pytest.raises(InputError, match="pase chooses whole strategies"):
+        get_planner("pase")
 
 
 def test_bad_options():
@@ -197,7 +199,7 @@ def test_settings_change_what_is_found(planner, options):
 
 
 @pytest.mark.parametrize("schedule", ["list", "1f1b"])
-@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SHARDING | NEEDS_SPLIT])
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SPLIT])
 def test_the_plan_carries_its_execution_and_its_prediction_holds(name, schedule):
     problem = random_problem(5, 14, 3, shape="layered", unlike=True)
     options = {"calls": 60} if name in ("annealing", "local_search", "brkga", "agent") else {}

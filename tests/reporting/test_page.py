@@ -196,22 +196,6 @@ def test_replicas_are_drawn_and_their_groups_known():
     assert "2 replicas" in render(data)
 
 
-def test_cut_ops_are_drawn():
-    import torch
-    from torch import nn
-
-    from rlplace.cost.price import price
-
-    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    graph = rlplace.capture(module, (torch.randn(32, 64),), loss=lambda out: out.square().mean())
-    problem = price(graph, "a100-80g:2", level="op", sharding=True)
-    op = next(op for op, dims in problem.sharding.dims.items() if dims.get("m") == 32 and op not in problem.sharding.follows)
-    plan = make_plan(problem, [0] * problem.num_groups, planner="hand", shards={problem.op_names[op]: {"m": 2}})
-    data = report_data(problem, plan)
-    assert data.drawn.num_ops > problem.num_ops and len(np.unique(data.timeline.device_of_op)) == 2
-    assert (data.group_of_drawn >= 0).all() and "1 cut op" in render(data)
-
-
 def test_planners_table_is_sorted_and_marks_this_plan():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=2.0)
     plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand", microbatches=2)

@@ -30,7 +30,6 @@ def plan_of(model, devices=(0, 0, 0), **fields):
         ({"schedule": "1f1b"}, "schedule is '1f1b'"),
         ({"replicas": [[0], [1]]}, "2 replicas"),
         ({"recompute": [[0], [2]]}, "recomputes the activations of 2 segments, which apply does not"),
-        ({"shards": {"0/linear": {"out": 2}}}, "splits 1 ops"),
         ({"groups": None}, "made from a problem file"),
         ({"groups": [{"name": "g"}] * 3}, "none of its groups names a module"),
         ({"groups": [{"name": "g", "modules": ["0"], "ops": []}]}, "1 groups, but device_of_group has 3"),

@@ -63,7 +63,7 @@ def test_plans_say_how_they_run(problem: Problem) -> None:
 
 
 def test_plans_that_only_spell_out_the_default_are_accepted(problem: Problem) -> None:
-    plan = make_plan(problem, [0] * 12, planner="test", replicas=[[0, 1, 2]], shards={"group0/forward": {"batch": 1}})
+    plan = make_plan(problem, [0] * 12, planner="test", replicas=[[0, 1, 2]])
     assert simulate(problem, plan).step_time_s == simulate(problem, [0] * 12).step_time_s
 
 

@@ -125,6 +125,19 @@ def test_which_question_is_asked(graph: OpGraph) -> None:
         assert plan.strategy.batch == 16  # the graph's own 4 samples a device
 
 
+def test_pase_cuts_ops_and_nothing_else(graph: OpGraph) -> None:
+    """One stage, one pass a step, the batch over copies and layers over a tensor group: what the paper can say."""
+    plan = rlplace.place(graph, CLUSTER, batch=8, planner="pase", calls=20, space="tensor=2")
+    assert plan.planner == "pase" and plan.strategy is not None
+    (pipeline,) = plan.strategy.pipelines
+    (stage,) = pipeline.stages
+    assert dict(stage.mesh) == {"replicate": 2, "tensor": 2} and pipeline.microbatches == (1,) and not stage.recompute
+    with pytest.raises(InputError, match="planner pase has pipeline=1 only"):
+        rlplace.place(graph, CLUSTER, batch=8, planner="pase", space="pipeline=1,2")
+    with pytest.raises(InputError, match="planner pase places no groups"):
+        rlplace.place(graph, CLUSTER, planner="pase", space="placement")
+
+
 def test_what_is_fixed_is_kept(graph: OpGraph) -> None:
     plan = rlplace.place(graph, CLUSTER, batch=32, calls=40, microbatches=4, schedule="1f1b", space="pipeline=2")
     assert plan.strategy is not None

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers.pase.costs import CostTables, cost_tables, cuts, edge_costs, layer_costs
+from benchmarks.papers.pase.layers import Configuration, Layer, LayerGraph, Machine, Strategy, strategy_of
 from rlplace.errors import InputError, unknown_name
-from rlplace.planners.pase.costs import CostTables, cost_tables, cuts, edge_costs, layer_costs
-from rlplace.planners.pase.dp import dependent_sets, eliminate, min_degree
-from rlplace.planners.pase.layers import Configuration, Layer, LayerGraph, Machine, Strategy, strategy_of
+from rlplace.strategy.elimination import eliminate
 
 Wanted = Callable[[Layer, int], Mapping[str, int] | None]
 """For a layer and a number of devices the parts wanted of some dimensions, or None where the expert has no opinion."""
@@ -113,15 +113,14 @@ def complete(
     for i, row in fixed.items():
         found = (full.configurations[i] == row).all(axis=1).nonzero()[0]
         if len(found) != 1:
-            raise InputError(f"layer {graph.layers[i].name!r} cannot be cut into {row} parts; see rlplace.planners.pase.costs")
+            raise InputError(f"layer {graph.layers[i].name!r} cannot be cut into {row} parts; see benchmarks.papers.pase.costs")
         keep[i] = found
     tables = CostTables(
         [rows[keep[i]] for i, rows in enumerate(full.configurations)],
         [cost[keep[i]] for i, cost in enumerate(full.layer_flop)],
         [cost[keep[e.source]][:, keep[e.target]] for e, cost in zip(graph.edges, full.edge_flop, strict=True)],
     )
-    order = min_degree(graph)
-    chosen = eliminate(graph, tables, order, dependent_sets(graph, order))
+    chosen = eliminate(tables.layer_flop, graph.ends, tables.edge_flop)
     return tables.strategy(graph, devices, chosen)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlplace.planners.pase.layers import Configuration, Dim, Layer, LayerEdge, LayerGraph, Layout, Term
+from benchmarks.papers.pase.layers import Configuration, Dim, Layer, LayerEdge, LayerGraph, Layout, Term
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from math import prod
 
 from benchmarks.papers.pase import kinds
 from benchmarks.papers.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph, Term
+from benchmarks.papers.pase.layers import Dim, LayerGraph, Term
 
 CNN_SMALLEST_PART = 4
 """Dimensions are only cut into parts of at least this size."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.papers.pase.builder import Tensor
 from benchmarks.papers.pase.cnns import CnnBuilder, Pair
-from rlplace.planners.pase.layers import LayerGraph
+from benchmarks.papers.pase.layers import LayerGraph
 
 Kernel = tuple[int, Pair, Pair]
 """Channels, window and padding of a convolution with stride 1."""

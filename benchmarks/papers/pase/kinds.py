@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from rlplace.planners.pase.layers import AllReduce, Configuration, Exchange, FloatArray, Layout, Space, Term, Work, missing
+from benchmarks.papers.pase.layers import AllReduce, Configuration, Exchange, FloatArray, Layout, Space, Term, Work, missing
 
 EXP_FLOP = 3.0
 """Multiply-adds of an exponential."""

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.pase.baselines import data_parallel
+from benchmarks.papers.pase.costs import CostTables, cost_tables
+from benchmarks.papers.pase.layers import LayerGraph, Machine, Strategy
 from rlplace.errors import InputError
-from rlplace.planners.pase.costs import CostTables, cost_tables
-from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
 
 RESTART_PROPOSALS = 1000
 """After so many proposals, or a hundredth of the budget where that is less, the chain goes back to the best strategy."""

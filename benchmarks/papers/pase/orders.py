@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlplace.planners.pase.costs import all_configurations
-from rlplace.planners.pase.dp import dependent_sets, min_degree, neighbours, tables_bytes
-from rlplace.planners.pase.layers import LayerGraph
+from benchmarks.papers.pase.costs import all_configurations
+from benchmarks.papers.pase.layers import LayerGraph
+from benchmarks.papers.pase.search import tables_bytes
+from rlplace.strategy.elimination import dependent_sets, min_degree, neighbours
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,15 @@ class SearchStatistics:
 def search_statistics(graph: LayerGraph, devices: int) -> SearchStatistics:
     """What the search for so many devices takes, without the search."""
     counts = [len(rows) for rows in all_configurations(graph, devices)]
-    order = min_degree(graph)
-    sets = dependent_sets(graph, order)
+    order = min_degree(len(graph.layers), graph.ends)
+    sets = dependent_sets(graph.ends, order)
     products = [prod(counts[other] for other in (layer, *later)) for layer, later in zip(order, sets, strict=True)]
     return SearchStatistics(max(counts), max(map(len, sets)), max(products), tables_bytes(order, sets, counts))
 
 
 def breadth_first(graph: LayerGraph) -> tuple[int, ...]:
     """Breadth-first from the first layer, component by component."""
-    near = neighbours(graph)
+    near = neighbours(len(graph.layers), graph.ends)
     seen: set[int] = set()
     order: list[int] = []
     for root in range(len(near)):
@@ -57,7 +58,7 @@ def breadth_first(graph: LayerGraph) -> tuple[int, ...]:
 
 def prefix_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
     """The baseline's dependent sets: all later neighbours of the whole prefix."""
-    near = neighbours(graph)
+    near = neighbours(len(graph.layers), graph.ends)
     done: set[int] = set()
     border: set[int] = set()
     sets = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from benchmarks.papers.pase import kinds
 from benchmarks.papers.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph
+from benchmarks.papers.pase.layers import Dim, LayerGraph
 
 
 def rnnlm(

@@ -91,7 +91,7 @@ def network(name):
 def search(name, devices):
     """Cost, K, M, largest product, seconds, bytes of tables and of the process at its peak."""
     from benchmarks.papers.pase.orders import search_statistics
-    from rlplace.planners.pase.dp import least_cost_strategy
+    from benchmarks.papers.pase.search import least_cost_strategy
 
     least_cost_strategy(network("alexnet"), 2)
     graph = network(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.papers.pase import kinds
 from benchmarks.papers.pase.builder import GraphBuilder, Tensor
-from rlplace.planners.pase.layers import Dim, LayerGraph, Layout, Term
+from benchmarks.papers.pase.layers import Dim, LayerGraph, Layout, Term
 
 DEPTH = 6
 """Layers of the encoder, and of the decoder."""

@@ -88,7 +88,7 @@ def distribute(
     where = _device(device)
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
-    if plan.strategy is None and asks_for_strategy(plan) and not plan.shards:
+    if plan.strategy is None and asks_for_strategy(plan):
         args, kwargs = micro_batch(plan, example_inputs)
         plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
     if plan.strategy is not None:
@@ -100,11 +100,6 @@ def distribute(
         return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
     if share != "global":
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
-    if plan.shards:
-        raise InputError(
-            f"distribute: the plan cuts {len(plan.shards)} ops, which is planned and simulated but not run; plan a strategy "
-            "with a tensor axis (rlplace.place(model, batch=...), or 'rlplace place MODEL --space \"tensor=2\"'), which runs"
-        )
     ranks = ranks_of(plan, where)
     faults.watch_over(part_text(plan, ranks.plan_device))
     check_same_plan(plan)

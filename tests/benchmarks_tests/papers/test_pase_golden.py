@@ -8,15 +8,16 @@ import pytest
 
 from benchmarks.papers.pase.baselines import complete, data_parallel, expert, one_weird_trick, strategy_cost
 from benchmarks.papers.pase.cnns import alexnet, resnet101
+from benchmarks.papers.pase.costs import all_configurations
 from benchmarks.papers.pase.inception import inception_v3
+from benchmarks.papers.pase.layers import LayerGraph, Machine, Strategy
 from benchmarks.papers.pase.mcmc import mcmc
 from benchmarks.papers.pase.orders import breadth_first, prefix_sets, search_statistics
 from benchmarks.papers.pase.rnnlm import rnnlm
+from benchmarks.papers.pase.search import least_cost_strategy
 from benchmarks.papers.pase.transformer import transformer, transformer_large
 from rlplace.errors import InputError
-from rlplace.planners.pase.costs import all_configurations
-from rlplace.planners.pase.dp import least_cost_strategy, neighbours
-from rlplace.planners.pase.layers import LayerGraph, Machine, Strategy
+from rlplace.strategy.elimination import neighbours
 
 OPTIMA = [
     (alexnet, 4, 1.482157e11),
@@ -118,7 +119,7 @@ def test_largest_product(network: Callable[[], LayerGraph], devices: int, produc
 
 def test_inception_has_few_wide_layers_and_few_configurations() -> None:
     graph = inception_v3()
-    assert sum(len(near) >= 5 for near in neighbours(graph)) == 12
+    assert sum(len(near) >= 5 for near in neighbours(len(graph.layers), graph.ends)) == 12
     assert search_statistics(graph, 8).largest_configurations == 30
 
 

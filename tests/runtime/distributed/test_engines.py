@@ -80,7 +80,6 @@ def refusals():
         ({}, {}),
         ({"engine": "nobody"}, {"schedule": "list"}),
         ({"engine": "stage_graph"}, {"schedule": "list", "groups": split, "device_of_group": back}),
-        ({}, {"schedule": "list", "shards": {"lm_head/linear": {"n": 2}}}),
         ({"engine": "replay"}, {"schedule": "list"}),
         ({"share": "mine"}, {"schedule": "list"}),
         ({}, {"schedule": "list", "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),

@@ -2,7 +2,7 @@
 
 A layer has an iteration space: named dimensions with sizes. A *configuration* says into how many equal parts each dimension is
 cut; the product of the parts is the number of devices that work on the layer. What it costs is a sum of *terms*
-(`rlplace.planners.pase.layers`).
+(`benchmarks.papers.pase.layers`).
 
 An edge carries one tensor. Each side says how it holds the tensor: for every axis of the tensor the layer's dimensions that cut
 it (none: the axis is whole on every device; several: their parts multiply).
@@ -91,6 +91,11 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     edges: tuple[LayerEdge, ...] = ()
     smallest_part: int = 1
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """The layers of every edge."""
+        return [(edge.source, edge.target) for edge in self.edges]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
-"""The best strategy, exactly, by eliminating one layer after the other.
+"""PaSE's dynamic program: the option of every vertex that makes a sum of costs least, one vertex eliminated after the other.
 
-All costs are tables over one or two layers' configurations. Eliminating layer v adds up all tables that mention v, takes the
-minimum over v's configurations for every combination of the others (its dependent set), remembers the arg-min, and puts the
-result back as one table. When no layer is left, the number that remains is the optimum, and the arg-mins are read backwards.
-This is the paper's recurrence (its components are the tables that an earlier elimination left behind), for any order.
+Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021 (arXiv 2407.04001). All costs are tables over
+the options of one or two vertices. Eliminating vertex v adds up all tables that mention v, takes the minimum over v's options
+for every combination of the others (its dependent set), remembers the arg-min, and puts the result back as one table. When no
+vertex is left, the number that remains is the optimum, and the arg-mins are read backwards. This is the paper's recurrence (its
+components are the tables that an earlier elimination left behind), for any order.
 
-The sum itself is never stored: with one layer w of the dependent set picked out, it is ``P[rest, v] + Q[rest, v, w]``, P and Q
+The sum itself is never stored: with one vertex w of the dependent set picked out, it is ``P[rest, v] + Q[rest, v, w]``, P and Q
 being small, and one compiled loop takes the minimum over v (a min-plus product).
 
-Elimination orders of a layer graph, and what tables they need.
-
-Min-degree: the vertex with fewest neighbours goes next (the lower index on ties), its neighbours become neighbours of each
+Order: the vertex with fewest neighbours goes next (the lower index on ties), its neighbours become neighbours of each
 other. A vertex's *dependent set*, which its table is indexed by, are its neighbours at that moment.
 """
 
@@ -24,79 +23,51 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
-from rlplace.planners.pase.costs import CostTables, cost_tables
-from rlplace.planners.pase.layers import FloatArray, LayerGraph, Machine, Strategy
-
+FloatArray = NDArray[np.float64]
 IntpArray = NDArray[np.intp]
-
-MAX_TABLES_BYTES = 8 << 30
-"""What tables and arg-mins may take together; a search that would need more is refused before it starts."""
+Ends = Sequence[tuple[int, int]]
+"""The two vertices of every edge."""
 
 MAX_SUM_BYTES = 1 << 28
-"""What the sum of several tables may take while a layer is eliminated; beyond that it is done piece by piece."""
-
-MAX_CONFIGURATIONS = 1 << 16
-"""Configurations of a layer; arg-mins are stored in two bytes."""
+"""What the sum of several tables may take while a vertex is eliminated; beyond that it is done piece by piece."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A cost for every combination of some layers' configurations.
+    """A cost for every combination of some vertices' options.
 
     Attributes:
-        scope: Layers, one an axis.
-        values: Array with one axis a layer.
+        scope: Vertices, one an axis.
+        values: Array with one axis a vertex.
     """
 
     scope: tuple[int, ...]
     values: FloatArray
 
 
-def least_cost_strategy(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
-    """The strategy of least cost for `devices` devices.
+def eliminate(
+    own: Sequence[FloatArray], ends: Ends, between: Sequence[FloatArray], order: Sequence[int] | None = None
+) -> IntpArray:
+    """The best option of every vertex, by index.
 
     Args:
-        graph: Layers and tensors.
-        devices: p, most devices a layer may use.
-        machine: Rates that turn words into FLOP; default: the paper's.
-
-    Raises:
-        InputError: Fewer than one device, tables beyond `MAX_TABLES_BYTES`, or a layer with more than `MAX_CONFIGURATIONS`
-            configurations.
+        own: Per vertex the costs of its options.
+        ends: Of every edge; parallel edges are allowed and all count.
+        between: Per edge its costs, options of its first vertex by those of its second.
+        order: Of elimination; default `min_degree`.
     """
-    tables = cost_tables(graph, devices, machine or Machine())
-    order = min_degree(graph)
-    sets = dependent_sets(graph, order)
-    counts = [len(rows) for rows in tables.configurations]
-    most = tables_bytes(order, sets, counts)
-    if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
-        raise InputError(
-            f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
-            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices or raise smallest_part"
-        )
-    return tables.strategy(graph, devices, eliminate(graph, tables, order, sets))
-
-
-def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets: Sequence[tuple[int, ...]]) -> IntpArray:
-    """The best configuration of every layer, by index.
-
-    Args:
-        graph: Layers and tensors.
-        tables: Costs.
-        order: Elimination order.
-        sets: The dependent set of each vertex of the order.
-    """
-    waiting: list[list[Table]] = [[Table((vertex,), cost)] for vertex, cost in enumerate(tables.layer_flop)]
+    order = min_degree(len(own), ends) if order is None else order
+    sets = dependent_sets(ends, order)
+    waiting: list[list[Table]] = [[Table((vertex,), cost)] for vertex, cost in enumerate(own)]
     position = {vertex: i for i, vertex in enumerate(order)}
 
     def hand_on(table: Table) -> None:
-        """Leaves a table with the layer of its scope that goes first."""
+        """Leaves a table with the vertex of its scope that goes first."""
         if table.scope:
             waiting[min(table.scope, key=position.__getitem__)].append(table)
 
-    for edge, cost in zip(graph.edges, tables.edge_flop, strict=True):
-        hand_on(Table((edge.source, edge.target), cost))
+    for edge, cost in zip(ends, between, strict=True):
+        hand_on(Table(edge, cost))
     arg_mins: dict[int, tuple[tuple[int, ...], NDArray[np.uint16]]] = {}
     for vertex, later in zip(order, sets, strict=True):
         table, arg_min = _minimise(waiting[vertex], vertex, later)
@@ -110,30 +81,9 @@ def eliminate(graph: LayerGraph, tables: CostTables, order: Sequence[int], sets:
     return chosen
 
 
-def tables_bytes(order: Sequence[int], sets: Sequence[tuple[int, ...]], counts: list[int]) -> int:
-    """Most bytes of tables and arg-mins at any time; known before a table is filled.
-
-    Args:
-        order: Elimination order.
-        sets: The dependent set of each vertex of the order.
-        counts: Configurations of each layer.
-    """
-    position = {vertex: i for i, vertex in enumerate(order)}
-    freed = [0] * (len(order) + 1)
-    tables = arg_mins = most = 0
-    for i, later in enumerate(sets):
-        size = prod(counts[other] for other in later)
-        arg_mins += 2 * size
-        tables += 8 * size
-        most = max(most, tables + arg_mins)
-        freed[min((position[other] for other in later), default=len(order))] += 8 * size
-        tables -= freed[i]
-    return most
-
-
 def _minimise(tables: list[Table], vertex: int, later: tuple[int, ...]) -> tuple[Table, NDArray[np.uint16]]:
-    """Minimum over one layer's configurations of a sum of tables, for every combination of its dependent set."""
-    from rlplace.planners.pase.kernel import min_plus
+    """Minimum over one vertex's options of a sum of tables, for every combination of its dependent set."""
+    from rlplace.strategy.min_plus import min_plus
 
     counts = {axis: size for table in tables for axis, size in zip(table.scope, table.values.shape, strict=True)}
     if not later:
@@ -146,7 +96,7 @@ def _minimise(tables: list[Table], vertex: int, later: tuple[int, ...]) -> tuple
     left = _sum([table for table in tables if column not in table.scope], (*rest, vertex))
     right = _sum([table for table in tables if column in table.scope], (*rest, vertex, column))
     shape = tuple(counts[axis] for axis in rest)
-    # A side that does not depend on the layer itself still has to be as long as it.
+    # A side that does not depend on the vertex itself still has to be as long as it.
     left = np.broadcast_to(left, (*left.shape[:-1], counts[vertex]))
     right = np.broadcast_to(right, (*right.shape[:-2], counts[vertex], counts[column]))
     values, arg_min = min_plus(
@@ -162,7 +112,7 @@ def _minimise(tables: list[Table], vertex: int, later: tuple[int, ...]) -> tuple
 def _piece_by_piece(
     tables: list[Table], vertex: int, axis: int, later: tuple[int, ...], count: int
 ) -> tuple[Table, NDArray[np.uint16]]:
-    """The same for each configuration of one layer of the dependent set in turn, so that sums of tables stay small."""
+    """The same for each option of one vertex of the dependent set in turn, so that sums of tables stay small."""
     pieces = []
     for i in range(count):
         fixed = []
@@ -178,7 +128,7 @@ def _piece_by_piece(
 
 
 def _union(tables: list[Table], axis: int, counts: dict[int, int]) -> int:
-    """Size of the sum of the tables that mention a layer."""
+    """Size of the sum of the tables that mention a vertex."""
     return prod(counts[other] for other in {other for table in tables if axis in table.scope for other in table.scope})
 
 
@@ -198,18 +148,18 @@ def _rows(shape: tuple[int, ...], full: tuple[int, ...]) -> IntpArray:
     return np.ascontiguousarray(np.broadcast_to(np.arange(prod(shape)).reshape(shape), full)).reshape(-1)
 
 
-def neighbours(graph: LayerGraph) -> list[set[int]]:
-    """Undirected neighbours of every layer."""
-    near: list[set[int]] = [set() for _ in graph.layers]
-    for edge in graph.edges:
-        near[edge.source].add(edge.target)
-        near[edge.target].add(edge.source)
+def neighbours(count: int, ends: Ends) -> list[set[int]]:
+    """Undirected neighbours of every vertex."""
+    near: list[set[int]] = [set() for _ in range(count)]
+    for one, other in ends:
+        near[one].add(other)
+        near[other].add(one)
     return near
 
 
-def min_degree(graph: LayerGraph) -> tuple[int, ...]:
+def min_degree(count: int, ends: Ends) -> tuple[int, ...]:
     """The minimum-degree elimination order."""
-    near = neighbours(graph)
+    near = neighbours(count, ends)
     heap = [(len(around), vertex) for vertex, around in enumerate(near)]
     heapify(heap)
     order: list[int] = []
@@ -225,9 +175,9 @@ def min_degree(graph: LayerGraph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def dependent_sets(graph: LayerGraph, order: Sequence[int]) -> list[tuple[int, ...]]:
+def dependent_sets(ends: Ends, order: Sequence[int]) -> list[tuple[int, ...]]:
     """For each vertex of an order, in that order, its dependent set, ascending."""
-    near = neighbours(graph)
+    near = neighbours(len(order), ends)
     return [_eliminate(near, vertex) for vertex in order]
 
 

@@ -17,8 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
-from rlplace.planners.pase.layers import (
+from benchmarks.papers.pase.layers import (
     Dim,
     FloatArray,
     IntArray,
@@ -32,6 +31,7 @@ from rlplace.planners.pase.layers import (
     missing,
     strategy_of,
 )
+from rlplace.errors import InputError
 
 
 def configurations(layer: Layer, devices: int, smallest_part: int = 1) -> IntArray:

@@ -1,1 +1,0 @@
-"""PaSE: how every layer is split over the devices, by dynamic programming over an elimination order."""

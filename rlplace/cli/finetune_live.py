@@ -45,7 +45,6 @@ def run(options: argparse.Namespace, path: str) -> int:
     from rlplace.files import check_output
     from rlplace.planners.common.evaluate import Execution
     from rlplace.runtime.distributed.job import faults, job
-    from rlplace.runtime.environment import check_device
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.cluster is None:
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace, path: str) -> int:
     execution = Execution(options.microbatches, options.schedule)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    device = job.start_job(job.JobOptions(device=check_device(options.device).type), options.timeout)
+    device = job.start_job(job.JobOptions(device=options.device.partition(":")[0]), options.timeout)
     with faults.guard(debug=options.debug):
         problem, service = _open(options, device)
         site = _site(options, device)

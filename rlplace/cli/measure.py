@@ -76,10 +76,10 @@ def run(options: argparse.Namespace) -> int:
 def _measure_model(options: argparse.Namespace) -> int:
     import torch
 
-    from rlplace.runtime.environment import check_device
+    from rlplace.runtime.environment import own_device
     from rlplace.runtime.measure_ops import load_and_measure
 
-    device = check_device(options.device)
+    device = own_device(options.device, "measure")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     say(f"timing {options.model} on {device}")

@@ -28,13 +28,12 @@ def run(options: argparse.Namespace) -> int:
 
     from rlplace.files import check_output
     from rlplace.runtime.distributed.job import job
-    from rlplace.runtime.environment import check_device
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_output(options.out)
     if options.trace:
         check_output(options.trace)
-    device = job.start_job(job.JobOptions(device=check_device(options.device).type))
+    device = job.start_job(job.JobOptions(device=options.device.partition(":")[0]))
     try:
         timings = _measure(options, device)
         if dist.get_rank() == 0:

@@ -14,35 +14,48 @@ from pathlib import Path
 import torch
 
 from rlplace.cost.measurement import Environment
-from rlplace.errors import InputError, MissingError
+from rlplace.errors import InputError, MissingError, show
 
 _CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
 _CONTROL_REPEATS = 15
 _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
 
 
-def check_device(text: str) -> torch.device:
-    """The device that a text names.
+def own_device(named: str | torch.device | None, verb: str) -> torch.device:
+    """Where this process computes, and the current device of torch from now on.
+
+    Args:
+        named: cpu, cuda or cuda:N; default the processor, or the GPU of the local rank where there are GPUs.
+        verb: For messages.
 
     Raises:
-        InputError: Not a device that ops can be timed on.
-        MissingError: This machine has no such device.
+        InputError: Not a device that models run on.
+        MissingError: This process has no such device.
     """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(text)
+        device = torch.device(named if named is not None else "cuda" if count else "cpu")
     except RuntimeError:
-        raise InputError(f"device {text[:80]!r}: expected cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"{verb}: device {show(str(named))}: expected cpu, cuda or cuda:N")
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise InputError(f"device {text[:80]!r}: ops are timed on cpu and cuda devices")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
+    index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
     if index >= count:
         raise MissingError(
-            f"device {text[:80]!r}: this machine has {count} CUDA devices; use --device cpu, or run it elsewhere"
+            f"{verb}: process {index} of {platform.node()} has no GPU of its own, {count} CUDA devices are here; start as many "
+            "processes as there are, or take the cpu"
         )
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds by a clock once a device has done everything that was given to it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock()
 
 
 def device_kind_of(device: torch.device) -> str:
@@ -131,14 +144,10 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
     clock = time.thread_time if own else time.perf_counter
     samples = []
     for index in range(repeats + repeats // 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = clock()
+        begin = read_clock(device, clock)
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         if index >= repeats // 3:
-            samples.append(clock() - begin)
+            samples.append(read_clock(device, clock) - begin)
     return statistics.median(samples)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.apply import apply
+from rlplace.runtime.environment import read_clock
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -90,13 +90,12 @@ def time_step(
     Returns:
         Seconds of forward, loss, backward and update.
     """
-    _synchronize(devices)
-    begin = time.perf_counter()
+    places = {torch.device(device) for device in devices}
+    begin = max(map(read_clock, places))
     optimizer.zero_grad(set_to_none=True)
     loss_of(_run(module, inputs), loss).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    _synchronize(devices)
-    return time.perf_counter() - begin
+    return max(map(read_clock, places)) - begin
 
 
 def _run(module: nn.Module, inputs: Any) -> Any:
@@ -116,9 +115,3 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not isinstance(value, Tensor):
         raise InputError("the model's output has no loss; pass loss= to step_timer")
     return value
-
-
-def _synchronize(devices: Sequence[torch.device | str]) -> None:
-    for device in {torch.device(d) for d in devices}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -11,7 +11,7 @@ from rlplace.cost.measurement import Measurement
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.records import plain
-from rlplace.runtime.environment import check_device
+from rlplace.runtime.environment import own_device
 from rlplace.runtime.marks import HostMarks, mark_cost_s
 from rlplace.runtime.measure import step_timer
 from rlplace.runtime.measure_ops import describe_ops, load_and_measure, measure_model
@@ -94,7 +94,7 @@ def test_unusable_requests_are_refused(files, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_missing_device_is_said():
     with pytest.raises(MissingError, match="CUDA devices"):
-        check_device("cuda:0")
+        own_device("cuda:0", "measure")
 
 
 def test_loss_function_tied_weights_and_idle_parameters():

@@ -115,14 +115,14 @@ def test_two_processes_of_this_machine(tmp_path):
 
 
 def test_a_failing_rank_says_who_and_why_in_one_line(monkeypatch, capsys, tmp_path):
-    import torch.distributed as dist
+    from rlplace.runtime import measure_links as module
 
     def refuse(*args, **kwargs):
         raise RuntimeError("connection refused by the other side\nframe #0: somewhere native\nframe #1: deeper")
 
     for name, value in {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setattr(module, "start_group", refuse)
     code = main(["measure", "--links", "--out", str(tmp_path / "c.toml")])
     captured = capsys.readouterr()
     assert code == 1 and captured.out == ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +21,7 @@ from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComp
 from rlplace.runtime.distributed.ranks import broadcast_object, devices_of, gather_objects, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint
 from rlplace.runtime.distributed.state.whole_state import gather_tensors
+from rlplace.runtime.environment import own_device, read_clock
 from rlplace.runtime.host_memory import StepMemory, keep_freed_memory
 from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.runtime.native.why_not import why_not
@@ -123,7 +122,7 @@ def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.devic
     Raises:
         MissingError: No such device or backend here.
     """
-    device = _device(options.device)
+    device = own_device(options.device, "run")
     if device.type == "cpu":
         keep_freed_memory()  # as ops were timed; handing pages back and forth takes a third of a step
     backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -216,9 +215,9 @@ def train(
             memory.begin(part.held())
         if options.verify:
             dist.barrier()  # rank 0 comes from the unplaced model
-        begin = time.perf_counter()
+        begin = read_clock(device)
         loss_value = part.step(batch)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(read_clock(device) - begin)
         if step == result.first_step + 1:
             memory.end()
         result.losses.append(loss_value)
@@ -288,19 +287,3 @@ def _tolerance(dtype: str, autocast: str | None) -> float:
     if name not in known:
         raise InputError(f"run: there is no tolerance for dtype {name!r}; leave --verify out")
     return TOLERANCE[known[name]]
-
-
-def _device(name: str | None) -> torch.device:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind = name or ("cuda" if usable else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if local >= usable:
-        raise MissingError(
-            f"run: process {local} of {platform.node()} has no GPU of its own ({usable} found); start as many processes "
-            "as there are GPUs, or take --device cpu"
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device

@@ -15,6 +15,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.job.job import JobOptions, check_strategy, processes_needed
 from rlplace.runtime.distributed.job.placed import Part
 from rlplace.runtime.distributed.job.recipe import recipe_of, synthetic_batch
+from rlplace.runtime.environment import read_clock
 from rlplace.runtime.measure import OPTIMIZERS
 
 
@@ -69,10 +70,8 @@ def time_strategy(
 def _step(part: Part, batch: object, device: torch.device) -> float:
     """Seconds of a step on the slowest process."""
     dist.barrier()
-    start = time.perf_counter()
+    start = read_clock(device)
     part.step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    took = torch.tensor(read_clock(device) - start, dtype=torch.float64, device=device)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took)

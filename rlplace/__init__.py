@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlplace.errors import CaptureError, InfeasibleError, InputError, MissingError, RlplaceError
     from rlplace.explaining.difference import diff
     from rlplace.explaining.explain import explain
+    from rlplace.exporting.export import export
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
     from rlplace.integrations.trainer import distribute_accelerator, distribute_trainer
@@ -61,6 +62,7 @@ _PUBLIC = {
     "distribute_trainer": "rlplace.integrations.trainer",
     "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",
+    "export": "rlplace.exporting.export",
     "load_agent": "rlplace.agents.planner",
     "load_checkpoint": "rlplace.runtime.distributed.state.training_state",
     "place": "rlplace.placing",
@@ -94,6 +96,7 @@ __all__ = [
     "distribute_trainer",
     "expand",
     "explain",
+    "export",
     "load_agent",
     "load_checkpoint",
     "place",

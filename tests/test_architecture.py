@@ -42,6 +42,7 @@ LEVEL = {
     "placing": 10,
     "comparing": 10,
     "explaining": 10,
+    "exporting": 10,
     "integrations": 10,
     "cli": 11,
     "__main__": 12,

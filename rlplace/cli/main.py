@@ -12,10 +12,25 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rlplace import __version__
-from rlplace.cli import calibrate, capture, compare, diff, explain, finetune, info, measure, place, report, run, simulate, train
+from rlplace.cli import (
+    calibrate,
+    capture,
+    compare,
+    diff,
+    explain,
+    export,
+    finetune,
+    info,
+    measure,
+    place,
+    report,
+    run,
+    simulate,
+    train,
+)
 from rlplace.errors import RlplaceError
 
-_VERBS = (train, place, capture, simulate, compare, explain, diff, report, run, measure, calibrate, finetune, info)
+_VERBS = (train, place, capture, simulate, compare, explain, diff, report, run, export, measure, calibrate, finetune, info)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -147,7 +147,18 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
     return module, inputs
 
 
-def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
+def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A person's own function that a MODEL text names, and what it is called with; importing it runs its module.
+
+    Args:
+        source: What stands before the colon: a dotted module or a file.
+        rest: What stands behind it.
+        batch: Samples.
+        seq: Sequence length.
+
+    Raises:
+        InputError: It is not found, or has no such option.
+    """
     name, options = split_spec(rest)
     where = f"{source}:{name}"
     if not source.endswith(".py") and source.partition(".")[0] in _NO_MODELS:
@@ -163,6 +174,12 @@ def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Mod
     defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
     values: dict[str, Any] = {key: size for key, size in (("batch", batch), ("seq", seq)) if key in parameters}
     values |= parse_options(options, defaults, where)
+    return function, values
+
+
+def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
+    function, values = function_and_options(source, rest, batch, seq)
+    where = f"{source}:{split_spec(rest)[0]}"
     try:
         result = function(**values)
     except RlplaceError:

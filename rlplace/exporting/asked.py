@@ -1,0 +1,101 @@
+"""What an export looks at: a plan's model without weights, its blocks and layouts, and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Pipeline, Stage
+from rlplace.runtime.distributed.job.recipe import Recipe, recipe_of
+from rlplace.runtime.native.blocks import owner, units
+from rlplace.runtime.native.capture import observe
+from rlplace.runtime.native.facts import model_facts
+from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
+from rlplace.runtime.native.why_not import why_not
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A plan that is to be written.
+
+    Attributes:
+        plan: The plan.
+        recipe: How its model is built.
+        model: The model on the meta device.
+        inputs: Keyword inputs of one micro-batch.
+        output: What the model returns for them, on the meta device.
+        loss: Whether the loss is a function of the output that came with the model.
+        units: What stays whole, by path.
+        layouts: Of its blocks over the tensor axis; None without one.
+    """
+
+    plan: PlacementPlan
+    recipe: Recipe
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    output: Any
+    loss: bool
+    units: Mapping[str, nn.Module]
+    layouts: ModelLayouts | None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The one pipeline of the strategy."""
+        assert self.plan.strategy is not None
+        return self.plan.strategy.pipelines[0]
+
+    @property
+    def stage(self) -> Stage:
+        """The first stage; degrees and level are those of all."""
+        return self.pipeline.stages[0]
+
+    def blocks_of(self, stage: Stage) -> list[str]:
+        """Blocks of a stage in the order of the strategy; of the whole model where there is one stage."""
+        held = [path for path, unit in self.units.items() if any(True for _ in unit.parameters())]
+        if len(self.pipeline.stages) == 1:
+            return held
+        return [path for block in stage.blocks for path in held if owner(path, [block]) is not None]
+
+    def parameters_of(self, paths: list[str]) -> dict[str, set[int]]:
+        """The parameters of some blocks, by path."""
+        return {path: {id(p) for p in self.units[path].parameters()} for path in paths}
+
+
+def ask(plan: PlacementPlan) -> Asked:
+    """Builds a plan's model without weights.
+
+    Raises:
+        InputError: The plan does not name its model, or torch's parts cannot run its strategy.
+    """
+    strategy, recipe = plan.strategy, recipe_of(plan)
+    assert strategy is not None
+    pipeline = strategy.pipelines[0]
+    if recipe.model.startswith("zoo:"):
+        raise InputError(f"export: {recipe.model} is a model of rlplace's own, which a script without rlplace cannot build")
+    loaded = recipe.build("meta", seed=0, batch=pipeline.microbatch[0])
+    if isinstance(loaded.example_inputs, tuple):
+        from rlplace.runtime.distributed.strategy_model import keyword_inputs
+
+        inputs = keyword_inputs(loaded.module, loaded.example_inputs)
+    else:
+        inputs = dict(loaded.example_inputs)
+    found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
+        results, calls = observe(loaded.module, inputs, {"": loaded.module, **found})
+    layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
+    if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
+        raise InputError(f"export: {reason}")
+    if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
+        raise InputError(
+            "export: replicas have unlike micro-batches, which one loop does not say; run it with rlplace.distribute"
+        )
+    if recipe.master_weights:
+        raise InputError("export: the plan keeps a copy of the weights in fp32; plan without --master-weights")
+    output = next(iter(results[""].values()))
+    return Asked(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts)

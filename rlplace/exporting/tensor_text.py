@@ -1,0 +1,139 @@
+"""The lines of a training script that lay a model out over the tensor axis, in torch's own styles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError, show
+from rlplace.exporting.asked import Asked
+from rlplace.runtime.native.blocks import tied_names
+from rlplace.runtime.native.capture import observe
+from rlplace.runtime.native.model_layouts import BlockLayout
+
+
+def tensor_lines(asked: Asked, names: str) -> list[str]:
+    """Lines of `parallelize`.
+
+    Args:
+        asked: With a tensor axis.
+        names: What the script calls a name of several blocks by.
+
+    Raises:
+        InputError: A layout is none of torch's styles.
+    """
+    assert asked.layouts is not None
+    sequence, degree = asked.stage.sequence_parallel, asked.stage.axis("tensor")
+    if sequence and asked.layouts.length % degree:
+        raise InputError(f"export: {asked.layouts.length} positions cannot be split over {degree} processes")
+    blocks: dict[str, list[str]] = {}
+    entries = [f"{path}.{region.entry}" for path, b in asked.layouts.blocks.items() for region in b.regions if region.entry]
+    watched = {name: asked.model.get_submodule(name) for name in (*asked.layouts.blocks, *entries)}
+    calls = observe(asked.model, asked.inputs, watched)[1] if sequence else {}
+    for path, layout in asked.layouts.blocks.items():
+        _check(asked, path, layout)
+        blocks.setdefault(_styles(path, layout, calls, sequence), []).append(path)
+    lines = []
+    for styles, paths in blocks.items():
+        lines += ["styles = {", styles, "}", f"for name in {names.format(numbered(paths))}:"]
+        lines.append('    parallelize_module(model.get_submodule(name), mesh["tensor"], styles)')
+    tables = [path for path in asked.layouts.vocabulary if _rows(asked.units[path]) % degree == 0]
+    for path in tables:
+        embedding = isinstance(asked.units[path], nn.Embedding)
+        style = "RowwiseParallel(input_layouts=Replicate())" if embedding else "ColwiseParallel(output_layouts=Replicate())"
+        lines += [f"for name in {names.format(numbered([path]))}:"]
+        lines.append(f'    parallelize_module(model.get_submodule(name), mesh["tensor"], {style})')
+    return lines + (_run_of_blocks(asked, calls, names) if sequence else [])
+
+
+def numbered(paths: Sequence[str]) -> str:
+    """Paths as a list of Python; neighbours that count up stand as one range."""
+    found: list[tuple[str, int, int]] = []
+    for path in paths:
+        stem, _, number = path.rpartition(".")
+        if not number.isdigit():
+            found.append((path, -1, -1))
+        elif found and found[-1][0] == stem and found[-1][2] == int(number):
+            found[-1] = (stem, found[-1][1], int(number) + 1)
+        else:
+            found.append((stem, int(number), int(number) + 1))
+    texts = [
+        f'"{stem}"' if end < 0 else f'"{stem}{"." if stem else ""}{start}"' if end == start + 1
+        else f'*(f"{stem}{"." if stem else ""}{{n}}" for n in range({start}, {end}))'
+        for stem, start, end in found
+    ]  # fmt: skip
+    return f"[{', '.join(texts)}]"
+
+
+def _rows(module: Any) -> int:
+    return int(module.weight.shape[0])
+
+
+def _check(asked: Asked, path: str, layout: BlockLayout) -> None:
+    for region in layout.regions:
+        products = [product.module for product in (*region.columns, *region.rows)]
+        strange = [name for name in products if type(asked.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
+        if strange or region.packed or region.stored:
+            name = f"{path}.{(strange or [region.columns[0].module])[0]}"
+            raise InputError(
+                f"export: {show(name)} is no plain nn.Linear, or packs several weights, and torch's tensor-parallel styles cut "
+                "nothing else; run the plan with rlplace.distribute, or plan with --space tensor=1"
+            )
+    held = [names for names in tied_names(asked.model) if any(name.startswith(f"{path}.") for name in names)]
+    if held:
+        raise InputError(f"export: {held[0][0]} is tied, and parallelize_module parts what is tied")
+
+
+def _styles(path: str, layout: BlockLayout, calls: dict[str, Any], sequence: bool) -> str:
+    styles: dict[str, str] = {name: "SequenceParallel()" for name in layout.positions if sequence}
+    for region in layout.regions:
+        alone = len(region.columns) == 1 and region.entry == region.columns[0].module
+        if sequence and not alone:
+            styles[region.entry] = _entry(calls[f"{path}.{region.entry}"], "Shard(1)", "Replicate()")
+        for product in region.columns:
+            styles[product.module] = "ColwiseParallel(input_layouts=Shard(1))" if sequence and alone else "ColwiseParallel()"
+        for product in region.rows:
+            styles[product.module] = "RowwiseParallel(output_layouts=Shard(1))" if sequence else "RowwiseParallel()"
+    return "\n".join(f'    "{name}": {style},' for name, style in styles.items())
+
+
+def _entry(call: tuple[tuple[Any, ...], dict[str, Any]], before: str, after: str, local: str = "") -> str:
+    """The style that changes the one activation of a call, by position or by name."""
+    args, kwargs = call
+    if any(_is_activation(value) for value in args):
+        given, wanted = (", ".join(to if _is_activation(v) else "None" for v in args) for to in (before, after))
+        return f"PrepareModuleInput(input_layouts=({given},), desired_input_layouts=({wanted},){local})"
+    name = next(name for name, value in kwargs.items() if _is_activation(value))
+    given, wanted = f'{{"{name}": {before}}}', f'{{"{name}": {after}}}'
+    return f"PrepareModuleInput(input_kwarg_layouts={given}, desired_input_kwarg_layouts={wanted}{local})"
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _run_of_blocks(asked: Asked, calls: dict[str, Any], names: str) -> list[str]:
+    """The first block of a stage takes its part of the sequence, the last gives the whole."""
+    assert asked.layouts is not None
+    firsts, lasts = [], []
+    for stage in asked.pipeline.stages:
+        held = asked.blocks_of(stage)
+        inside = [path for path in held if path in asked.layouts.blocks]
+        if not inside:
+            continue
+        if inside != held[held.index(inside[0]) : held.index(inside[-1]) + 1]:
+            raise InputError("export: blocks without a layout stand between those that split the sequence")
+        firsts.append(inside[0])
+        lasts.append(inside[-1])
+    whole = "PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))"
+    lines = []
+    for paths, style in (
+        (firsts, _entry(calls[firsts[0]], "Replicate()", "Shard(1)", ", use_local_output=True")),
+        (lasts, whole),
+    ):
+        lines += [f"for name in {names.format(numbered(paths))}:"]
+        lines.append(f'    parallelize_module(model.get_submodule(name), mesh["tensor"], {style})')
+    return lines

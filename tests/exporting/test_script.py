@@ -1,0 +1,112 @@
+"""Exported scripts train as the plan does by rlplace: the same losses, on four processes."""
+
+import json
+import re
+
+import export_worker
+import native_worker
+import numpy as np
+import pytest
+from launch import run, torchrun
+from native_cases import chain, flat
+
+import rlplace
+from rlplace.cli.main import main
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
+
+pytest.importorskip("transformers")
+
+GPT2 = "hf:gpt2,n_layer=4,n_embd=32,n_head=4,vocab_size=64,n_positions=32,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
+WIDTHS = "hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4,vocab_size=64"
+LLAMA = f"hf:llama,num_hidden_layers=4,{WIDTHS}"
+HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
+BOTH, SHARED = {"shard": 2, "tensor": 2}, {"mesh": {"shard": 2}, "sharding": 1}
+
+CASES = {
+    "copies": (GPT2, flat("gpt2", {"replicate": 4}, 0)),
+    "gathered again, recomputed": (GPT2, flat("gpt2", {"shard": 4}, 3, recompute="full", offload="all")),
+    "hybrid, gathered once": (LLAMA, flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="selective")),
+    "tensor, sequence": (LLAMA, flat("llama", BOTH, 3, sequence_parallel=True, recompute="full")),
+    "tensor alone": (LLAMA, flat("llama", {"tensor": 4}, 0)),
+    "stages, tied": (GPT2, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
+    "stages, shared": (LLAMA, chain("llama", HALVES, "1f1b", **SHARED)),
+    "v, tied in one process": (GPT2, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
+    "stages, tensor": (LLAMA, chain("llama", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
+}
+
+
+def plan_of(model, strategy, **graph):
+    nothing = np.zeros(0, dtype=np.int32)
+    source = {
+        "graph": {"model": model, "batch": strategy["microbatch"][0], "seq": 8, "dtype": "fp32", "optimizer": "sgd", **graph}
+    }
+    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder, paths = tmp_path_factory.mktemp("scripts"), {}
+    for number, (name, case) in enumerate(CASES.items()):
+        script, path = folder / f"script_{number}.py", folder / f"{number}.plan.json"
+        plan = plan_of(*case)
+        plan.save(path)
+        script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
+        paths[name] = str(script), str(path)
+    return run(4, export_worker.compare, paths, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_script_trains_as_its_plan(name, results):
+    (printed, own), *others = (result[name] for result in results)
+    assert [losses for losses, _ in others] == [[]] * 3
+    assert len(set(printed)) == 3
+    assert printed == pytest.approx(own, rel=2e-6)
+
+
+def test_only_the_parts_that_are_needed_are_written():
+    text = rlplace.export(plan_of(*CASES["copies"]), "script")
+    assert "rlplace" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
+    assert not re.search(r"Shard|shard|Pipeline|Tensor\b|checkpoint", text)
+    assert len(text.splitlines()) < 85
+
+
+REFUSED = {
+    "a model of the zoo": (("zoo:mlp", flat("gpt2", {"replicate": 4}, 0)), "zoo"),
+    "packed weights": ((GPT2, flat("gpt2", {"tensor": 4}, 0)), "c_attn' is no plain nn.Linear"),
+    "unlike micro-batches": ((LLAMA, flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}), "unlike micro-batches"),
+    "dropout between blocks": (
+        (GPT2.replace("embd_pdrop=0.0", "embd_pdrop=0.1"), chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0)),
+        "dropout between blocks",
+    ),
+    "what nothing runs": ((LLAMA, flat("llama", {"context": 4}, 0, microbatch=8)), "context is not run"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_script_cannot_say_is_refused(name):
+    case, reason = REFUSED[name]
+    with pytest.raises(InputError, match=reason):
+        rlplace.export(plan_of(*case), "script")
+
+
+@pytest.mark.slow
+def test_the_verb_writes_what_torchrun_starts(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "import torch\n\ndef net(batch=2, width=8):\n"
+        "    layers = [torch.nn.Linear(width, width) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers), torch.randn(batch, width), lambda y: y.square().mean()\n"
+    )
+    blocks = [["0", "1"], ["2", "3"]]
+    stages = [{"blocks": held, "devices": [number]} for number, held in enumerate(blocks)]
+    strategy = {"batch": 4, "microbatch": [2], "microbatches": [2], "schedule": "gpipe", "stages": stages}
+    plan_of(f"{tmp_path}/own.py:net,width=4", strategy).save(tmp_path / "own.plan.json")
+    assert main(["export", f"{tmp_path}/own.plan.json", "--to", "script", "--out", f"{tmp_path}/train.py", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == (tmp_path / "train.py").read_text()
+    code, out, err = torchrun(2, tmp_path / "train.py", "3")
+    assert code == 0, err
+    script, losses = export_worker.load(tmp_path / "train.py"), re.findall(r"loss (\S+)", out)
+    model = script.build_model()
+    assert float(losses[0]) == pytest.approx(script.loss_of(model(**script.whole_batch(0))).item(), rel=1e-6)
+    assert len(losses) == 3

@@ -66,16 +66,13 @@ def weights_sha256(network: PlacerNetwork) -> str:
     return hashlib.sha256(save_tensors(weights)).hexdigest()
 
 
-def save_tuned(
-    folder: str | Path, network: PlacerNetwork, parent: Checkpoint, *, method: str, learned: Mapping[str, Any]
-) -> None:
+def save_tuned(folder: str | Path, network: PlacerNetwork, parent: Checkpoint, *, learned: Mapping[str, Any]) -> None:
     """Writes a checkpoint folder.
 
     Args:
         folder: A new agent's.
         network: Fine-tuned.
         parent: What it was fine-tuned from.
-        method: How: ``"corrected"`` or ``"direct"``, see `rlplace.agents.tuning.offline`.
         learned: From what: numbers and text for the card.
     """
     before = list(parent.training.get("lineage", []))
@@ -84,7 +81,7 @@ def save_tuned(
         **{key: value for key, value in parent.training.items() if key not in ("lineage", "tuned", "versions")},
         "versions": versions(),
         "lineage": [*before, line],
-        "tuned": {"method": method, **learned},
+        "tuned": dict(learned),
     }
     ancestors = " -> ".join(each["name"] for each in training["lineage"])
     card = _text_of(

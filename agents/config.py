@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rlplace.agents.network import NetworkConfig
-from rlplace.errors import unknown_name
+from rlplace.errors import InputError, unknown_name
 from rlplace.records import Record, build
 
 ENVIRONMENTS = {"placement": "rlplace/Placement-v0", "refinement": "rlplace/Refinement-v0"}
@@ -91,4 +91,7 @@ class TrainConfig(Record, frozen=True):
             raise unknown_name("environment", environment, ENVIRONMENTS)
         text = (files("rlplace.agents") / "hyperparams" / f"{environment}.toml").read_text(encoding="utf-8")
         values = {**tomllib.loads(text), **{key: value for key, value in changes.items() if value is not None}}
-        return build(TrainConfig, {"environment": environment, **values}, "hyperparameters")
+        config = build(TrainConfig, {"environment": environment, **values}, "hyperparameters")
+        if config.layers and environment == "refinement":
+            raise InputError("layers: the search of rlplace/Refinement-v0 knows no message passing; leave it 0")
+        return config

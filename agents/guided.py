@@ -32,11 +32,8 @@ _objective_s, _descent_s = inner(objective_s), inner(descent_s)
 
 
 @inner(fastmath=True)
-def network_scores(table, count, ptr, groups, embed, linear, first, first_bias, second, second_bias, last, logits):
-    """Logits of the first `count` rows of a table, as `rlplace.agents.network.PlacerNetwork.scores` computes them.
-
-    embed: float32 [G, H], what the graph network adds to the first layer for each group; [0, H] without one.
-    """
+def network_scores(table, count, linear, first, first_bias, second, second_bias, last, logits):
+    """Logits of the first `count` rows of a table, as `rlplace.agents.network.PlacerNetwork.scores` computes them."""
     hidden, wide = np.empty(first.shape[1], dtype=np.float32), np.empty(second.shape[1], dtype=np.float32)
     for k in range(count):
         hidden[:] = first_bias
@@ -47,10 +44,6 @@ def network_scores(table, count, ptr, groups, embed, linear, first, first_bias, 
                 total += x * linear[i]
                 for j in range(len(hidden)):
                     hidden[j] += x * first[i, j]
-        if len(embed) > 0:
-            row = embed[groups[ptr[k]]]
-            for j in range(len(hidden)):
-                hidden[j] += row[j]
         wide[:] = second_bias
         for i in range(len(hidden)):
             x = hidden[i]
@@ -83,7 +76,7 @@ def _known(seen, key):
 def _compile(stamp):
     @entry
     def search(
-        simulation, trial, facts, view, tables, weights, embed, plan, best, score, counts, state, keys, seen, shares, ptr,
+        simulation, trial, facts, view, tables, weights, plan, best, score, counts, state, keys, seen, shares, ptr,
         groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, fill, hot, cooling, patience,
         progress, slope, kick,
     ):  # fmt: skip
@@ -96,7 +89,6 @@ def _compile(stamp):
             view: `View` as a plain tuple.
             tables: `Tables` as a plain tuple, for random moves.
             weights: The network's layers, see `PlacerNetwork.compiled`.
-            embed: float32 [G, H], what the graph adds to the first layer; [0, H] without message passing.
             plan: int32 [G], the current plan, changed.
             best: int32 [G], the best one, changed.
             score: float64 [4], see STEP to BEST_OVERFLOW, changed.
@@ -157,7 +149,7 @@ def _compile(stamp):
                 counts[LOOKS] += 1
             count = draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds)
             move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, table)
-            network_scores(table, count, ptr, groups, embed, *weights, logits)
+            network_scores(table, count, *weights, logits)
             for k in range(count):
                 if table[k, 12] > fill:
                     logits[k] = -1e30

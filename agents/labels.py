@@ -19,11 +19,9 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from rlplace.agents.cases import Case
-from rlplace.agents.network import graph_tensors
 from rlplace.envs.guide.features import NUM_FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import make_instance
-from rlplace.envs.observation import NUM_NODE_FEATURES
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import read_bytes, write_bytes
 from rlplace.planners import get_planner
@@ -41,29 +39,22 @@ _SHARPNESS = 0.01  # otherwise a move that gains 1 % more is e times as likely
 _DEEP = (300, 3000)  # simulations of annealing before two of the starts
 
 
-Row = tuple[NDArray[np.float16], NDArray[np.float32], NDArray[np.int32]]
-Rows = list[Row]
-"""Features, change and group of each state, as in `Labels`."""
+Rows = list[tuple[NDArray[np.float16], NDArray[np.float32]]]
+"""Features and change of each state, as in `Labels`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Labelled moves of one case: S states, K moves, G groups, E edges.
+    """Labelled moves of one case: S states, K moves.
 
     Attributes:
         features: float16 [S, K, F], see `rlplace.envs.guide.features`.
         change: float32 [S, K], log of `descent_s` after the move over that before, at most that of a factor of
             1,000 (a step that cannot complete); NaN where there is no move.
-        group: int32 [S, K], first group of each move, -1 where there is none.
-        nodes, edges, edge_values: The group graph, see `rlplace.agents.network.GraphTensors`.
     """
 
     features: NDArray[np.float16]
     change: NDArray[np.float32]
-    group: NDArray[np.int32]
-    nodes: NDArray[np.float32]
-    edges: NDArray[np.int64]
-    edge_values: NDArray[np.float32]
 
     def save(self, path: Path) -> None:
         """Writes a compressed file, atomically."""
@@ -102,10 +93,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
         rows += walk(guide, start, share, rng)
     if not rows:
         return None
-    graph = graph_tensors(instance)
-    features, change, group = (np.stack(column) for column in zip(*rows, strict=True))
-    nodes, edges, values = graph.nodes.numpy(), graph.edges.numpy(), graph.edge_values.numpy()
-    return Labels(features, change, group, nodes, edges, values)
+    return Labels(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
 def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
@@ -138,15 +126,6 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     return starts
 
 
-def labelled(guide: Guide, rows: NDArray[np.int64], which: NDArray[np.int64], change: NDArray[np.float64]) -> Row:
-    """Labels of one state: the moves `which` that were drawn last, with their changes, in these rows of the tables."""
-    moves = len(guide.kinds)
-    features, changes = np.zeros((moves, NUM_FEATURES), dtype=np.float16), np.full(moves, np.nan, dtype=np.float32)
-    first = np.full(moves, -1, dtype=np.int32)
-    features[rows], changes[rows], first[rows] = guide.table[which], change, guide.groups[guide.ptr[which]]
-    return features, changes, first
-
-
 def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) -> Rows:
     """Labels along one descent that now and then goes astray.
 
@@ -158,7 +137,7 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
 
     """
     rows: Rows = []
-    plan = np.array(start, dtype=np.int32)
+    plan, moves = np.array(start, dtype=np.int32), len(guide.kinds)
     for _ in range(states):
         if guide.simulator.evaluate(plan)[0] == np.inf:
             break
@@ -169,7 +148,9 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
             break
         price = np.array([descent_s(*outcome) for outcome in zip(*guide.price(plan, which), strict=True)])
         change = np.log(np.clip(price, 1e-3 * before, 1e3 * before) / before)
-        rows.append(labelled(guide, np.arange(len(which)), which, change))
+        features, changes = np.zeros((moves, NUM_FEATURES), dtype=np.float16), np.full(moves, np.nan, dtype=np.float32)
+        features[: len(which)], changes[: len(which)] = guide.table[which], change
+        rows.append((features, changes))
         if rng.random() < _EXPLORE:
             weight = np.where(change < _LOSS, 1.0, 1e-9)
         else:
@@ -186,10 +167,7 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
 MAX_ARRAY_BYTES = 1 << 28
 """Of one array when decompressed."""
 
-_TYPES = {
-    "features": "float16", "change": "float32", "group": "int32", "nodes": "float32", "edges": "int64",
-    "edge_values": "float32",
-}  # fmt: skip
+_TYPES = {"features": "float16", "change": "float32"}
 _MAX_HEADER = 1000
 
 
@@ -243,22 +221,8 @@ def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
 
 
 def _check(arrays: dict[str, NDArray[Any]], path: Path) -> None:
-    features, change, group, nodes = (arrays[name] for name in ("features", "change", "group", "nodes"))
-    edges, values = arrays["edges"], arrays["edge_values"]
-    fits = (
-        features.ndim == 3
-        and features.shape[2] == NUM_FEATURES
-        and change.shape == group.shape == features.shape[:2]
-        and nodes.ndim == 2
-        and nodes.shape[1] == NUM_NODE_FEATURES
-        and edges.ndim == values.ndim == 2
-        and edges.shape == (2, len(values))
-        and values.shape[1] == 2
-    )
-    if not fits:
+    features, change = (arrays[name] for name in _TYPES)
+    if features.ndim != 3 or features.shape[2] != NUM_FEATURES or change.shape != features.shape[:2]:
         raise InputError(f"{path}: its arrays are not of the shapes of labels; remove it to have it made anew")
-    count = len(nodes)
-    if (edges < 0).any() or (edges >= count).any() or (group < -1).any() or (group >= count).any():
-        raise InputError(f"{path}: names a group that its graph lacks; remove it to have it made anew")
-    if not all(np.isfinite(array).all() for array in (features, nodes, values)) or np.isinf(change).any():
+    if not np.isfinite(features).all() or np.isinf(change).any():
         raise InputError(f"{path}: holds numbers that are not finite; remove it to have it made anew")

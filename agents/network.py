@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import NUM_CONTEXT, NUM_NODE_FEATURES, edge_features, node_features
+from rlplace.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +213,7 @@ class PlacerNetwork(nn.Module):
             return self.mean.new_zeros(0, self.config.hidden)
         return self.embed(self.encoder(graph))
 
-    def scores(self, candidates: Tensor, of_group: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scores(self, candidates: Tensor, of_group: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [..., K] and second-layer activations [..., K, S] of candidates [..., K, F].
 
         Args:
@@ -253,7 +254,12 @@ class PlacerNetwork(nn.Module):
         """The scorer for `rlplace.agents.guided`: linear [F], first [F, H] and bias [H], second [H, S] and bias [S], last [S].
 
         The standardisation is folded into the first layer.
+
+        Raises:
+            InputError: The network passes messages, which the search does not.
         """
+        if self.config.layers:
+            raise InputError("the search knows no message passing; train the network with layers 0")
         with torch.no_grad():
             first = self.first.weight / self.scale
             bias = self.first.bias - first @ self.mean

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.labels import Labels
-from rlplace.agents.network import GraphBank, GraphTensors, PlacerNetwork
+from rlplace.agents.network import GraphBank, PlacerNetwork
 from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.errors import InputError
@@ -70,8 +70,8 @@ def fit(
     for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
-        loss = _loss(network, *_batch(_window(files, step, seed), np.random.default_rng([seed, step])))
-        total += descend(network, optimizer, loss)
+        features, change = _batch(_window(files, step, seed), np.random.default_rng([seed, step]))
+        total += descend(network, optimizer, ranking_loss(network.scores(features)[0], change))
     network.eval()
     return total / max(last - first, 1)
 
@@ -92,9 +92,7 @@ def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, fl
     for path in files:
         labels = _labels(path)
         with torch.no_grad():
-            logits = network.scores(torch.from_numpy(labels.features.astype(np.float32)), _of_group(network, [labels]))[
-                0
-            ].numpy()
+            logits = network.scores(torch.from_numpy(labels.features.astype(np.float32)))[0].numpy()
         gain = np.clip(np.where(np.isfinite(labels.change), -labels.change, -1.0), -1.0, _GAIN)
         logits[~np.isfinite(labels.change)] = -np.inf
         ranked = np.take_along_axis(gain, np.argsort(-logits, axis=1), axis=1)
@@ -126,41 +124,12 @@ def _order(count: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).permutation(count)
 
 
-def _batch(files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor, Tensor, list[Labels]]:
+def _batch(files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor]:
     chosen = [_labels(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
     rows = [rng.choice(len(labels.change), min(STATES, len(labels.change)), replace=False) for labels in chosen]
     features = np.concatenate([labels.features[row] for labels, row in zip(chosen, rows, strict=True)])
     change = np.concatenate([labels.change[row] for labels, row in zip(chosen, rows, strict=True)])
-    begin, groups = 0, []
-    for labels, row in zip(chosen, rows, strict=True):
-        group = labels.group[row].astype(np.int64)
-        groups.append(np.where(group >= 0, group + begin, -1))
-        begin += len(labels.nodes)
-    return (
-        torch.from_numpy(features.astype(np.float32)),
-        torch.from_numpy(change),
-        torch.from_numpy(np.concatenate(groups)),
-        chosen,
-    )
-
-
-def _of_group(network: PlacerNetwork, labels: Sequence[Labels], group: Tensor | None = None) -> Tensor | None:
-    """What the graphs add for the groups of a batch; without `group`, for those of the only graph."""
-    if not network.config.layers:
-        return None
-    begins = np.cumsum([0, *(len(item.nodes) for item in labels)])
-    graph = GraphTensors(
-        torch.from_numpy(np.concatenate([item.nodes for item in labels])),
-        torch.from_numpy(np.concatenate([item.edges + begin for item, begin in zip(labels, begins, strict=False)], axis=1)),
-        torch.from_numpy(np.concatenate([item.edge_values for item in labels])),
-    )
-    if group is None:
-        group = torch.from_numpy(labels[0].group.astype(np.int64))
-    return network.encode(graph)[group.clamp(min=0)] * (group >= 0).unsqueeze(-1)
-
-
-def _loss(network: PlacerNetwork, features: Tensor, change: Tensor, group: Tensor, labels: list[Labels]) -> Tensor:
-    return ranking_loss(network.scores(features, _of_group(network, labels, group))[0], change)
+    return torch.from_numpy(features.astype(np.float32)), torch.from_numpy(change)
 
 
 def ranking_loss(logits: Tensor, change: Tensor) -> Tensor:

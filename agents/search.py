@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rlplace.agents.network import PlacerNetwork, graph_tensors
+from rlplace.agents.network import PlacerNetwork
 from rlplace.envs.guide.draw import SHARES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
@@ -98,8 +97,6 @@ class Search:
         self._seen = np.zeros(_SEEN, dtype=np.uint64)
         self._logits = np.zeros(settings.moves, dtype=np.float32)
         self._weights = network.compiled()
-        with torch.no_grad():
-            self._embed = network.encode(graph_tensors(instance)).numpy()
         self.calls = 0
 
     @property
@@ -182,10 +179,7 @@ class Search:
         """What `guided.network_scores` computes, for the first moves of the table."""
         linear, first, bias, second, second_bias, last = self._weights
         table = self._guide.table[:count]
-        before = table @ first + bias
-        if len(self._embed):
-            before += self._embed[self._guide.groups[self._guide.ptr[:count]]]
-        after = np.maximum(np.maximum(before, 0.0) @ second + second_bias, 0.0)
+        after = np.maximum(np.maximum(table @ first + bias, 0.0) @ second + second_bias, 0.0)
         return table @ linear + after @ last
 
     def _chunk(self, calls: int, progress: float, slope: float) -> int:
@@ -194,7 +188,7 @@ class Search:
         g, s = self._guide, self.settings
         return int(
             search(
-                self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights, self._embed,
+                self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights,
                 self._plan, self._best, self._score, self._counts, g.state, self._keys, self._seen, SHARES, g.ptr, g.groups,
                 g.targets, g.kinds, g.table, self._logits, calls, g.microbatches, s.noise, s.tries, s.stale, s.fill,
                 s.hot, s.cooling, s.patience, progress, slope, _KICK,

@@ -208,6 +208,6 @@ def _warm_up() -> None:
 def _learn(network: PlacerNetwork, instance: Instance, plan: np.ndarray, deadline_s: float, seed: int) -> int:
     """Prices moves around a plan for half of the time and fits the network to them for the other half; returns the calls."""
     half_s = (time.monotonic() + deadline_s) / 2.0
-    lesson = price_moves(network, instance, [plan], deadline_s=half_s, seed=seed)
+    lesson = price_moves(instance, [plan], deadline_s=half_s, seed=seed)
     fit_moves(network, [lesson], steps=_STEPS, deadline_s=deadline_s, seed=seed)
     return lesson.calls

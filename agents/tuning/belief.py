@@ -14,7 +14,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.tuning.learn import graph_part
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 from rlplace.errors import InfeasibleError
@@ -110,7 +109,6 @@ def refine(
         seed: Seed that moves are drawn by.
     """
     guide, done = Guide(instance, _DRAWN, seed), pool.calls + calls
-    embed = graph_part(network, instance)
     open_plans = [np.asarray(plan, dtype=np.int32) for plan in begin]
     seen: set[tuple[int, ...]] = set()
     while pool.calls + _TRIED <= done:
@@ -126,11 +124,8 @@ def refine(
         if guide.look(plan)[0] == np.inf:
             continue
         count = guide.draw(plan)
-        first = torch.from_numpy(guide.groups[guide.ptr[:count]].astype(np.int64))
         with torch.no_grad():
-            logits = network.scores(torch.from_numpy(guide.table[None, :count]), None if embed is None else embed[first][None])[
-                0
-            ][0]
+            logits = network.scores(torch.from_numpy(guide.table[:count]))[0]
         pool.add([guide.moved(plan, k) for k in np.argsort(-logits.numpy())[:_TRIED]])
 
 

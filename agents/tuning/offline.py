@@ -1,9 +1,7 @@
 """Fine-tuning from a file of measurements, without a cluster.
 
-* ``corrected``: the cost model is corrected to the measurements of each problem, and the network learns from moves that are
-  priced in the corrected simulator, around the plans that were fastest.
-* ``direct``: the network learns from the log of timings itself (`rlplace.agents.tuning.learn`).
-* ``both``: half of the lessons each.
+The cost model is corrected to the measurements of each problem, and the network learns from moves that are priced in the
+corrected simulator, around the plans that were fastest.
 
 So that old skills are kept, moves of cases of the training stream are rehearsed along, priced without any correction, and the
 weights are held near those at the start.
@@ -23,9 +21,8 @@ from numpy.typing import NDArray
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import warm_up
-from rlplace.agents.tuning import METHODS
-from rlplace.agents.tuning.learn import Lesson, fit_moves, lesson_of, log_rows, price_moves
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.agents.tuning.learn import Lesson, fit_moves, price_moves
+from rlplace.envs.instance import make_instance
 from rlplace.errors import InputError
 from rlplace.measured.calibrate import Fit, fit_correction
 from rlplace.measured.correction import corrected
@@ -109,7 +106,6 @@ def finetune_offline(
     checkpoint: Checkpoint,
     sets: Sequence[Measurements],
     *,
-    method: str = "corrected",
     steps: int = 600,
     rehearse: int = 16,
     seed: int = 0,
@@ -120,21 +116,18 @@ def finetune_offline(
     Args:
         checkpoint: An agent of Refinement-v0.
         sets: The measurements.
-        method: One of `METHODS`.
         steps: Steps of Adam.
         rehearse: Cases of the training stream whose moves are learned along.
         seed: Seed of everything random.
         report: Called with lines that tell what happens.
 
     Raises:
-        InputError: A set is too small, or the method is unknown.
+        InputError: The checkpoint is of another environment.
     """
     if checkpoint.environment != "rlplace/Refinement-v0":
         raise InputError(f"agent {checkpoint.name}: fine-tuning on measurements needs an agent of rlplace/Refinement-v0")
-    if method not in METHODS:
-        raise InputError(f"finetune: method {method!r} is not one of {', '.join(METHODS)}")
     warm_up()
-    network, rng = copy.deepcopy(checkpoint.network), np.random.default_rng(seed)
+    network = copy.deepcopy(checkpoint.network)
     lessons: list[Lesson] = []
     fits: list[Fit] = []
     for number, measured in enumerate(sets):
@@ -144,13 +137,8 @@ def finetune_offline(
             f"{measured.problem.name}: {len(measured.trials)} plans, error of predicted step times "
             f"{100 * fit.error_before:.1f} % before, {100 * fit.error_after:.1f} % after calibration"
         )
-        if method in ("corrected", "both"):
-            lessons.append(_corrected_lesson(network, measured, fit, seed + number))
-        if method in ("direct", "both"):
-            instance = _instance(measured.problem, measured)
-            rows = log_rows(instance, measured.plans, measured.seconds, states=_STATES, rng=rng)
-            lessons.append(lesson_of(network, instance, rows))
-    old = _rehearsal(network, rehearse, seed, report)
+        lessons.append(_corrected_lesson(measured, fit, seed + number))
+    old = _rehearsal(rehearse, seed, report)
     report(f"learning from {sum(len(lesson.rows) for lesson in lessons)} measured states and {len(old)} rehearsed cases")
     loss = fit_moves(network, lessons, rehearsed=old, steps=steps, seed=seed, keep=_KEEP)
     facts = {
@@ -168,18 +156,14 @@ def finetune_offline(
     return Learned(network, tuple(fits), facts)
 
 
-def _corrected_lesson(network: PlacerNetwork, measured: Measurements, fit: Fit, seed: int) -> Lesson:
-    instance = _instance(corrected(measured.problem, fit.correction), measured)
-    order = np.argsort(measured.seconds)[:_FASTEST]
-    return price_moves(network, instance, list(measured.plans[order]), states=_STATES, seed=seed)
+def _corrected_lesson(measured: Measurements, fit: Fit, seed: int) -> Lesson:
+    problem = corrected(measured.problem, fit.correction)
+    plans = measured.plans[np.argsort(measured.seconds)[:_FASTEST]]
+    instance = make_instance(problem, floor=plans[0], compute_floor=False, execution=measured.execution)
+    return price_moves(instance, list(plans), states=_STATES, seed=seed)
 
 
-def _instance(problem: Problem, measured: Measurements) -> Instance:
-    fastest = measured.plans[int(measured.seconds.argmin())]
-    return make_instance(problem, floor=fastest, compute_floor=False, execution=measured.execution)
-
-
-def _rehearsal(network: PlacerNetwork, count: int, seed: int, report: Callable[[str], None]) -> list[Lesson]:
+def _rehearsal(count: int, seed: int, report: Callable[[str], None]) -> list[Lesson]:
     """Moves of cases like those that agents are trained on."""
     from rlplace.agents.labels import starting_plans
     from rlplace.agents.problems import cases_of
@@ -196,7 +180,7 @@ def _rehearsal(network: PlacerNetwork, count: int, seed: int, report: Callable[[
         starts = starting_plans(case, np.random.default_rng([seed, number])) if case.problem.num_devices > 1 else []
         if starts:
             instance = make_instance(case.problem, floor=starts[0], compute_floor=False, execution=case.execution)
-            lessons.append(price_moves(network, instance, starts, states=24, seed=seed + number))
+            lessons.append(price_moves(instance, starts, states=24, seed=seed + number))
     return lessons
 
 

@@ -86,7 +86,7 @@ class AgentProposer:
         if number % _LEARN_EVERY == 0 and self._saved >= MOVES:
             plans = [belief.plans[n] for n in np.argsort(belief.seconds)[:4]]
             states = max(2, self._saved // MOVES)
-            lesson = price_moves(self.network, instance, plans, states=states, seed=self._seed + number)
+            lesson = price_moves(instance, plans, states=states, seed=self._seed + number)
             fit_moves(self.network, [lesson], steps=_STEPS, seed=self._seed + number)
             self._saved -= lesson.calls
         return share

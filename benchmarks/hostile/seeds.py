@@ -295,11 +295,11 @@ def _agent(folder: Path, problem: Any) -> None:
     from rlplace.planners.common.evaluate import Execution
 
     agent = folder / "agent"
-    network = PlacerNetwork(NetworkConfig(hidden=4, second=4, layers=1), features=FEATURES)
+    network = PlacerNetwork(NetworkConfig(hidden=4, second=4), features=FEATURES)
     optimizer = torch.optim.Adam(network.parameters())
     sum(p.square().sum() for p in network.parameters()).backward()
     optimizer.step()
-    config = msgspec.structs.asdict(TrainConfig.load("refinement", hidden=4, second=4, layers=1))
+    config = msgspec.structs.asdict(TrainConfig.load("refinement", hidden=4, second=4))
     training = {
         "steps_done": 2,
         "fitted": 1,
@@ -316,9 +316,7 @@ def _agent(folder: Path, problem: Any) -> None:
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
     save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
-    change, group = np.zeros((2, 3), dtype=np.float32), np.zeros((2, 3), dtype=np.int32)
-    nodes, edges = np.ones((4, 10), dtype=np.float32), np.zeros((2, 3), dtype=np.int64)
-    Labels(rows, change, group, nodes, edges, np.zeros((3, 2), dtype=np.float32)).save(folder / "labels.npz")
+    Labels(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.npz")
     _training(folder)
 
 

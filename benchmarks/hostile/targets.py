@@ -292,7 +292,7 @@ def _labels(path: Path, seeds: Path) -> None:
     from rlplace.agents.labels import Labels
 
     labels = Labels.load(path)
-    _check(labels.features.ndim == 3 and labels.change.shape == labels.group.shape == labels.features.shape[:2], "shapes")
+    _check(labels.features.ndim == 3 and labels.change.shape == labels.features.shape[:2], "shapes")
 
 
 def _training(path: Path, seeds: Path) -> None:

@@ -61,7 +61,7 @@ TARGETS = {
     },
     **{
         f"rlplace/cost/{name}.py": _MEMORY
-        for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_kernel")
+        for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_heap")
     },
     "envs/instance.py": [
         "tests/envs/test_construction.py",

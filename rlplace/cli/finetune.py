@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlplace.agents.tuning import METHODS
 from rlplace.cli.common import add_model_options, natural, positive, print_json, rate, say
 from rlplace.errors import InputError
 from rlplace.schedule import FREE_SCHEDULES, LIST
@@ -40,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder of the new agent")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     learn = parser.add_argument_group("learning")
-    learn.add_argument(
-        "--method", choices=METHODS, default="corrected",
-        help="learn in the simulator corrected to the measurements, directly from the log of timings, or both (corrected)",
-    )  # fmt: skip
     learn.add_argument("--fit-steps", type=positive, default=600, metavar="N", help="steps of the fit (600)")
     learn.add_argument("--rehearse", type=natural, default=16, metavar="N", help="cases of the training stream kept alive (16)")
     learn.add_argument(
@@ -109,7 +104,7 @@ def _offline(options: argparse.Namespace) -> int:
             sets += measurements_of(store)
     facts = teach(options, checkpoint, sets)
     if options.json:
-        print_json({"agent": options.out, "method": options.method, **facts})
+        print_json({"agent": options.out, **facts})
     else:
         print_tuned(options.out, facts)
     return 0
@@ -121,14 +116,14 @@ def teach(options: argparse.Namespace, checkpoint: Checkpoint, sets: Sequence[Me
     from rlplace.agents.tuning.offline import finetune_offline
 
     learned = finetune_offline(
-        checkpoint, sets, method=options.method, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
+        checkpoint, sets, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
         report=say,
     )  # fmt: skip
     facts = dict(learned.facts)
     skills = compare(checkpoint, dataclasses.replace(checkpoint, network=learned.network), options.skills)
     if skills is not None:
         facts["skills"] = dataclasses.asdict(skills)
-    save_tuned(options.out, learned.network, checkpoint, method=options.method, learned=facts)
+    save_tuned(options.out, learned.network, checkpoint, learned=facts)
     say(f"saved the agent in {options.out}")
     return facts
 

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=positive, metavar="N", help="cases to pre-train on")
     parser.add_argument("--fit-steps", type=natural, metavar="N", help="steps of pre-training, 0 for none")
     parser.add_argument("--steps", type=natural, metavar="N", help="PPO decisions, 0 for none")
-    parser.add_argument("--layers", type=natural, metavar="N", help="rounds of message passing, 0 for none")
+    parser.add_argument(
+        "--layers", type=natural, metavar="N", help="with --env placement: rounds of message passing, 0 for none"
+    )
     parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
     parser.add_argument("--env", choices=("refinement", "placement"), help="environment (refinement)")

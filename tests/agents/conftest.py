@@ -40,11 +40,10 @@ def _make_checkpoint():
 
 @pytest.fixture(scope="session")
 def agents(tmp_path_factory):
-    """Agents by environment: refinement, refinement with message passing (``graph``), placement."""
+    """Agents by environment; that of placement passes messages."""
     made = {}
     for name, environment, layers in (
         ("refinement", "refinement", 0),
-        ("graph", "refinement", 1),
         ("placement", "placement", 1),
     ):
         folder = tmp_path_factory.mktemp(name)

@@ -18,7 +18,6 @@ from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.agents.tuning import learn
 from rlplace.agents.tuning.belief import with_less_room
-from rlplace.agents.tuning.learn import graph_part
 from rlplace.comparing.closing import compare_agent, format_rows
 from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
@@ -30,7 +29,7 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 
-@pytest.mark.parametrize("name, execution", [("refinement", {"microbatches": 3, "schedule": "1f1b"}), ("graph", {})])
+@pytest.mark.parametrize("name, execution", [("refinement", {"microbatches": 3, "schedule": "1f1b"}), ("refinement", {})])
 def test_never_worse_than_the_floor(agents, name, execution):
     problem = random_problem(3, num_groups=24, num_devices=4, memory_factor=1.8)
     agent = agents[name]
@@ -45,11 +44,10 @@ def test_never_worse_than_the_floor(agents, name, execution):
     assert all(torch.equal(value, before[key]) for key, value in agent.checkpoint.network.state_dict().items())
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-def test_it_learns_from_moves_around_a_plan(make_network, layers, monkeypatch):
+def test_it_learns_from_moves_around_a_plan(make_network, monkeypatch):
     """Moves that gain score higher afterwards; the calls that this takes are told."""
     instance = make_instance(random_problem(3, num_groups=24, num_devices=4), compute_floor=False)
-    plan, network = (np.arange(24) % 4).astype(np.int32), make_network(layers=layers)
+    plan, network = (np.arange(24) % 4).astype(np.int32), make_network()
     rows, calls, walk = [], [0], learn.walk
 
     def noted(guide, *args):
@@ -61,11 +59,9 @@ def test_it_learns_from_moves_around_a_plan(make_network, layers, monkeypatch):
     monkeypatch.setattr(learn, "walk", noted)
 
     def loss():
-        features, change, group = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+        features, change = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
         with torch.no_grad():
-            embed = graph_part(network, instance)
-            of_group = None if embed is None else embed[group.long().clamp(min=0)]
-            return float(ranking_loss(network.scores(features.float(), of_group)[0], change))
+            return float(ranking_loss(network.scores(features.float())[0], change))
 
     before = {key: value.clone() for key, value in network.state_dict().items()}
     assert adapting._learn(network, instance, plan, time.monotonic() + 0.6, 0) == calls[0] > 0

@@ -31,11 +31,10 @@ RUNS = [Execution(), Execution(4, "1f1b"), Execution(3, "gpipe"), Execution(5)]
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("layers", [0, 1])
-def test_the_best_plan_has_the_best_score(make_network, number, layers):
+def test_the_best_plan_has_the_best_score(make_network, number):
     """Against the simulator; also where nothing fits at first."""
     instance = instance_of(number, RUNS[number], unlike=number % 2 == 1, memory_factor=(None, 1.6, 2.0, 1.2)[number])
-    search = Search(instance, make_network(layers=layers), start_of(instance), seed=number)
+    search = Search(instance, make_network(), start_of(instance), seed=number)
     simulator = Simulator(instance.problem, **instance.execution.arguments)
     first = Score(*simulator.evaluate(start_of(instance)))
     assert search.best.step_time_s == math.inf and search.calls == 0

@@ -60,7 +60,7 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
     assert len({plan.tobytes() for plan, _, _ in priced}) > 5
     for row, (plan, moves, table) in enumerate(priced):
         before = descent_s(problem, plan, run)
-        assert np.isnan(labels.change[row, len(moves) :]).all() and (labels.group[row, len(moves) :] == -1).all()
+        assert np.isnan(labels.change[row, len(moves) :]).all()
         assert not labels.features[row, len(moves) :].any()
         np.testing.assert_array_equal(labels.features[row, : len(moves)], table.astype(np.float16))
         for k, (groups, targets) in enumerate(moves):
@@ -68,7 +68,6 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
             assert problem.group_allowed[groups, targets].all() and (plan[groups] != targets).all()
             after[groups] = targets
             assert labels.change[row, k] == pytest.approx(np.log(descent_s(problem, after, run) / before), abs=1e-6)
-            assert labels.group[row, k] == groups[0]
 
 
 def test_equal_for_a_seed_and_different_for_another(tmp_path):
@@ -152,7 +151,7 @@ def content(paths):
 def assert_equal(one, two):
     assert one.keys() == two.keys()
     for name, labels in one.items():
-        for field in ("features", "change", "group", "nodes", "edges", "edge_values"):
+        for field in ("features", "change"):
             np.testing.assert_array_equal(getattr(labels, field), getattr(two[name], field))
 
 
@@ -213,5 +212,4 @@ def test_a_finite_source_gives_its_cases_several_times(tmp_path):
     cases = [Case("a", "x", random_problem(0, num_groups=8, num_devices=2)), Case("b", "x", random_problem(1, 10, 2))]
     files = run(tmp_path, cases=5, source=CaseSource("given", cases.__getitem__, 2))
     found = list(content(files).values())
-    assert [len(labels.nodes) for labels in found] == [8, 10, 8, 10, 8]
-    assert not np.array_equal(found[0].features, found[2].features)  # other plans of it
+    assert len(found) == 5 and len({labels.features.tobytes() for labels in found}) == 5

@@ -16,6 +16,7 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import NUM_CONTEXT
+from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
@@ -89,29 +90,27 @@ def test_batched_graphs_equal_single_ones(make_network):
 
 
 @njit
-def score_rows(table, count, ptr, groups, embed, weights, logits):
-    guided.network_scores(table, count, ptr, groups, embed, *weights, logits)
+def score_rows(table, count, weights, logits):
+    guided.network_scores(table, count, *weights, logits)
 
 
-@pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize("sizes", [(16, 8), (64, 32), (1, 1)])
-def test_the_compiled_scorer_equals_the_network(make_network, layers, sizes):
+def test_the_compiled_scorer_equals_the_network(make_network, sizes):
     instance = make_instance(random_problem(3, num_groups=20, num_devices=4, memory_factor=1.5), compute_floor=False)
-    network = make_network(hidden=sizes[0], second=sizes[1], layers=layers)
+    network = make_network(hidden=sizes[0], second=sizes[1])
     guide, plan = Guide(instance, 64, 1), np.arange(20, dtype=np.int32) % 4
     guide.look(plan)
     count = guide.draw(plan)
     assert count > 30
     logits = np.full(64, np.nan, dtype=np.float32)
     with torch.no_grad():
-        embed = network.encode(graph_tensors(instance))
-        first = torch.from_numpy(guide.groups[guide.ptr[:count]].astype(np.int64))
-        of_group = embed[first] if layers else None
-        wanted = network.scores(torch.from_numpy(guide.table[:count]), of_group)[0].numpy()
-    score_rows(guide.table, count, guide.ptr, guide.groups, embed.numpy(), network.compiled(), logits)
+        wanted = network.scores(torch.from_numpy(guide.table[:count]))[0].numpy()
+    score_rows(guide.table, count, network.compiled(), logits)
     assert np.abs(logits[:count] - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
     assert np.isnan(logits[count:]).all()
     assert wanted.std() > 0.1
+    with pytest.raises(InputError, match="message passing"):
+        make_network(layers=1).compiled()
 
 
 def logits_of_moves(network, guide, count):

@@ -20,7 +20,7 @@ from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
 from rlplace.simulator import simulate
 
-NAMES = ("refinement", "graph", "placement")
+NAMES = ("refinement", "placement")
 
 
 def with_links(problem, bandwidth):
@@ -114,7 +114,7 @@ def test_equal_for_calls_and_seed(agents, name):
 
 
 @pytest.mark.parametrize("toy", TOYS)
-@pytest.mark.parametrize("name", ["refinement", "graph"])
+@pytest.mark.parametrize("name", ["refinement"])
 def test_finds_the_optimum_of_toys(agents, name, toy):
     """From the worst legal start, too."""
     problem, optimum, _ = TOYS[toy]()
@@ -173,7 +173,7 @@ def test_fixed_devices_and_null_times(agents):
     assert problem.group_allowed[np.arange(12), plan.device_of_group].all()
 
 
-@pytest.mark.parametrize("name", ["refinement", "graph"])
+@pytest.mark.parametrize("name", ["refinement"])
 def test_missing_links(agents, name):
     """A ring of devices that only hear their predecessor: most plans cannot complete."""
     problem = random_problem(6, num_groups=12, num_devices=4, training=False)

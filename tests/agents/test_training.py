@@ -82,9 +82,8 @@ def short_parts(monkeypatch):
     monkeypatch.setattr("rlplace.agents.train._FIT_PART", 8)
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, layers):
-    config, lines = tiny(layers=layers, steps=96), []
+def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch):
+    config, lines = tiny(steps=96), []
     assert train(stream(), config, tmp_path / "whole", report=lines.append) == 96
     told = "\n".join(lines)
     assert "labels" in told and "24/20" not in told and "20/20 steps" in told and "96/96 decisions" in told

@@ -208,7 +208,7 @@ def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeyp
     assert [line["name"] for line in tuned.training["lineage"]] == ["default"]
 
     monkeypatch.chdir(tmp_path)
-    words = ["--measurements", "m.sqlite", "--agent", "tuned", "--out", "again", "--method", "both", "--fit-steps", "40"]
+    words = ["--measurements", "m.sqlite", "--agent", "tuned", "--out", "again", "--fit-steps", "40"]
     assert main(["finetune", *words, "--rehearse", "1", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["plans"] == 12 and again["rehearsed_cases"] == 1

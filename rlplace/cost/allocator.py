@@ -22,18 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlplace.cost.allocator_heap import USED, Block, Heap
 from rlplace.errors import InputError, show, unknown_name
 
-if TYPE_CHECKING:
-    from rlplace.cost.allocator_kernel import Heap
-
 MIB = 1 << 20
-_UNLIMITED = np.iinfo(np.int64).max
 _MAX_BYTES = 1 << 50
 _INTERVALS = 16  # powers of two from 1 MiB to 64 GiB
 
@@ -208,67 +205,36 @@ def replay(
     Raises:
         InputError: An event allocates what is live, or frees what is not.
     """
-    from rlplace.cost import allocator_kernel as kernel
-
-    options = options or AllocatorOptions()
-    number = np.asarray(ids, dtype=np.int64)
-    size = np.asarray(sizes, dtype=np.int64)
+    heap = Heap(options or AllocatorOptions(), capacity_bytes)
+    number, size = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
     if number.ndim != 1 or number.shape != size.shape:
         raise InputError(f"replay: expected as many ids as sizes, found shapes {number.shape} and {size.shape}")
     if len(size) and (size.min() < -1 or size.max() > _MAX_BYTES):
         raise InputError("replay: sizes must be -1 (free) or from 0 to 2^50 bytes")
-    if len(number) and (number.min() < 0 or number.max() >= 4 * len(number)):
-        number = np.unique(number, return_inverse=True)[1].astype(np.int64)
-    heap = _new_heap(3 * int((size > 0).sum()) + 8, options, capacity_bytes)
-    block_of = np.full(int(number.max(initial=-1)) + 1, -1, dtype=np.int32)
-    allocated, reserved = np.zeros(len(size), dtype=np.int64), np.zeros(len(size), dtype=np.int64)
-    divisions = np.array(options.divisions, dtype=np.int64)
-    outcome, event = kernel.run_events(
-        heap, divisions, options.garbage_collection_threshold, number, size, block_of, allocated, reserved
-    )
-    if outcome == kernel.ALREADY_LIVE:
-        raise InputError(f"replay: event {event} allocates {int(np.asarray(ids)[event])}, which is live")
-    if outcome == kernel.NOT_LIVE:
-        raise InputError(f"replay: event {event} frees {int(np.asarray(ids)[event])}, which is not live")
-    used = heap.tally[kernel.NEXT_SLOT]
-    state = heap.state[:used]
-    kept = np.flatnonzero((state == kernel.FREE) | (state == kernel.USED))
-    blocks = np.stack([heap.pool[kept], heap.address[kept], heap.size[kept], state[kept] == kernel.USED], axis=1)
+    live: dict[int, Block | None] = {}  # no block where no memory was asked for
+    history, failed = [], None
+    for event, (key, wanted) in enumerate(zip(number.tolist(), size.tolist(), strict=True)):
+        if (key in live) == (wanted >= 0):
+            what = "allocates {}, which is live" if key in live else "frees {}, which is not live"
+            raise InputError(f"replay: event {event} {what.format(key)}")
+        if wanted < 0:
+            block = live.pop(key)
+            if block is not None:
+                heap.free(block)
+        else:
+            live[key] = block = heap.malloc(wanted) if wanted else None
+            if wanted and block is None:
+                failed = event
+                break
+        history.append((heap.allocated, heap.reserved))
+    used = [block for block in live.values() if block is not None]
+    rows = [(block.pool, block.address, block.size, block.state == USED) for block in [*heap.cached[0], *heap.cached[1], *used]]
+    allocated, reserved = np.array(history, dtype=np.int64).reshape(-1, 2).T
     return Replay(
-        allocated_bytes=allocated[:event],
-        reserved_bytes=reserved[:event],
-        segments=int(heap.tally[kernel.SEGMENTS]),
-        retries=int(heap.tally[kernel.RETRIES]),
-        out_of_memory=int(event) if outcome == kernel.OUT_OF_MEMORY else None,
-        blocks=blocks[np.argsort(heap.address[kept])].astype(np.int64),
-    )
-
-
-def _new_heap(slots: int, options: AllocatorOptions, capacity_bytes: int | None) -> Heap:
-    from rlplace.cost.allocator_kernel import Heap
-
-    limit = _UNLIMITED if options.max_split_size_bytes is None else options.max_split_size_bytes
-    option = (
-        options.large_segment_bytes,
-        limit,
-        options.max_non_split_rounding_bytes,
-        int(options.expandable_segments),
-        -1 if capacity_bytes is None else max(0, capacity_bytes),
-    )
-    return Heap(
-        address=np.empty(slots, dtype=np.int64),
-        size=np.empty(slots, dtype=np.int64),
-        previous=np.empty(slots, dtype=np.int32),
-        next=np.empty(slots, dtype=np.int32),
-        state=np.full(slots, -1, dtype=np.int8),
-        pool=np.empty(slots, dtype=np.int8),
-        born=np.empty(slots, dtype=np.int64),
-        spare=np.empty(slots, dtype=np.int32),
-        cached=np.empty((2, slots), dtype=np.int32),
-        cached_count=np.zeros(2, dtype=np.int64),
-        unmapped=np.empty((2, slots), dtype=np.int32),
-        unmapped_count=np.zeros(2, dtype=np.int64),
-        searches=np.zeros(2, dtype=np.int64),
-        tally=np.zeros(7, dtype=np.int64),
-        option=np.array(option, dtype=np.int64),
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        segments=heap.segments,
+        retries=heap.retries,
+        out_of_memory=failed,
+        blocks=np.array(sorted(rows, key=lambda row: row[1]), dtype=np.int64).reshape(-1, 4),
     )

@@ -23,7 +23,6 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 SEARCH = ("annealing", "local_search", "brkga")
-OTHERS = ("accelerate",)
 """One-shot planners that are not part of the floor."""
 
 
@@ -45,7 +44,7 @@ def problems(groups: int) -> list[Problem]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, *OTHERS, "best", *SEARCH)))
+    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, "best", *SEARCH)))
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--calls", type=int, default=1024, help="simulator calls of search planners after the floor")
     parser.add_argument("--large", action="store_true", help="seconds on 5,000 ops, and of best on up to 100,000 ops")
@@ -110,11 +109,10 @@ def rates() -> None:
 
 
 def large() -> None:
-    for name in ("best", *OTHERS):
-        run_planner(name, random_problem(0, 8))  # compiles
+    run_planner("best", random_problem(0, 8))  # compiles
     for devices in (4, 8):
         problem = random_problem(1, 1_667, devices, memory_factor=1.6)
-        for name in (*ONE_SHOT, *OTHERS, "best"):
+        for name in (*ONE_SHOT, "best"):
             began_s = time.process_time()
             try:
                 run_planner(name, problem)

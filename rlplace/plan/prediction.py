@@ -40,7 +40,6 @@ class Prediction(Record, frozen=True):
         samples_step_time_s: Step time of the best of its samples, without search.
         agent: Checkpoint that planned.
         proof: What an exact planner has proven.
-        accelerate: What accelerate's map was before the repair.
         bipartition: The optima of the chain without communication.
         device_map: What rounding a device map changed.
         extra: Further keys, which another planner wrote.
@@ -66,7 +65,6 @@ class Prediction(Record, frozen=True):
     samples_step_time_s: float | None = None
     agent: str | None = None
     proof: Facts | None = None
-    accelerate: Facts | None = None
     bipartition: Facts | None = None
     device_map: Facts | None = None
     extra: Facts = msgspec.field(default_factory=dict)

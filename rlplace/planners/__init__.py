@@ -31,7 +31,6 @@ PLANNERS: dict[str, str] = {
     "critical_path": "rlplace.planners.critical_path:candidates",
     "compiler": "rlplace.planners.compiler.compiler:candidates",
     "pardnn": "rlplace.planners.pardnn.pardnn:candidates",
-    "accelerate": "rlplace.planners.accelerate:accelerate",
     "pipedream": "rlplace.planners.pipedream.pipedream:candidates",
     "gpipe": "rlplace.planners.gpipe:candidates",
     "bipartition": "rlplace.planners.bipartition.bipartition:bipartition",

@@ -18,7 +18,7 @@ from rlplace.simulator import simulate
 SEARCH = ("annealing", "local_search", "brkga")
 PIPELINES = ("pipedream", "gpipe", "bipartition")
 EXACT = ("cp_sat", "dlplacer")
-CLASSICAL = tuple(dict.fromkeys(("random", *PIPELINES, *ONE_SHOT, "accelerate", "best", *SEARCH, *EXACT)))
+CLASSICAL = tuple(dict.fromkeys(("random", *PIPELINES, *ONE_SHOT, "best", *SEARCH, *EXACT)))
 
 
 def options_of(name, calls=60):

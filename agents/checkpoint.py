@@ -21,8 +21,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from rlplace.agents.config import ENVIRONMENTS, MAX_HIDDEN, MAX_LAYERS, features_of
+from rlplace.agents.config import ENVIRONMENT, MAX_HIDDEN
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 
@@ -216,10 +217,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
     check_keys(config, _REQUIRED, {"progress", "weights"}, str(path))
-    names = {identifier: name for name, identifier in ENVIRONMENTS.items()}
-    if not isinstance(config["environment"], str) or config["environment"] not in names:
-        raise InputError(f"{path}: environment {show(config['environment'])} is not one of this version")
-    if config["features"] != list(features_of(names[config["environment"]])):
+    if config["environment"] != ENVIRONMENT:
+        raise InputError(f"{path}: environment {show(config['environment'])} is not {ENVIRONMENT}, which agents are trained in")
+    if config["features"] != list(FEATURES):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
         raise InputError(f"{path}: training must be an object")
@@ -228,8 +228,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     where = f"{folder / 'config.json'}: network"
-    check_keys(config["network"], {"hidden", "second", "layers"}, set(), where)
-    limits = {"hidden": (1, MAX_HIDDEN), "second": (1, MAX_HIDDEN), "layers": (0, MAX_LAYERS)}
-    for name, (least, most) in limits.items():
-        whole_number(config["network"][name], f"{where}.{name}", least, most)
-    return NetworkConfig(**config["network"])
+    sizes = config["network"]
+    check_keys(sizes, {"hidden", "second"}, {"layers"}, where)
+    whole_number(sizes.get("layers", 0), f"{where}.layers (of message passing, which is gone)", 0, 0)
+    hidden, second = (whole_number(sizes[name], f"{where}.{name}", 1, MAX_HIDDEN) for name in ("hidden", "second"))
+    return NetworkConfig(hidden, second)

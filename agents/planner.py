@@ -11,45 +11,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.first_use import compile_ahead
-from rlplace.agents.network import PlacerNetwork, graph_tensors
 from rlplace.agents.search import Search, warm_up
 from rlplace.agents.setup import Setup, check_counts, set_up
-from rlplace.envs.instance import Instance
-from rlplace.envs.placement import PlacementEnv
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.evaluate import Score
 from rlplace.planners.common.search import Start
 from rlplace.problem import Problem
-from rlplace.simulator import simulate
-
-
-def construct(instance: Instance, network: PlacerNetwork, rng: np.random.Generator, *, greedy: bool) -> NDArray[np.int32]:
-    """One plan, int32 [G], sampled (or taken greedily) from the policy; repaired when its memory does not fit."""
-    env = PlacementEnv([instance])
-    observation, _ = env.reset()
-    with torch.no_grad():
-        embeddings = [network.encode(graph_tensors(instance))] if network.config.layers else []
-        while True:
-            groups = torch.from_numpy(observation["candidate_group"]).long().unsqueeze(0)
-            table = torch.from_numpy(observation["candidates"]).reshape(*groups.shape, len(network.features))
-            context = torch.from_numpy(observation["context"]).unsqueeze(0)
-            logits = network(embeddings, groups.new_zeros(1), table, groups, context)[0].squeeze(0).numpy()
-            values = np.where(env.action_masks(), logits, -np.inf)
-            action = int(np.argmax(values if greedy else values + rng.gumbel(size=len(values))))
-            observation, _, done, _, info = env.step(action)
-            if done:
-                return info.get("device_of_group", env.current_plan())
-
 
 ROLLOUT_LENGTH = 12
 _ROLLOUT_SHARE = 0.1  # of the time, after which no further rollout begins
@@ -75,8 +47,7 @@ def agent(
         time_limit_s: Wall time for floor, rollouts and search; default 5 when `calls` is not given, else no limit.
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         samples: Rollouts of the policy before the search, the first one greedy; default 2 with a time limit and none with
-            `calls`, where the search makes better use of them. An agent of Placement-v0 does not search: as many as the
-            budget allows.
+            `calls`, where the search makes better use of them.
         search: Whether to search at all; False answers with the best of floor and rollouts.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
         start: Plan or assignment to start from instead of `best`.
@@ -154,10 +125,9 @@ class Agent:
         from rlplace.agents.problems.sources import CaseSource
         from rlplace.agents.train import train
 
-        environment = "placement" if self.checkpoint.environment.endswith("Placement-v0") else "refinement"
         cases = [Case(f"given-{number}", "given", problem) for number, problem in enumerate(problems)]
         config = TrainConfig.load(
-            environment, steps=steps, seed=seed, cases=max(8, 2 * len(cases)), fit_steps=1000,
+            steps=steps, seed=seed, cases=max(8, 2 * len(cases)), fit_steps=1000,
             **self.checkpoint.network.config.to_dict(),
         )  # fmt: skip
         train(CaseSource("given problems", cases.__getitem__, len(cases)), config, out, start=self.checkpoint)
@@ -175,27 +145,22 @@ class _Placement:
     def __init__(self, checkpoint: Checkpoint, setup: Setup, calls: int | None) -> None:
         self.checkpoint, self.setup = checkpoint, setup
         self._calls, self._begin_s = calls, time.monotonic()
-        self._refines = checkpoint.environment == "rlplace/Refinement-v0"
         self.plan, self.best = setup.first, Score(math.inf, 0.0)
         self.told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
         self._search: Search | None = None
 
     def sample(self, samples: int | None) -> None:
         """Rollouts, the first one greedy."""
-        if samples is None and self._refines:
+        if samples is None:
             samples = 2 if self._calls is None else 0
-        for number in count() if samples is None else range(samples):
-            if self._left() == 0 or self._spent() > (_ROLLOUT_SHARE if number and self._refines else 1.0):
+        for number in range(samples):
+            if self._left() == 0 or self._spent() > (_ROLLOUT_SHARE if number else 1.0):
                 break
-            if self._refines:
-                search = self._make_search()
-                search.roll_out(self.setup.first, min(ROLLOUT_LENGTH, self._left()), number, self.setup.deadline_s)
-                plan, score = search.best_plan, search.best
-                self.told["search_calls"] = search.calls
-            else:
-                plan, score = self._construct(greedy=number == 0, number=number)
-            if score.objective_s < self.best.objective_s:
-                self.plan, self.best = plan, score
+            search = self._make_search()
+            search.roll_out(self.setup.first, min(ROLLOUT_LENGTH, self._left()), number, self.setup.deadline_s)
+            self.told["search_calls"] = search.calls
+            if search.best.objective_s < self.best.objective_s:
+                self.plan, self.best = search.best_plan, search.best
             step_s = self.best.step_time_s if self.best.feasible else None
             self.told["samples_step_time_s"] = step_s
             if number == 0:
@@ -203,7 +168,7 @@ class _Placement:
 
     def search(self) -> None:
         """The guided search with what is left of the budget."""
-        if not self._refines or self._left() == 0:
+        if self._left() == 0:
             return
         search = self._make_search()
         search.set_plan(self.plan if self.best.feasible else self.setup.first)
@@ -217,17 +182,8 @@ class _Placement:
             self._search = Search(self.setup.instance, self.checkpoint.network, self.setup.first, seed=self.setup.seed)
         return self._search
 
-    def _construct(self, *, greedy: bool, number: int) -> tuple[NDArray[np.int32], Score]:
-
-        rng = np.random.default_rng([self.setup.seed, number])
-        plan = construct(self.setup.instance, self.checkpoint.network, rng, greedy=greedy)
-        line = simulate(self.setup.instance.problem, plan, **self.setup.instance.execution.arguments)
-        self.told["search_calls"] += 1
-        step_s = math.inf if line.step_time_s is None or not line.feasible else line.step_time_s
-        return plan, Score(step_s, 0.0)
-
     def _left(self) -> int:
-        done = self._search.calls if self._search is not None else self.told["search_calls"]
+        done = 0 if self._search is None else self._search.calls
         return 1 << 60 if self._calls is None else max(0, self._calls - done)
 
     def _spent(self) -> float:

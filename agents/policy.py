@@ -16,20 +16,14 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
-from rlplace.agents.network import GraphBank, NetworkConfig, PlacerNetwork
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.errors import InputError
 
 
 class NetworkExtractor(BaseFeaturesExtractor):
-    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1].
+    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1]."""
 
-    Every distinct graph of a batch is encoded once. While no gradient is wanted (rollouts), encodings are kept until the
-    weights change.
-    """
-
-    def __init__(
-        self, observation_space: spaces.Dict, config: NetworkConfig, bank: GraphBank | None, features: Sequence[str]
-    ) -> None:
+    def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, features: Sequence[str]) -> None:
         candidates, table = observation_space["candidate_group"].shape, observation_space["candidates"].shape
         assert candidates is not None and table is not None
         if table[0] != candidates[0] * len(features):
@@ -37,38 +31,15 @@ class NetworkExtractor(BaseFeaturesExtractor):
                 f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
                 f"{table[0] / candidates[0]:g} numbers; pass FEATURES of its class"
             )
-        if config.layers and bank is None:
-            raise InputError("a network with message passing needs policy_kwargs['bank']: GraphBank(env.instances)")
         super().__init__(observation_space, candidates[0] + 1)
         self.network = PlacerNetwork(config, features=features)
-        self.bank = bank
-        self._kept: dict[int, Tensor] = {}
-
-    def train(self, mode: bool = True) -> NetworkExtractor:
-        """SB3 switches modes around every update: the moment to forget encodings."""
-        self._kept.clear()
-        super().train(mode)
-        return self
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""
         groups = observations["candidate_group"].long()
         candidates = observations["candidates"].reshape(*groups.shape, len(self.network.features))
-        embeddings: list[Tensor] = []
-        which = groups.new_zeros(len(groups))
-        if self.network.config.layers:
-            distinct, which = torch.unique(observations["graph"].long().squeeze(1), return_inverse=True)
-            embeddings = [self._embed(int(index), groups.device) for index in distinct]
-        logits, value = self.network(embeddings, which, candidates, groups, observations["context"])
+        logits, value = self.network(candidates, groups, observations["context"])
         return torch.cat([logits, value], dim=1)
-
-    def _embed(self, index: int, device: torch.device) -> Tensor:
-        assert self.bank is not None
-        if torch.is_grad_enabled():
-            return self.network.encode(self.bank.get(index, device))
-        if index not in self._kept:
-            self._kept[index] = self.network.encode(self.bank.get(index, device))
-        return self._kept[index]
 
 
 class _Split(nn.Module):
@@ -107,10 +78,9 @@ class _NetworkPolicy:
         *,
         features: Sequence[str],
         config: NetworkConfig | None = None,
-        bank: GraphBank | None = None,
         **options: Any,
     ) -> None:
-        extractor = {"config": NetworkConfig() if config is None else config, "bank": bank, "features": tuple(features)}
+        extractor = {"config": NetworkConfig() if config is None else config, "features": tuple(features)}
         super().__init__(
             observation_space,
             action_space,
@@ -135,9 +105,7 @@ class _NetworkPolicy:
 class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
     """Policy for `MaskablePPO` on either environment.
 
-    Pass ``policy_kwargs={"config": NetworkConfig(), "bank": GraphBank(instances), "features": RefinementEnv.FEATURES}`` with
-    the instances of the environment, in its order. Only `features` is required; `bank` is needed by networks with message
-    passing.
+    Pass ``policy_kwargs={"config": NetworkConfig(), "features": RefinementEnv.FEATURES}``; only `features` is required.
     """
 
 

@@ -18,11 +18,10 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.network import GraphBank, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.instance import Instance, make_instance
-from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.errors import InputError
 
@@ -43,8 +42,8 @@ class Part:
     ratio: float
 
 
-def instances_of(source: CaseSource, first: int, count: int, environment: str) -> list[Instance]:
-    """`count` instances from the source's case `first` on; refinement leaves out cases of one device.
+def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
+    """`count` instances from the source's case `first` on, without cases of one device.
 
     Raises:
         InputError: The source has no case of use.
@@ -57,26 +56,19 @@ def instances_of(source: CaseSource, first: int, count: int, environment: str) -
         case = source.case((first + number) % source.count if source.count is not None else first + number)
         number += 1
         instance = make_instance(case.problem, execution=case.execution)
-        if instance.floor is None or (environment == "refinement" and instance.problem.num_devices < 2):
+        if instance.floor is None or instance.problem.num_devices < 2:
             misses += 1
             continue
         misses = 0
         instances.append(instance)
     if not instances:
-        raise InputError("no problem to train on: needed is one with a feasible plan and, for refinement, two devices")
+        raise InputError("no problem to train on: needed is one with a feasible plan and two devices")
     return instances
-
-
-def make_env(environment: str, instances: Sequence[Instance], start: str = "mixed") -> PlacementEnv | RefinementEnv:
-    """One environment over the instances."""
-    if environment == "placement":
-        return PlacementEnv(instances)
-    return RefinementEnv(instances, start=start)
 
 
 def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
     """A `MaskablePPO` whose policy holds a copy of the network."""
-    envs = VecMonitor(DummyVecEnv([lambda: make_env(config.environment, instances)] * config.envs), info_keywords=("feasible",))
+    envs = VecMonitor(DummyVecEnv([lambda: RefinementEnv(instances, start="mixed")] * config.envs), info_keywords=("feasible",))
     model = MaskablePPO(
         PlacerPolicy,
         envs,
@@ -90,7 +82,7 @@ def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: Tr
         ent_coef=config.entropy,
         seed=seed,
         device=config.device,
-        policy_kwargs={"config": config.network, "bank": GraphBank(instances), "features": network.features},
+        policy_kwargs={"config": config.network, "features": network.features},
     )
     policy = model.policy
     assert isinstance(policy, PlacerPolicy)

@@ -170,11 +170,8 @@ def adapt(
         **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
-        InputError: The checkpoint is of another environment.
         InfeasibleError: No plan that fits was found.
     """
-    if checkpoint.environment != "rlplace/Refinement-v0":
-        raise InputError(f"agent {checkpoint.name}: adapting needs an agent of rlplace/Refinement-v0")
     check_counts(seed=seed)
     setup = set_up(problem, start, execution, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
     plan, score, calls = setup.first, setup.score, 0

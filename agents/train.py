@@ -1,4 +1,4 @@
-"""Training a placer: pre-training on labels, then stock `MaskablePPO`; imitation instead of labels for Placement-v0.
+"""Training a placer: pre-training on labels, then stock `MaskablePPO`.
 
 A run folder is a checkpoint (`rlplace.agents.checkpoint`) with ``optimizer.safetensors``, ``labels/`` and TensorBoard logs,
 rewritten after every part. A run that is cut anywhere and resumed gives the weights that it would have given: what a part does
@@ -30,11 +30,12 @@ from rlplace.agents.checkpoint import (
     save_checkpoint,
     save_state,
 )
-from rlplace.agents.config import ENVIRONMENTS, TrainConfig, features_of
+from rlplace.agents.config import ENVIRONMENT, TrainConfig
 from rlplace.agents.gather import check_labels, gather
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.pretrain import captured_gain, fit, imitate, set_standard
+from rlplace.agents.pretrain import captured_gain, fit, set_standard
 from rlplace.agents.problems.sources import CaseSource
+from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError
 from rlplace.files import finite_number
 
@@ -102,14 +103,13 @@ class _Run:
         self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
-        features = features_of(config.environment)
         if resume:  # before anything is as large as a config says
-            check_sizes(config.network, features, out / "policy.safetensors")
-        self.network = PlacerNetwork(config.network, features=features)
+            check_sizes(config.network, FEATURES, out / "policy.safetensors")
+        self.network = PlacerNetwork(config.network, features=FEATURES)
         self.fitted = self.decisions = self.parts = 0
         self.notes: dict[str, Any] = {"seconds": 0.0}
         if start is not None:
-            if start.network.config != config.network or start.network.features != features:
+            if start.network.config != config.network or start.network.features != FEATURES:
                 raise InputError("the checkpoint's network has other sizes or features than the hyperparameters ask for")
             self.network.load_state_dict(start.network.state_dict())
             self.notes["start"] = start.name
@@ -120,23 +120,15 @@ class _Run:
 
     def begin(self) -> None:
         """Saves what a run goes on from that is cut before its first part is done."""
-        if self.config.fit_steps and self.config.environment == "refinement":
+        if self.config.fit_steps:
             check_labels(self.source, self.out / "labels", **self._labelling())
         (self.out / STATE).unlink(missing_ok=True)  # of an earlier run
         self.save(None)
 
     def pretrain(self) -> None:
-        """Labels and the fit to them, or imitation; nothing where that is done already."""
+        """Labels and the fit to them; nothing where that is done already."""
         config = self.config
         if config.fit_steps <= self.fitted:
-            return
-        if config.environment == "placement":
-            instances = ppo.instances_of(self.source, 0, config.cases, "placement")
-            before, after = imitate(self.network, instances, steps=config.fit_steps, seed=config.seed)
-            self.report(f"imitation of the best planner: divergence {before:.3f} to {after:.3f}")
-            self.notes["imitation"] = {"before": before, "after": after}
-            self.fitted = config.fit_steps
-            self.save(None)
             return
         files = gather(
             self.source,
@@ -190,7 +182,7 @@ class _Run:
         while self.decisions < config.steps:
             begin_s = time.monotonic()
             first = _PPO_CASES + self.parts * config.part_cases if self.source.count is None else self.parts * config.part_cases
-            instances = ppo.instances_of(self.source, first, config.part_cases, config.environment)
+            instances = ppo.instances_of(self.source, first, config.part_cases)
             ready_s = time.monotonic()
             part, moments = ppo.run_part(
                 self.network,
@@ -229,11 +221,10 @@ class _Run:
             "notes": self.notes,
             "versions": versions(),
         }
-        environment = ENVIRONMENTS[config.environment]
-        card = card_of(self.out.name, environment, training)
+        card = card_of(self.out.name, ENVIRONMENT, training)
         if moments is not None:
             save_state(self.out / STATE, self.network, moments, (self.fitted, self.decisions, self.parts))
-        save_checkpoint(self.out, self.network, environment=environment, training=training, card=card)
+        save_checkpoint(self.out, self.network, environment=ENVIRONMENT, training=training, card=card)
         if moments is None:
             (self.out / STATE).unlink(missing_ok=True)
 

@@ -1,7 +1,6 @@
 """Observations: the small changing state of an environment, and optionally the whole graph.
 
-The static graph stays in a bank beside the policy (`rlplace.agents.network`); an observation names it by number. With
-``observation="full"`` the graph's arrays are part of every observation, for policies that know no bank.
+An observation names its graph by number. With ``observation="full"`` the graph's arrays are part of every observation.
 
 K candidates, F features of each (every environment has its own), G = `max_groups`.
 """

@@ -51,7 +51,7 @@ for part, seeds in (("train", range(TRAIN)), ("test", range(TRAIN, TRAIN + TEST)
         problem = rlplace.Problem.from_networkx(job(seed), cluster, name=f"job{seed}")
         problem.save(folder / part / f"job{seed}.problem.json")
 
-settings = TrainConfig.load("refinement", cases=TRAIN, states=12, moves=24, fit_steps=300, steps=512, processes=1)
+settings = TrainConfig.load(cases=TRAIN, states=12, moves=24, fit_steps=300, steps=512, processes=1)
 train(cases_of([str(folder / "train")]), settings, folder / "agent", report=print)
 rows = compare_agent(load_agent(folder / "agent"), list(cases_of([str(folder / "test")])), calls=128)
 print(format_rows(rows, "graphs that it has not seen"))

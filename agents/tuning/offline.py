@@ -120,12 +120,7 @@ def finetune_offline(
         rehearse: Cases of the training stream whose moves are learned along.
         seed: Seed of everything random.
         report: Called with lines that tell what happens.
-
-    Raises:
-        InputError: The checkpoint is of another environment.
     """
-    if checkpoint.environment != "rlplace/Refinement-v0":
-        raise InputError(f"agent {checkpoint.name}: fine-tuning on measurements needs an agent of rlplace/Refinement-v0")
     warm_up()
     network = copy.deepcopy(checkpoint.network)
     lessons: list[Lesson] = []

@@ -299,7 +299,7 @@ def _agent(folder: Path, problem: Any) -> None:
     optimizer = torch.optim.Adam(network.parameters())
     sum(p.square().sum() for p in network.parameters()).backward()
     optimizer.step()
-    config = msgspec.structs.asdict(TrainConfig.load("refinement", hidden=4, second=4))
+    config = msgspec.structs.asdict(TrainConfig.load(hidden=4, second=4))
     training = {
         "steps_done": 2,
         "fitted": 1,

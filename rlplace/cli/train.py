@@ -30,12 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=positive, metavar="N", help="cases to pre-train on")
     parser.add_argument("--fit-steps", type=natural, metavar="N", help="steps of pre-training, 0 for none")
     parser.add_argument("--steps", type=natural, metavar="N", help="PPO decisions, 0 for none")
-    parser.add_argument(
-        "--layers", type=natural, metavar="N", help="with --env placement: rounds of message passing, 0 for none"
-    )
     parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
-    parser.add_argument("--env", choices=("refinement", "placement"), help="environment (refinement)")
     parser.add_argument("--processes", type=positive, metavar="N", help="processes that price moves (one a core)")
     parser.add_argument("--seed", type=natural, metavar="N", help="seed (0)")
     parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
@@ -102,20 +98,16 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[s
         "cases": options.cases,
         "fit_steps": options.fit_steps,
         "steps": options.steps,
-        "layers": options.layers,
         "seed": options.seed,
         "device": options.device,
         "processes": options.processes,
     }
     if not options.resume:
-        return TrainConfig.load(options.env or "refinement", **changes), options.problems or []
+        return TrainConfig.load(**changes), options.problems or []
     training = read_config(out)["training"]
     earlier = training.get("hyperparameters")
     if not isinstance(earlier, dict):
         raise InputError(f"{out / 'config.json'}: holds no hyperparameters to resume with")
-    earlier = dict(earlier)
-    environment = str(earlier.pop("environment", "refinement"))
-    if options.env not in (None, environment):
-        raise InputError(f"{out} was trained on {environment}; --env cannot change it")
-    merged = {**earlier, **{key: value for key, value in changes.items() if value is not None}}
-    return TrainConfig.load(environment, **merged), options.problems or str(training.get("problem_set", "")).split()
+    known = {key: value for key, value in earlier.items() if (key, value) not in (("environment", "refinement"), ("layers", 0))}
+    merged = {**known, **{key: value for key, value in changes.items() if value is not None}}
+    return TrainConfig.load(**merged), options.problems or str(training.get("problem_set", "")).split()

@@ -4,27 +4,26 @@ import pytest
 import torch
 
 from rlplace.agents.checkpoint import save_checkpoint
-from rlplace.agents.config import TrainConfig, features_of
+from rlplace.agents.config import ENVIRONMENT, TrainConfig
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.agents.planner import load_agent
+from rlplace.envs.guide.features import FEATURES
 
 
-def make_network(environment="refinement", *, hidden=16, second=8, layers=0, seed=0):
+def make_network(*, hidden=16, second=8, seed=0, features=FEATURES):
     """A network far from the heuristic, with features standardised."""
     torch.manual_seed(seed)
-    features = features_of(environment)
-    network = PlacerNetwork(NetworkConfig(hidden, second, layers), features=features)
+    network = PlacerNetwork(NetworkConfig(hidden, second), features=features)
     torch.nn.init.normal_(network.residual.weight)
     torch.nn.init.normal_(network.stop.weight)
     network.standardise(torch.randn(len(features)) * 0.1, torch.rand(len(features)) + 0.2)
     return network.eval()
 
 
-def make_checkpoint(folder, environment="refinement", **sizes):
+def make_checkpoint(folder, **sizes):
     """Writes a checkpoint of such a network and returns the network."""
-    network = make_network(environment, **sizes)
-    name = {"refinement": "rlplace/Refinement-v0", "placement": "rlplace/Placement-v0"}[environment]
-    save_checkpoint(folder, network, environment=name, training={"steps_done": 0}, card="# test\n")
+    network = make_network(**sizes)
+    save_checkpoint(folder, network, environment=ENVIRONMENT, training={"steps_done": 0}, card="# test\n")
     return network
 
 
@@ -40,28 +39,22 @@ def _make_checkpoint():
 
 @pytest.fixture(scope="session")
 def agents(tmp_path_factory):
-    """Agents by environment; that of placement passes messages."""
-    made = {}
-    for name, environment, layers in (
-        ("refinement", "refinement", 0),
-        ("placement", "placement", 1),
-    ):
-        folder = tmp_path_factory.mktemp(name)
-        make_checkpoint(folder, environment, layers=layers)
-        made[name] = load_agent(folder)
-    return made
+    """Agents by name."""
+    folder = tmp_path_factory.mktemp("refinement")
+    make_checkpoint(folder)
+    return {"refinement": load_agent(folder)}
 
 
 @pytest.fixture
 def tiny():
-    """A training of a few seconds: `tiny(environment, **changes)`."""
+    """A training of a few seconds: `tiny(**changes)`."""
 
-    def make(environment="refinement", **changes):
+    def make(**changes):
         small = {
             "cases": 3, "states": 10, "moves": 24, "fit_steps": 20, "steps": 64, "part": 32, "part_cases": 2, "envs": 2,
-            "rollout": 16, "batch_size": 16, "epochs": 1, "hidden": 8, "second": 4, "layers": 0, "processes": 1,
+            "rollout": 16, "batch_size": 16, "epochs": 1, "hidden": 8, "second": 4, "processes": 1,
             "device": "cpu",
         }  # fmt: skip
-        return TrainConfig.load(environment, **{**small, **changes})
+        return TrainConfig.load(**{**small, **changes})
 
     return make

@@ -10,17 +10,12 @@ from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import setup as adapting
 from rlplace.agents.cases import Case
-from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.planner import Agent, construct
+from rlplace.agents.planner import Agent
 from rlplace.agents.pretrain import ranking_loss
-from rlplace.agents.problems.sources import CaseSource
-from rlplace.agents.train import train
 from rlplace.agents.tuning import learn
 from rlplace.agents.tuning.belief import with_less_room
 from rlplace.comparing.closing import compare_agent, format_rows
 from rlplace.envs import make_instance
-from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
@@ -93,8 +88,6 @@ def test_cases_without_a_search(agents):
         agents["refinement"].adapt(random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5), time_limit_s=0.3)
     with pytest.raises(InfeasibleError):
         agents["refinement"].adapt(random_problem(1, num_groups=8, num_devices=1, memory_factor=0.5), time_limit_s=0.3)
-    with pytest.raises(InputError, match="Refinement-v0"):
-        agents["placement"].adapt(one)
 
 
 def test_a_time_limit_ends_it(agents):
@@ -118,9 +111,8 @@ def cases():
     ]
 
 
-@pytest.mark.parametrize("name", ["refinement", "placement"])
-def test_the_table(agents, name):
-    rows = compare_agent(agents[name], cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
+def test_the_table(agents):
+    rows = compare_agent(agents["refinement"], cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
     by_name = {row.planner: row for row in rows}
     assert list(by_name) == ["single", "best", "annealing (24 calls)", "agent, one rollout", "agent (24 calls)"]
     best, agent = by_name["best"], by_name["agent (24 calls)"]
@@ -136,7 +128,7 @@ def test_finetuning(agents, tmp_path, monkeypatch, tiny):
     problems = [random_problem(seed, num_groups=8, num_devices=2) for seed in range(2)]
     agent = agents["refinement"]
     fast = tiny(**agent.checkpoint.network.config.to_dict())
-    monkeypatch.setattr("rlplace.agents.config.TrainConfig.load", lambda environment, **changes: fast)
+    monkeypatch.setattr("rlplace.agents.config.TrainConfig.load", lambda **changes: fast)
     tuned = agent.finetune(problems, steps=64, out=tmp_path / "tuned")
     assert isinstance(tuned, Agent) and tuned.checkpoint.network.config == agent.checkpoint.network.config
     training = tuned.checkpoint.training
@@ -145,30 +137,6 @@ def test_finetuning(agents, tmp_path, monkeypatch, tiny):
     assert plan.predicted.agent == "tuned"
     with pytest.raises(InputError, match="no problem"):
         agent.finetune([], out=tmp_path / "none")
-
-
-@pytest.mark.slow
-def test_ppo_improves_on_the_heuristic_and_that_on_chance(tmp_path, tiny):
-    """Without imitation: the trained policy before the heuristic that it starts as, and that before chance."""
-    problem = random_problem(21, num_groups=16, num_devices=3, shape="branchy")
-    sizes = {"hidden": 32, "second": 16, "layers": 1}
-    config = tiny(
-        "placement", fit_steps=0, steps=6144, part=2048, part_cases=1, envs=8, rollout=64, batch_size=64, epochs=4,
-        learning_rate=1e-3, **sizes,
-    )  # fmt: skip
-    train(CaseSource("one", [Case("a", "x", problem)].__getitem__, 1), config, tmp_path, report=lambda line: None)
-    instance = make_instance(problem)
-
-    def mean_ratio(network):
-        rng = np.random.default_rng(0)
-        plans = [construct(instance, network, rng, greedy=False) for _ in range(24)]
-        return np.mean([simulate(problem, plan).step_time_s for plan in plans]) / instance.reference_step_time_s
-
-    torch.manual_seed(0)
-    heuristic = PlacerNetwork(NetworkConfig(**sizes), features=CONSTRUCTION_FEATURES)
-    blind = PlacerNetwork(NetworkConfig(**sizes), features=CONSTRUCTION_FEATURES)
-    torch.nn.init.zeros_(blind.linear.weight)
-    assert mean_ratio(load_checkpoint(tmp_path).network) < mean_ratio(heuristic) < mean_ratio(blind)
 
 
 PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)

@@ -13,12 +13,10 @@ from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError
 
 
-@pytest.mark.parametrize("environment", ["refinement", "placement"])
-@pytest.mark.parametrize("layers", [0, 2])
-def test_round_trip(tmp_path, make_checkpoint, environment, layers):
-    network = make_checkpoint(tmp_path / "mine", environment, layers=layers)
+def test_round_trip(tmp_path, make_checkpoint):
+    network = make_checkpoint(tmp_path / "mine")
     loaded = load_checkpoint(tmp_path / "mine")
-    assert loaded.name == "mine" and loaded.environment.lower().startswith(f"rlplace/{environment}")
+    assert loaded.name == "mine" and loaded.environment == "rlplace/Refinement-v0"
     assert loaded.network.config == network.config and loaded.network.features == network.features
     assert not loaded.network.training
     for key, value in network.state_dict().items():
@@ -27,7 +25,7 @@ def test_round_trip(tmp_path, make_checkpoint, environment, layers):
 
 
 def test_saving_again_replaces_everything(tmp_path, make_checkpoint, make_network):
-    make_checkpoint(tmp_path, layers=1)
+    make_checkpoint(tmp_path)
     network = make_network(hidden=8)
     save_checkpoint(tmp_path, network, environment="rlplace/Refinement-v0", training={"steps_done": 9}, card="# new\n")
     loaded = load_checkpoint(tmp_path)
@@ -71,17 +69,16 @@ def test_weights_that_are_none(tmp_path, make_checkpoint, content):
     [
         ({"network": {"hidden": 10**9, "second": 8, "layers": 0}}, "must be a whole number from [01] to"),
         ({"network": {"hidden": 16, "second": 0, "layers": 0}}, "must be a whole number from [01] to"),
-        ({"network": {"hidden": 16, "second": 8, "layers": True}}, "must be a whole number from [01] to"),
         ({"network": {"hidden": 16.0, "second": 8, "layers": 0}}, "must be a whole number from [01] to"),
-        ({"network": {"hidden": 16, "second": 8}}, "'layers' is missing"),
+        ({"network": {"hidden": 16}}, "'second' is missing"),
         ({"network": {"hidden": 24, "second": 8, "layers": 0}}, "has shape"),
-        ({"network": {"hidden": 16, "second": 8, "layers": 2}}, "is missing"),
+        ({"network": {"hidden": 16, "second": 8, "layers": 2}}, "message passing, which is gone"),
         ({"features": ["other"]}, "other features"),
         ({"features": list(reversed(FEATURES))}, "other features"),
         ({"features": None}, "other features"),
         ({"environment": "CartPole-v1"}, "not one of this version"),
         ({"environment": ["rlplace/Refinement-v0"]}, "not one of this version"),
-        ({"environment": "rlplace/Placement-v0"}, "other features"),
+        ({"environment": "rlplace/Placement-v0"}, "which agents are trained in"),
         ({"training": "long"}, "training must be"),
         ({"training": None}, "training"),
         ({"weights": "0" * 64}, "not the weights that config.json was written with"),

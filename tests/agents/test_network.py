@@ -1,7 +1,5 @@
 """The placer network: a heuristic at first, indifferent to numbers, order and devices, and one with its compiled twin."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,34 +7,26 @@ from drawn import renumbered
 from numba import njit
 
 from rlplace.agents import guided
-from rlplace.agents.network import HEURISTIC, STOP_LOGIT, GraphBank, NetworkConfig, PlacerNetwork, graph_tensors
-from rlplace.agents.planner import construct
+from rlplace.agents.network import HEURISTIC, STOP_LOGIT, NetworkConfig, PlacerNetwork
 from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
 
-def instance_of(seed, groups, devices=3):
-    return make_instance(random_problem(seed, num_groups=groups, num_devices=devices), compute_floor=False)
-
-
-def logits_of(network, instance, table, groups, context):
+def logits_of(network, table, groups, context):
     with torch.no_grad():
-        return network([network.encode(graph_tensors(instance))], torch.zeros(len(table), dtype=int), table, groups, context)[0]
+        return network(table, groups, context)[0]
 
 
 @pytest.mark.parametrize("features", [FEATURES, CONSTRUCTION_FEATURES])
-@pytest.mark.parametrize("layers", [0, 2])
-def test_an_untrained_network_is_the_heuristic(features, layers):
-    instance = instance_of(0, 10)
-    network = PlacerNetwork(NetworkConfig(16, 8, layers), features=features)
+def test_an_untrained_network_is_the_heuristic(features):
+    network = PlacerNetwork(NetworkConfig(16, 8), features=features)
     table, groups = torch.randn(2, 5, len(features)), torch.tensor([[0, 3, 5, 9, -1]] * 2)
-    logits = logits_of(network, instance, table, groups, torch.randn(2, NUM_CONTEXT))
+    logits = logits_of(network, table, groups, torch.randn(2, NUM_CONTEXT))
     weights = torch.tensor([HEURISTIC.get(name, 0.0) for name in features])
     assert weights.count_nonzero() >= 1
     assert torch.allclose(logits[:, :4], (table[:, :4] * weights).sum(2), atol=1e-4)
@@ -47,46 +37,28 @@ def test_every_heuristic_feature_exists():
     assert set(HEURISTIC) <= {*FEATURES, *CONSTRUCTION_FEATURES}
 
 
-@pytest.mark.parametrize("layers", [0, 2])
-def test_logits_follow_the_order_of_candidates(make_network, layers):
-    instance, network = instance_of(0, 10), make_network(layers=layers)
+def test_logits_follow_the_order_of_candidates(make_network):
+    network = make_network()
     table, groups, context = torch.randn(1, 6, NUM_FEATURES), torch.tensor([[0, 1, -1, 3, 4, 4]]), torch.randn(1, NUM_CONTEXT)
     order = torch.tensor([3, 1, 5, 0, 2, 4])
-    one = logits_of(network, instance, table, groups, context)[:, order]
-    two = logits_of(network, instance, table[:, order], groups[:, order], context)
+    one = logits_of(network, table, groups, context)[:, order]
+    two = logits_of(network, table[:, order], groups[:, order], context)
     assert torch.allclose(one, two, atol=1e-5)
     assert len(set(one[0].tolist())) == 6
 
 
-@pytest.mark.parametrize("layers", [0, 2])
-def test_a_score_does_not_depend_on_other_candidates(make_network, layers):
+def test_a_score_does_not_depend_on_other_candidates(make_network):
     """Neither on their number nor on what they are; only stop looks at all of them."""
-    instance, network = instance_of(0, 10), make_network(layers=layers)
+    network = make_network()
     table, groups, context = torch.randn(1, 6, NUM_FEATURES), torch.tensor([[0, 1, 2, 3, 4, -1]]), torch.randn(1, NUM_CONTEXT)
-    one = logits_of(network, instance, table, groups, context)
+    one = logits_of(network, table, groups, context)
     changed, other = table.clone(), groups.clone()
     changed[0, 3:5], other[0, 3:5] = 5.0, 9
-    two = logits_of(network, instance, changed, other, context)
+    two = logits_of(network, changed, other, context)
     assert torch.allclose(one[:, :3], two[:, :3], atol=1e-5)
     assert not torch.allclose(one[:, 3:], two[:, 3:])
-    few = logits_of(network, instance, table[:, :2], groups[:, :2], context)
+    few = logits_of(network, table[:, :2], groups[:, :2], context)
     assert torch.allclose(one[:, :2], few, atol=1e-5)
-
-
-def test_batched_graphs_equal_single_ones(make_network):
-    instances = [instance_of(seed, 6 + 3 * seed, 2) for seed in range(3)]
-    network, bank = make_network(layers=2), GraphBank(instances)
-    which = torch.tensor([2, 0, 1, 0])
-    table, context = torch.randn(4, 5, NUM_FEATURES), torch.randn(4, NUM_CONTEXT)
-    groups = torch.randint(-1, 6, (4, 5))
-    groups[0, 0] = 11  # only the largest graph has it
-    with torch.no_grad():
-        together = network([network.encode(bank.get(i, torch.device("cpu"))) for i in range(3)], which, table, groups, context)
-    for row, number in enumerate(which.tolist()):
-        part = slice(row, row + 1)
-        alone = logits_of(network, instances[number], table[part], groups[part], context[part])
-        assert torch.allclose(together[0][part], alone, atol=1e-5)
-    assert together[1].shape == (4, 1)
 
 
 @njit
@@ -109,15 +81,11 @@ def test_the_compiled_scorer_equals_the_network(make_network, sizes):
     assert np.abs(logits[:count] - wanted).max() <= 1e-4 * max(1.0, np.abs(wanted).max())
     assert np.isnan(logits[count:]).all()
     assert wanted.std() > 0.1
-    with pytest.raises(InputError, match="message passing"):
-        make_network(layers=1).compiled()
 
 
 def logits_of_moves(network, guide, count):
     with torch.no_grad():
-        embed = network.encode(graph_tensors(guide.instance))
-        first = torch.from_numpy(guide.groups[guide.ptr[:count]].astype(np.int64))
-        return network.scores(torch.from_numpy(guide.table[:count]), embed[first])[0].numpy()
+        return network.scores(torch.from_numpy(guide.table[:count]))[0].numpy()
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -143,18 +111,5 @@ def test_logits_of_moves(make_network, seed, microbatches):
     move_features(
         *two.arguments, new[plan], two.ptr, two.groups, two.targets, two.kinds, count, microbatches, new[plan], two.table
     )
-    network = make_network(layers=2, seed=seed)
+    network = make_network(seed=seed)
     assert np.abs(logits_of_moves(network, one, count) - logits_of_moves(network, two, count)).max() < 1e-3
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_plan_that_is_constructed(make_network, seed):
-    problem = random_problem(seed + 10, num_groups=12, num_devices=3, memory_factor=2.0)
-    problem = replace(problem, time_s=problem.time_s * [1.0, 1.3, 1.7])  # between equal devices the lower number wins
-    new = np.random.default_rng(seed).permutation(3).astype(np.int32)
-    network = make_network("placement", layers=1, seed=seed)
-    one, two = (
-        construct(make_instance(item, compute_floor=False), network, np.random.default_rng(0), greedy=True)
-        for item in (problem, renumbered(problem, new))
-    )
-    assert two.tolist() == new[one].tolist()

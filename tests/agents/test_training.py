@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,15 +11,10 @@ from rlplace.agents import train as training
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint, read_tensors
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.pretrain import imitate
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
-from rlplace.envs import make_instance
-from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.errors import InputError
 from rlplace.planners.common.evaluate import Execution
-from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 
 
@@ -170,22 +164,6 @@ def test_each_stage_alone(tmp_path, tiny, stage):
     assert (tmp_path / "labels").exists() == bool(config.fit_steps)
 
 
-def test_a_placement_agent_trains_and_resumes(tmp_path, tiny, monkeypatch):
-    config, lines = tiny("placement", layers=1, fit_steps=10), []
-    assert train(stream(), config, tmp_path / "whole", report=lines.append) == 64
-    assert "imitation" in lines[0]
-    divergence = load_checkpoint(tmp_path / "whole").training["notes"]["imitation"]
-    assert divergence["after"] < divergence["before"]
-    with monkeypatch.context() as patch:
-        cut_after(patch, ppo, "run_part", 1)
-        with pytest.raises(KeyboardInterrupt):
-            train(stream(), config, tmp_path / "cut", report=quiet)
-    assert load_checkpoint(tmp_path / "cut").training["steps_done"] == 32
-    assert train(stream(), config, tmp_path / "cut", resume=True, report=quiet) == 64
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
-    assert load_checkpoint(tmp_path / "cut").environment == "rlplace/Placement-v0"
-
-
 def test_what_a_run_folder_holds(tmp_path, tiny):
     train(small(), tiny(cases=16), tmp_path, report=quiet)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -207,20 +185,19 @@ def test_problems_with_micro_batches_and_missing_plans(tmp_path, tiny):
     assert len(list((tmp_path / "labels").glob("*.npz"))) == 1
 
 
-@pytest.mark.parametrize("environment", ["refinement", "placement"])
-def test_a_source_without_use(tmp_path, tiny, environment):
+def test_a_source_without_use(tmp_path, tiny):
     useless = impossible()
-    with pytest.raises(InputError, match="no labels" if environment == "refinement" else "no problem"):
-        train(given(useless), tiny(environment), tmp_path, report=quiet)
+    with pytest.raises(InputError, match="no labels"):
+        train(given(useless), tiny(), tmp_path, report=quiet)
     with pytest.raises(InputError, match="no problem to train on"):
-        train(given(useless), tiny(environment, fit_steps=0), tmp_path, report=quiet)
+        train(given(useless), tiny(fit_steps=0), tmp_path, report=quiet)
     calls = []
     endless = CaseSource("useless", lambda n: calls.append(n) or Case("x", "x", useless), None)
     with pytest.raises(InputError, match="no problem to train on"):
-        train(endless, tiny(environment, fit_steps=0), tmp_path, report=quiet)
+        train(endless, tiny(fit_steps=0), tmp_path, report=quiet)
     assert len(calls) == ppo.MOST_MISSES
     with pytest.raises(InputError, match="no problem"):
-        train(given(), tiny(environment), tmp_path, report=quiet)
+        train(given(), tiny(), tmp_path, report=quiet)
 
 
 @pytest.mark.parametrize("change", [{"steps_done": "many"}, {"parts": -1}, {"notes": []}])
@@ -258,22 +235,12 @@ def test_labels_of_other_problems_are_not_taken(tmp_path, tiny):
             train(source, tiny(steps=0, **changes), tmp_path, report=quiet)
 
 
-def test_imitation_of_one_decision():
-    """With a single state there is none to hold out."""
-    instance = make_instance(build_problem("one", time_s=[[1.0, 2.0]], tensors=[], memory_bytes=[None, None]))
-    network = PlacerNetwork(NetworkConfig(8, 4, 1), features=CONSTRUCTION_FEATURES)
-    assert np.isfinite(imitate(network, [instance], steps=3, seed=0)).all()
-    assert all(torch.isfinite(value).all() for value in network.state_dict().values())
-
-
 def test_hyperparameters_are_checked():
     with pytest.raises(InputError, match="did you mean 'learning_rate'"):
-        TrainConfig.load("refinement", learning_rat=1.0)
-    with pytest.raises(InputError, match="unknown environment"):
-        TrainConfig.load("refine")
+        TrainConfig.load(learning_rat=1.0)
     with pytest.raises(InputError, match=r"hyperparameters: hidden: expected a whole number in 1\.\.4096, found True"):
-        TrainConfig.load("refinement", hidden=True)
+        TrainConfig.load(hidden=True)
     with pytest.raises(InputError, match=r"hyperparameters: gamma: expected a number in 0\.\.1, found 1\.5"):
-        TrainConfig.load("refinement", gamma=1.5)
-    assert TrainConfig.load("refinement", steps=None) == TrainConfig.load("refinement")
-    assert TrainConfig.load("placement", hidden=7).network.hidden == 7
+        TrainConfig.load(gamma=1.5)
+    assert TrainConfig.load(steps=None) == TrainConfig.load()
+    assert TrainConfig.load(hidden=7).network.hidden == 7

@@ -355,13 +355,6 @@ def test_finetuning_from_a_file(log, agents):
     assert weights_sha256(again.network) == weights_sha256(learned.network)
 
 
-def test_what_cannot_be_finetuned(log, agents):
-    with TrialStore(log) as store:
-        sets = measurements_of(store)[:1]
-    with pytest.raises(InputError, match="Refinement"):
-        finetune_offline(agents["placement"].checkpoint, sets)
-
-
 def files_of(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 

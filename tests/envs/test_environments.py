@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from toys import fork_join, memory_tight_pair, two_device_chain
 
 import rlplace
-from rlplace.agents.network import HEURISTIC, GraphBank, NetworkConfig
+from rlplace.agents.network import HEURISTIC, NetworkConfig
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from rlplace.errors import InputError
@@ -213,10 +213,9 @@ def instances():
 
 
 @pytest.mark.parametrize("env_class", [PlacementEnv, RefinementEnv])
-@pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize(("algorithm", "policy"), [(MaskablePPO, PlacerPolicy), (TRPO, UnmaskedPlacerPolicy)])
-def test_learning_changes_the_network(instances, env_class, layers, algorithm, policy):
-    options = {"config": NetworkConfig(layers=layers), "bank": GraphBank(instances), "features": env_class.FEATURES}
+def test_learning_changes_the_network(instances, env_class, algorithm, policy):
+    options = {"config": NetworkConfig(hidden=8), "features": env_class.FEATURES}
     model = algorithm(policy, env_class(instances), n_steps=32, batch_size=32, policy_kwargs=options, seed=0)
     before = {name: value.clone() for name, value in model.policy.network.state_dict().items()}
     model.learn(32)
@@ -245,19 +244,6 @@ def test_an_untrained_policy_is_the_heuristic(instances, env_class):
         np.testing.assert_allclose(known - known[0], scores[real] - scores[real][0], rtol=1e-3, atol=1e-3)
         masked = {"action_masks": masks} if isinstance(policy, PlacerPolicy) else {}
         assert masks[policy.predict(observation, deterministic=True, **masked)[0]]
-
-
-def test_message_passing_asks_for_the_bank(instances):
-    options = {"config": NetworkConfig(layers=1), "features": RefinementEnv.FEATURES}
-    with pytest.raises(InputError, match="GraphBank"):
-        MaskablePPO(PlacerPolicy, RefinementEnv(instances), policy_kwargs=options)
-
-
-def test_the_bank_makes_graphs_when_they_are_asked_for(instances):
-    bank = GraphBank(instances)
-    assert len(bank) == 2 and not bank._on_device
-    one = bank.get(1, torch.device("cpu"))
-    assert bank.get(1, torch.device("cpu")) is one and len(one.nodes) == 10
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def _measured(folder: Path, problem: Any) -> None:
 
     _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
     place = PlaceTiming(0, "a", 0.1, 0.02, 0.0, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
-    timing = PlanTiming("p", "9f", "4a", "heft", "stage_graph", "computed", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
+    timing = PlanTiming("p", "9f", "4a", "heft", "joint_graph", "computed", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
     PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")
     for number, curve in enumerate(CURVES):
         _write(folder / f"curve{number}.curve.json", "batch_curve", curve)
@@ -275,7 +275,7 @@ def _measured(folder: Path, problem: Any) -> None:
             store.add(
                 Trial(
                     problem=problem.fingerprint, site=site.fingerprint, device_of_group=plan, microbatches=2, schedule="1f1b",
-                    status="done", step_s=(0.1, 0.2), places=(place,), predicted_s=0.12, engine="stage_graph", setup_s=0.5,
+                    status="done", step_s=(0.1, 0.2), places=(place,), predicted_s=0.12, engine="joint_graph", setup_s=0.5,
                     began_at=1000.0 + number, run="first",
                 )
             )  # fmt: skip

@@ -61,7 +61,6 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=positive, default=1, metavar="N", help="micro-batches of a step (1)")
     add("--schedule", default=LIST, metavar="S", help=f"{either(FREE_SCHEDULES)} ({LIST})")
     add("--replay", nargs="?", const="", metavar="C", help="sleep instead of computing, as long as ops take on this cluster")
-    add("--engine", metavar="NAME", help="which engine runs the plans (the one that fits each best)")
     add("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
     add("--run", dest="run_name", metavar="NAME", help="name of the run, to go on with it (model and cluster)")

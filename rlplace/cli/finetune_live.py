@@ -95,7 +95,7 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         loaded = load_model(options.model, batch=microbatch(options), seq=options.seq, dtype=options.dtype, device=where)
-    live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None, engine=options.engine)
+    live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None)
     return problem, open_service(loaded, problem, device, live, slept=slept)
 
 

@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
             if timer is None or plan.strategy is not None:
                 timing = time_strategy(plan, device, name, cluster=options.cluster, **limits)
             else:
-                timed = timer(plan, problems[plan.problem], name, options.engine)
+                timed = timer(plan, problems[plan.problem], name)
                 timing = timed.timing
                 if options.trace and path == plans[0][0] and dist.get_rank() == 0:
                     write_measured_trace(timed, problems[plan.problem], plan, options.trace)
@@ -95,7 +95,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
 
 
 def _refuse_options_of_placements(options: argparse.Namespace) -> None:
-    for option in ("replay", "engine", "trace"):
+    for option in ("replay", "trace"):
         if getattr(options, option):
             raise InputError(f"measure: --{option} goes with plans that place groups; leave it out, or the whole strategies")
 

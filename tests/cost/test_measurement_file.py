@@ -108,7 +108,7 @@ def timings():
     place = PlaceTiming(0, "a", 0.06, 0.03, 0.0, 0.008, 812, 0.058, 790)
     bare = PlaceTiming(1, "b", 0.05, 0.04, 0.0, 0.008)
     plan = PlanTiming(
-        "x", "f" * 64, "e" * 64, "heft", "stage_graph", "computed", (0.1, 0.2, 0.12, 0.11), (place, bare), 0.8, 0.12
+        "x", "f" * 64, "e" * 64, "heft", "joint_graph", "computed", (0.1, 0.2, 0.12, 0.11), (place, bare), 0.8, 0.12
     )
     return PlanTimings("hf:gpt2", {"torch": "2.13", "threads": 1}, (plan,))
 

@@ -40,7 +40,7 @@ def done(number: int = 0, **changes: object) -> Trial:
         step_s=(0.1, 0.2, 0.15),
         places=(PLACE, msgspec.structs.replace(PLACE, rank=1, peak_memory_bytes=None)),
         predicted_s=0.12,
-        engine="stage_graph",
+        engine="joint_graph",
         setup_s=0.5,
         began_at=1000.0 + number,
         run="first",

@@ -12,29 +12,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rlplace.errors import InputError, MissingError, show
+from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
-from rlplace.runtime.distributed.execution.engine import Engine
-from rlplace.runtime.distributed.execution.engines import choose_engine
-from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_placements
+from rlplace.runtime.distributed.graph.assign import check_same_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
 from rlplace.runtime.distributed.graph.same_graph import check_same_graph
 from rlplace.runtime.distributed.job import faults
+from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
+from rlplace.runtime.distributed.joint.engine import Engine
+from rlplace.runtime.distributed.joint.graph import joint_graph
+from rlplace.runtime.distributed.joint.replay import ReplayEngine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
+from rlplace.runtime.distributed.state.tensors import own_tensors
 from rlplace.runtime.held import meta_copy
 
 if TYPE_CHECKING:
     from rlplace.runtime.distributed.strategy_model import StrategyModel
 
-NATIVE = "native"
-"""What runs strategies: torch's own parts."""
+NATIVE, JOINT_GRAPH, REPLAY = "native", "joint_graph", "replay"
+"""What runs strategies: torch's own parts; what runs placements; and what only sleeps."""
 
 
 def distribute(
@@ -49,8 +52,6 @@ def distribute(
     reduction: str = "mean",
     whole: Collection[str] = (),
     seed: int = 0,
-    problem: Problem | None = None,
-    engine: str | None = None,
     replayed: Problem | None = None,
     graphs: Graphs | None = None,
 ) -> DistributedModel:
@@ -71,13 +72,10 @@ def distribute(
         reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
         seed: Seed of dropout and other random ops.
-        problem: What the plan was made for; its times then decide the order in which a device runs what is ready, as the
-            simulator does. Without it the order is decided by the sizes of values.
-        engine: Name of an engine (see `execution.engines.ENGINES`); None takes the one that fits the plan best.
-        replayed: For the engine ``"replay"``: the problem whose times are slept, default `problem`.
+        replayed: The problem of the plan, or one with the same groups, whose op times are slept instead of computing.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
 
-    `problem`, `engine`, `replayed` and `graphs` are for placements; strategies do without.
+    `replayed` and `graphs` are for placements; strategies do without.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -92,10 +90,8 @@ def distribute(
         args, kwargs = micro_batch(plan, example_inputs)
         plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
     if plan.strategy is not None:
-        if engine not in (None, NATIVE) or replayed is not None:
-            raise InputError(
-                f"distribute: engine {show(engine or 'replay')} runs no strategies, torch's own parts do; leave it out"
-            )
+        if replayed is not None:
+            raise InputError("distribute: strategies are run by torch's own parts, which do not sleep; leave replayed= out")
         batching = Batching(1, share, frozenset(whole), reduction)
         return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
     if share != "global":
@@ -111,21 +107,44 @@ def distribute(
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_graph(first, ranks)
-    check_same_ops(first, planned_placements(plan))
-    chosen = choose_engine(model, plan, first, ranks, problem=problem, replayed=replayed, name=engine)
+    check_same_ops(first, plan)
+    placement = build_joint(first, plan, ranks.device)
+    own = own_tensors(model, placement.owners, first.constants, ranks.plan_device, ranks.device)
+    if replayed is not None and replayed.num_groups != len(plan.device_of_group):
+        raise InputError("distribute: replayed= has other groups than the plan; price the same groups for it")
 
     def traced(shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
         return trace(shape, args, kwargs, None if target is None and with_target else loss, target)
 
     def engine_for(graph: ForwardGraph) -> Engine:
+        placed = placement
         if graph is not first:
             check_same_graph(graph, ranks)
-        return chosen.engine_for(graph)
+            placed = build_joint(graph, plan, ranks.device, own.owners)
+        mine = own.holding(graph.constants, ranks.device)
+        return Engine(placed, ranks, mine) if replayed is None else ReplayEngine(placed, ranks, mine, graph, plan, replayed)
 
     batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
-    placed = PlacedModel(meta, chosen.own, ranks, batching, traced, engine_for, seed, report=chosen.name)
+    report = JOINT_GRAPH if replayed is None else REPLAY
+    placed = PlacedModel(meta, own, ranks, batching, traced, engine_for, seed, report)
     check_first_batches(placed, ranks, share)
     return placed
+
+
+def build_joint(
+    source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
+) -> JointPlacement:
+    """Traces the joint graph and puts it on the devices of a plan; nothing is allocated or run.
+
+    Args:
+        source: The forward of one micro-batch.
+        plan: Names its ops.
+        device: Where this process computes; only its kind matters.
+        owners: Holders of the tensors that are in place already. Default: chosen by the plan.
+    """
+    if device.type not in source.joint:
+        source.joint[device.type] = joint_graph(source, kind=device.type)
+    return place_joint_graph(source, source.joint[device.type], plan, owners)
 
 
 def _by_strategy(

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import Split, by_signature, check_inputs, split_batch
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, Recorder
-from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves, output_names
+from rlplace.runtime.distributed.execution.batches import Microbatch, Split, check_inputs, split_batch
+from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
+from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.stash import Stash
@@ -70,35 +71,32 @@ class PlacedModel(DistributedModel):
         check_inputs(arguments)
         losses, graph = [], None
         with Stash(self._own.parameters) as stash:
-            for _, numbers in by_signature(split):
-                graph, engine = self._engine(split.parts[numbers[0]], spec)
+            for part in split.parts:
+                graph, engine = self._engine(part, spec)
                 if graph.loss is None:
                     raise InputError(
                         "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
                         "the model with target=..., or evaluate under torch.no_grad()"
                     )
-                losses.append(engine.train([split.parts[n] for n in numbers], *self.random_state))
-                stash.take()
+                losses.append(engine.train(part.leaves, (*self.random_state, part.number)) * part.weight)
+                stash.take(part.weight)
         assert graph is not None  # no batch is without parts
-        loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-        return partial(_output_of, graph), loss, stash
+        return partial(_output_of, graph), torch.stack(losses).sum(), stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         arguments = self._arguments(args, kwargs, target)
         split, spec = self._split(arguments), pytree.tree_structure(arguments)
-        results: dict[int, list[Any]] = {}
-        graph = None
-        for _, numbers in by_signature(split):
-            graph, engine = self._engine(split.parts[numbers[0]], spec)
-            outputs = engine.evaluate([split.parts[n] for n in numbers])
+        results, graph = [], None
+        for part in split.parts:
+            graph, engine = self._engine(part, spec)
+            outputs = engine.evaluate(part.leaves)
             if len(self._ranks.replicas[0]) < self._ranks.world:  # processes outside of the plan want them, too
                 first = self._ranks.rank == self._ranks.replicas[0][0]
                 outputs = gather_outputs(outputs if first else None, 0, self._ranks.device)[0]
-            results.update(zip(numbers, outputs, strict=True))
+            results.append(outputs)
         assert graph is not None
-        order, mean = sorted(results), self.batching.reduction == "mean"
-        losses = {position for position, name in enumerate(output_names(graph)) if name == graph.loss}
-        joined = join_leaves([results[n] for n in order], [split.samples[n] for n in order], mean, losses)
+        losses = {i for i, name in enumerate(graph.outputs) if name == graph.loss} or {len(graph.outputs)}
+        joined = join_leaves(results, split.samples, self.batching.reduction == "mean", losses)
         # A loss function outside the model: what it returns.
         return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
 

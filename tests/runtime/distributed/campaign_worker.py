@@ -107,7 +107,7 @@ def serve_all(path):
     slow = None if problem is None else _slower(problem, SLEPT_S / problem.time_s[:, 0].sum())
     computed = open_service(model, problem, device, LiveOptions())
     replayed = open_service(model, problem, device, LiveOptions(replay=True), slept=slow)
-    chained = open_service(model, problem, device, LiveOptions(engine="stage_graph"))
+    chained = open_service(model, problem, device, LiveOptions())
     site = job_site(device, label="a test")
     own = own_target()
     if dist.get_rank() != 0:

@@ -10,10 +10,10 @@ from equal import build as make_model
 from equal import keywords, largest_difference, loss_of, parts_of
 
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.engines import build_joint
+from rlplace.runtime.distributed.distribute import build_joint
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.joint.engine import JointEngine
+from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.ranks import ranks_of
 from rlplace.runtime.distributed.state.tensors import own_tensors
 from rlplace.runtime.held import meta_copy
@@ -47,15 +47,15 @@ class Built:
     placement: object
 
 
-def build(name, world, *, microbatches=1, seed=0, train=True, plan=None, double=False, given=None, **fields):
+def build(name, world, *, seed=0, train=True, plan=None, double=False, given=None, **fields):
     model, inputs, loss = make_model(name, double, **(given or {}))
     model.train(train)
-    split = parts_of(inputs, microbatches)
+    split = parts_of(inputs, 1)
     leaves = split.parts[0].leaves
     meta = meta_copy(model)
     graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)
     if plan is None:
-        plan = plan_of(graph, *random_places(graph, world, seed), microbatches=microbatches, **fields)
+        plan = plan_of(graph, *random_places(graph, world, seed), **fields)
     placement = build_joint(graph, plan, torch.device("cpu"))
     return Built(model, inputs, loss, split, graph, plan, placement.joint, placement)
 
@@ -92,8 +92,7 @@ class Running(Job):
         self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
         placement, constants = self.built.placement, self.built.graph.constants
         self.own = own_tensors(self.built.model, placement.owners, constants, self.ranks.plan_device, self.ranks.device)
-        schedule = self.built.plan.schedule
-        self.engine = JointEngine(placement, self.ranks, self.own, schedule)
+        self.engine = Engine(placement, self.ranks, self.own)
 
 
 def plain_loss(running, model, part, step):
@@ -133,7 +132,8 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
             loss = loss + one.detach()
         if ours is not None:
             ours.zero_grad()
-        worst = max(worst, (relative(running.engine.train(running.parts, 7, step), loss), f"loss {step}"))
+        (part,) = running.parts
+        worst = max(worst, (relative(running.engine.train(part.leaves, (7, step, 0)), loss), f"loss {step}"))
         for name, parameter in own.parameters.items():
             assert (parameter.grad is None) == (parameters[name].grad is None), (step, name)
             if parameter.grad is not None:

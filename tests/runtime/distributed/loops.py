@@ -35,7 +35,7 @@ class Pair:
         worst: Largest differences so far, by what was compared, on this rank.
     """
 
-    def __init__(self, name, places, *, model=None, double=True, change=None, engine=None, **fields):
+    def __init__(self, name, places, *, model=None, double=True, change=None, **fields):
         """Distributes a model of `small_models`.
 
         Args:
@@ -44,7 +44,6 @@ class Pair:
             model: Module, inputs and loss to take instead.
             double: In double precision.
             change: Called with the model before anything else.
-            engine: Name of the engine.
             fields: Of the plan, or arguments of `plan_of`.
         """
         self.plain, self.inputs, self.loss = model or build(name, double)
@@ -57,7 +56,7 @@ class Pair:
         fields = {"deal": "chain", **fields}
         plan = plan_of(self.plain, self.inputs, places, loss=self.loss, graph=graph, **fields)
         model = copy.deepcopy(self.plain)
-        self.placed = distribute(model, plan, self.inputs, loss=self.loss, engine=engine, graphs=graphs)
+        self.placed = distribute(model, plan, self.inputs, loss=self.loss, graphs=graphs)
         self.worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0, "buffer": 0.0}
 
     def note(self, what, difference):

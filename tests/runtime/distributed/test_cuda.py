@@ -54,13 +54,12 @@ def compare(model, placed, inputs, loss, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("engine", ["stage_graph", "joint_graph"])
-def test_stages_on_one_gpu(job, name, dtype, engine):
+def test_stages_on_one_gpu(job, name, dtype):
     model, inputs, loss = on_gpu(name, dtype)
     own = name != "lstm"
     plan = plan_of(model, inputs, 1, loss=None if own else loss, stage_of_group=torch.arange(6).int().numpy())
     kept = copy.deepcopy(model)
-    placed = distribute(model, plan, inputs, loss=None if own else loss, device="cuda:0", engine=engine)
+    placed = distribute(model, plan, inputs, loss=None if own else loss, device="cuda:0")
     assert all(parameter.is_cuda for parameter in placed.parameters())
     compare(kept, placed, inputs, loss, dtype)
 

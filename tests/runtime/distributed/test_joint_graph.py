@@ -14,8 +14,10 @@ from torch import fx, nn
 import rlplace
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
-from rlplace.runtime.distributed.joint.assign import joint_order, place_joint_graph
+from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.graph import joint_graph
+from rlplace.runtime.distributed.joint.order import joint_order
+from rlplace.runtime.distributed.joint.program import joint_turns, results_of
 from rlplace.runtime.distributed.joint.views import base_of
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
@@ -153,24 +155,47 @@ def test_outputs_to_differentiate():
     assert trace(model, inputs, differentiate=())[1].gradients == {}
 
 
-def test_order_runs_producers_first_and_carries_buffers():
-    built = joint_worker.build("resnet", 3, microbatches=3)
-    placement = built.placement
-    order = joint_order(placement, placement.device_of, 3, "list")
-    position = {(task.node, task.microbatch): number for number, task in enumerate(order)}
-    assert len(position) == len(order)
-    made = {}
-    for (node, number), at in position.items():
-        for value in (node, *node.users):
-            if value is node or value.target.__name__ == "getitem":
-                made[value, number] = at
-    for (node, number), at in position.items():
-        for value in placement.reads[node]:
-            if value in placement.device_of:
-                assert made[value, number] < at
-    for name, node in placement.joint.writes.items():
-        readers = [n for n in placement.device_of if placement.joint.held[name] in placement.reads[n] and (n, 1) in position]
-        assert all(made[base_of(node), 0] < position[reader, 1] for reader in readers)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["t5", "awkward", "resnet"])
+def test_turns_follow_one_order_and_every_message_has_two_ends(name, training):
+    placement = joint_worker.build(name, 3, seed=2).placement
+    order = joint_order(placement, placement.device_of if training else placement.forward)
+    position = {value: number for number, node in enumerate(order) for value in results_of(node)}
+    assert len(set(order)) == len(order)
+    for node in order:
+        assert all(position[value] < position[results_of(node)[0]] for value in placement.reads[node] if value in position)
+    sent, needed, freed_anywhere = [], [], set()
+    for device in range(3):
+        turns = joint_turns(placement, device, training)
+        assert [turn.run for turn in turns if isinstance(turn.run, fx.Node)] == [
+            node for node in order if placement.device_of[node] == device
+        ]
+        posted = [m for turn in turns for m in turn.posts]
+        assert sorted(m.tag for m in posted) == sorted(m.tag for turn in turns for m in turn.needs)
+        assert all(m.destination == device for m in posted)
+        sent += [m for turn in turns for m in turn.sends]
+        needed += posted
+        assert all(m.source == device for turn in turns for m in turn.sends)
+        started, freed = set(), set()
+        for turn in turns:
+            if isinstance(turn.run, fx.Node):
+                assert not freed & {*results_of(turn.run), *placement.reads[turn.run]}
+            assert not freed & {m.value for m in turn.sends}
+            freed.update(turn.frees)
+            started.update(turn.posts)
+            assert started.issuperset(turn.needs)
+        freed_anywhere |= freed
+        # NCCL has no tags: both ends of a direction must issue its messages in one order.
+        for source in range(3):
+            tags = [m.tag for m in posted if m.source == source]
+            assert tags == sorted(tags)
+        assert [m.tag for turn in turns for m in turn.sends] == sorted(m.tag for turn in turns for m in turn.sends)
+    assert sorted(sent, key=lambda m: m.tag) == sorted(needed, key=lambda m: m.tag)
+    assert len({m.tag for m in sent}) == len(sent) > 0
+    kept = {base_of(node) for node in placement.joint.writes.values()}
+    if not training:
+        kept |= {base_of(item) for item in (*placement.joint.outputs, placement.joint.loss) if isinstance(item, fx.Node)}
+    assert set(position) - freed_anywhere == kept & set(position)
 
 
 def train(cases):
@@ -183,17 +208,17 @@ def train(cases):
 def left_over(running):
     """What a step leaves in memory: names of nodes whose values were not freed."""
     engine = running.engine
-    state = engine._run(running.parts, training=True, seed=0, step=0)
+    state = engine._run(running.parts[0].leaves, True, (0, 0, 0))
     joint = running.built.joint
     own = {joint.held[name] for name in (*running.own.parameters, *running.own.buffers) if name in joint.held}
     allowed = own | set(joint.inputs) | set(joint.writes.values())
-    return sorted({node.name for node, _ in state.values if node not in allowed}), len(state.pending), len(state.gradients)
+    return sorted({node.name for node in state.values if node not in allowed}), len(state.pending)
 
 
 def evaluated(name, world):
-    """Outputs of both micro-batches, and those of the plain model."""
-    running = joint_worker.Running(name, world, microbatches=2, seed=4, train=False)
-    found = running.engine.evaluate(running.parts)
+    """Outputs, and those of the plain model."""
+    running = joint_worker.Running(name, world, seed=4, train=False)
+    found = [running.engine.evaluate(running.parts[0].leaves)]
     model, inputs = running.reference()
     with torch.no_grad():
         plain = [model(**keywords(inputs, part.leaves)) for part in running.parts]
@@ -204,8 +229,8 @@ def distributed(world):
     """`rlplace.distribute` with such a plan: losses of three steps, then outputs in eval mode; and those of the plain model."""
     model, inputs, _ = build("bert")
     reference = copy.deepcopy(model)
-    graph = joint_worker.build("bert", world, microbatches=2).graph
-    plan = joint_worker.plan_of(graph, *joint_worker.random_places(graph, world, 6), microbatches=2)
+    graph = joint_worker.build("bert", world).graph
+    plan = joint_worker.plan_of(graph, *joint_worker.random_places(graph, world, 6))
     placed = rlplace.distribute(model, plan, inputs)
     losses = []
     optimizers = [joint_worker.optimizer_of("adamw", m.parameters()) for m in (placed, reference)]
@@ -228,7 +253,7 @@ def distributed(world):
 
 def bundle(world):
     """Several short checks in one start of processes."""
-    options = {"world": world, "microbatches": 2, "double": True}
+    options = {"world": world, "double": True}
     train([("gpt2", "adamw", {**options, "seed": 2, "given": {"dropout": 0.3}})])
     tied, written = joint_worker.Running("gpt2", seed=1, **options), joint_worker.Running("resnet", seed=3, **options)
     for running in (tied, written):
@@ -256,8 +281,8 @@ def results():
 
 @pytest.mark.slow
 def test_nothing_is_left_in_memory_after_a_step(results):
-    for (nodes, pending, gradients), *_ in results:
-        assert (nodes, pending, gradients) == ([], 0, 0)
+    for (nodes, pending), *_ in results:
+        assert (nodes, pending) == ([], 0)
 
 
 @pytest.mark.slow
@@ -294,24 +319,11 @@ def test_distribute_takes_the_engine_for_such_a_plan(results):
 
 @pytest.mark.slow
 def test_models_train_on_random_places():
-    """Models of the quick tests and of `test_schedules` left out; `test_joint_graph.py` has all graphs."""
     world, cases = 3, []
     for number, name in enumerate(["t5", "resnet", "mixtral", "lstm", "awkward", "dlrm"]):
-        options = {
-            "world": world,
-            "microbatches": 1 + number % 2,
-            "seed": 10 * world + number,
-            "double": name not in SINGLE_PRECISION,
-        }
+        options = {"world": world, "seed": 10 * world + number, "double": name not in SINGLE_PRECISION}
         cases.append((name, ["sgd", "adamw"][number % 2], options))
     launch.run(world, train, cases, timeout_s=200)
-
-
-@pytest.mark.slow
-def test_schedules():
-    options = {"world": 2, "microbatches": 2, "double": True}
-    cases = [("gpt2", "adamw", {**options, "schedule": "gpipe"}), ("vit", "sgd", {**options, "schedule": "1f1b"})]
-    launch.run(2, train, cases)
 
 
 def test_owners_are_where_the_weight_is_updated():

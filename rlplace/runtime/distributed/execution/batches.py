@@ -17,8 +17,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.engine import Microbatch
 from rlplace.runtime.distributed.ranks import Ranks, gather_objects, group_of
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """One pass over the model.
+
+    Attributes:
+        number: In the batch; names its random streams.
+        leaves: Flat inputs, see `flat_inputs`.
+        weight: Share of its mean loss in the loss of the step; the shares of all micro-batches add up to 1.
+    """
+
+    number: int
+    leaves: Sequence[Any]
+    weight: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +108,6 @@ def check_inputs(arguments: Any) -> None:
             "distribute: an input requires a gradient, and none flows out of a distributed model; detach it, or make what "
             "computes it a part of the model"
         )
-
-
-def by_signature(split: Split) -> list[tuple[int, Sequence[int]]]:
-    """Sample counts that occur, each with the numbers of its parts; the same on every rank."""
-    numbers_of: dict[int, list[int]] = {}
-    for number, samples in enumerate(split.samples):
-        numbers_of.setdefault(samples, []).append(number)
-    return list(numbers_of.items())
 
 
 CALLS = 2

@@ -10,16 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.ranks import gather_objects
-
-
-def output_names(graph: ForwardGraph) -> list[Any]:
-    """What `Engine.evaluate` returns per micro-batch: the flat outputs, then the loss where the model does not return it."""
-    names = [*graph.outputs]
-    if graph.loss is not None and graph.loss not in names:
-        names.append(graph.loss)
-    return names
 
 
 def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool, losses: Collection[int] = ()) -> list[Any]:

@@ -1,16 +1,15 @@
-"""The forward of a model as one graph that can be cut: what every engine for several processes starts from.
+"""The forward of a model as one graph, from which the joint graph is traced.
 
-It is the exported graph whose op names a plan uses, with four changes. Parameters, buffers and constants are placeholders, so
-that a process holds only those it needs. A loss function outside the model is a node of its own. Ops that write in place to a
-value nobody else reads any more are replaced by their out-of-place variants, since no cut may go through such a write.
-Random ops draw from streams of their own (`randomness`).
+It is the exported graph whose op names a plan uses, with three changes. Parameters, buffers and constants are placeholders, so
+that a process holds only those it needs. A loss function outside the model is a node of its own. Random ops draw from streams
+of their own (`randomness`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +22,6 @@ from rlplace.graph.export import export_training_graph, refuse_functions
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime import aliases
-from rlplace.runtime.distributed.graph.functional import replace_in_place_ops
 from rlplace.runtime.distributed.graph.layouts import Layout, trace_layouts
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
 from rlplace.runtime.held import first_names, hold_attributes
@@ -36,7 +34,8 @@ class ForwardGraph:
     """The forward and loss of a model for one signature of inputs.
 
     Attributes:
-        module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple.
+        module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
+            value of a loss function outside the model at its end.
         held: First names of the parameters, buffers and constants that the forward reads.
         inputs: Placeholder names of the flat user inputs: see `flat_inputs`.
         outputs: Per flat output the name of the node that makes it; other values stand for themselves.
@@ -47,6 +46,7 @@ class ForwardGraph:
         writes: Names of held tensors that the forward writes to, such as running statistics.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
         random_ops: Number of ops that draw random numbers.
+        joint: Its joint graphs by kind of device, where they were traced already.
     """
 
     module: fx.GraphModule
@@ -60,6 +60,7 @@ class ForwardGraph:
     writes: frozenset[str]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
+    joint: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def held_of_node(self) -> Mapping[str, str]:
@@ -89,7 +90,7 @@ def forward_graph(
     loss: Loss | None = None,
     target: Any = None,
 ) -> ForwardGraph:
-    """Exports the forward of a model in its present mode and makes it fit for cutting; nothing is allocated or run.
+    """Exports the forward of a model in its present mode; nothing is allocated or run.
 
     Args:
         model: Real or meta module. With grad enabled its loss is looked for.
@@ -100,7 +101,7 @@ def forward_graph(
         target: What `loss` gets besides; any nesting of tensors.
 
     Raises:
-        InputError: The model cannot be exported or cut, with the reason.
+        InputError: The model cannot be exported, with the reason.
     """
     mode = new_fake_mode()
     try:
@@ -122,14 +123,16 @@ def forward_graph(
     loss_node = _add_loss(graph, out_spec, loss, target)
     if loss is not None:
         ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
-    replace_in_place_ops(graph, ops)
     random_ops = seed_random_ops(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
+    output = next(node for node in graph.nodes if node.op == "output")
+    flat: Any = output.args[0]
+    if loss is not None:
+        output.args = ((*flat, loss_node),)  # type: ignore[arg-type]
     graph.lint()
     graph_module.recompile()
-    output = next(node for node in graph.nodes if node.op == "output")
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     parameters = dict(fake.named_parameters(remove_duplicate=False))
     buffers = dict(fake.named_buffers(remove_duplicate=False))
@@ -147,12 +150,11 @@ def forward_graph(
             constants[name] = value.detach()
         fakes.append(value)
     layout = trace_layouts(graph_module, mode, fakes, flat_inputs(args, kwargs, target))
-    flat = output.args[0]
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
         inputs=tuple(node.name for node in placeholders[len(held) :]),
-        outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),  # type: ignore[union-attr]
+        outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),
         out_spec=out_spec,
         loss=_scalar(loss_node, layout),
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},

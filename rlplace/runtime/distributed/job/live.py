@@ -33,15 +33,14 @@ class PlanService:
     ``torchrun --max-restarts N``, and the campaign goes on without that plan.
     """
 
-    def __init__(self, timer: PlanTimer, problem: Problem, *, engine: str | None = None) -> None:
+    def __init__(self, timer: PlanTimer, problem: Problem) -> None:
         """Every rank makes one.
 
         Args:
             timer: Times plans of the model.
             problem: What every plan to be timed is made for.
-            engine: Which engine runs the plans; None: the one that fits each best.
         """
-        self._timer, self._problem, self._engine = timer, problem, engine
+        self._timer, self._problem = timer, problem
 
     def __call__(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         """Times a plan; see `rlplace.measured.campaign.Timer`."""
@@ -66,7 +65,7 @@ class PlanService:
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         failure = ""
         try:
-            timed = self._timer(plan, self._problem, "", self._engine, over=race.over)
+            timed = self._timer(plan, self._problem, over=race.over)
         except InputError as error:
             failure = str(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -85,13 +84,11 @@ class LiveOptions:
     Attributes:
         optimizer: Name of the optimizer.
         replay: Sleep as long as ops are predicted to take instead of computing.
-        engine: Which engine runs the plans; None: the one that fits each best.
         warmup: Steps before timing.
     """
 
     optimizer: str = "adam"
     replay: bool = False
-    engine: str | None = None
     warmup: int = 1
 
 
@@ -121,7 +118,7 @@ def open_service(
         raise InputError("finetune: what is replayed has other ops or devices than the problem; price the same model for it")
     replay = {"replay": options.replay, "replayed": slept}
     timer = plan_timer(loaded, device, optimizer=options.optimizer, warmup=options.warmup, **replay)
-    return PlanService(timer, problem, engine=options.engine)
+    return PlanService(timer, problem)
 
 
 def job_site(device: torch.device, *, name: str = "", label: str = "") -> Site:

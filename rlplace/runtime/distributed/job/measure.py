@@ -19,10 +19,10 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.engine import Event, Recorder
-from rlplace.runtime.distributed.execution.replay import ReplayEngine, sleep_until
+from rlplace.runtime.distributed.execution.recorder import Event, Recorder
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
+from rlplace.runtime.distributed.joint.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
@@ -79,7 +79,6 @@ class PlanTimer:
         plan: PlacementPlan,
         problem: Problem | None,
         name: str = "",
-        engine: str | None = None,
         *,
         over: Callable[[Sequence[float]], bool] | None = None,
     ) -> Timed:
@@ -89,7 +88,6 @@ class PlanTimer:
             plan: A plan for the model.
             problem: What it was made for; needed for predictions and for replay.
             name: For people.
-            engine: As in `rlplace.distribute`.
             over: Called after every timed step with the seconds so far, which are the same on every process; no further step
                 is made once it says True. Default: after `repeats` steps.
 
@@ -111,9 +109,7 @@ class PlanTimer:
             self.inputs(samples),
             loss=self.loss,
             device=self.device,
-            problem=problem,
-            engine="replay" if self.replay else engine,
-            replayed=self.replayed,
+            replayed=(self.replayed or problem) if self.replay else None,
             graphs=self._graphs,
         )
         batch = self.inputs(samples * plan.microbatches)
@@ -170,9 +166,7 @@ class PlanTimer:
             parameter.grad = None
         dist.all_reduce(took, dist.ReduceOp.MAX)
         recorder.on = False
-        return float(took), [
-            Event(e.kind, e.start_s - start, e.end_s - start, e.segment, e.microbatch) for e in recorder.take()
-        ]
+        return float(took), [Event(e.kind, e.start_s - start, e.end_s - start) for e in recorder.take()]
 
     def _collect(
         self,
@@ -188,7 +182,7 @@ class PlanTimer:
         cuda = self.device.type == "cuda"
         own = {
             "host": socket.gethostname(),
-            "events": [(e.kind, e.start_s, e.end_s, e.segment, e.microbatch) for e in events[median]],
+            "events": [(e.kind, e.start_s, e.end_s) for e in events[median]],
             "peak": torch.cuda.max_memory_allocated(self.device) if cuda else None,
         }
         everybody = gather_objects(own)
@@ -197,14 +191,13 @@ class PlanTimer:
         for rank in sorted(rank for row in placed.ranks.replicas for rank in row):
             intervals = everybody[rank]["events"]
             total = {
-                kind: sum(end - start for k, start, end, _, _ in intervals if k == kind)
-                for kind in ("wait", "reduce", "update")
+                kind: sum(end - start for k, start, end in intervals if k == kind) for kind in ("wait", "reduce", "update")
             }
             places.append(
                 PlaceTiming(
                     rank=rank,
                     host=everybody[rank]["host"],
-                    busy_s=sum(end - start for k, start, end, _, _ in intervals if k in ("forward", "backward")),
+                    busy_s=sum(end - start for k, start, end in intervals if k in ("forward", "backward")),
                     wait_s=total["wait"],
                     reduce_s=total["reduce"],
                     update_s=total["update"],

@@ -55,17 +55,15 @@ def measured_events(timed: Timed) -> list[dict[str, Any]]:
         name = f"rank {rank} on {host_of[rank]}"
         events.append({"ph": "M", "name": "thread_name", "pid": _MEASURED, "tid": rank, "args": {"name": name}})
         for event in intervals:
-            what = event.kind if event.segment < 0 else f"{event.kind} {event.segment}"
             events.append(
                 {
                     "ph": "X",
-                    "name": what,
+                    "name": event.kind,
                     "cat": event.kind,
                     "pid": _MEASURED,
                     "tid": rank,
                     "ts": event.start_s * _MICROSECONDS,
                     "dur": event.seconds * _MICROSECONDS,
-                    "args": {"segment": event.segment, "microbatch": event.microbatch},
                 }
             )
     return events

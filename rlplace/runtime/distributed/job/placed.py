@@ -60,7 +60,7 @@ class Part:
         strategy = plan.strategy
         self.inputs, self.loss = loaded.example_inputs, loaded.loss
         self.model: DistributedModel = distribute(
-            loaded.module, plan, self.inputs, loss=self.loss, device=device, seed=options.seed, problem=problem
+            loaded.module, plan, self.inputs, loss=self.loss, device=device, seed=options.seed
         )
         self.optimizer = make(self.model.parameter_groups())  # frozen ones, too: they get no gradient and no update
         self.engine, self.device_number = self.model.report, self.model.ranks.plan_device

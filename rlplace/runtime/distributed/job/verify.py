@@ -18,12 +18,9 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import split_batch
-from rlplace.runtime.distributed.graph.assign import Placement, assign
-from rlplace.runtime.distributed.graph.cut import cut_graph
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.graph.segment import segment_module
-from rlplace.runtime.held import meta_copy
+from rlplace.runtime.held import meta_copy, rewrite_devices
 from rlplace.runtime.measure import loss_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -99,17 +96,15 @@ class Reference:
                 "hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or leave --verify out"
             )
         self.streams = True
-        one = {name: Placement(0, 0) for name in graph.op_of_node.values()}
-        cut = cut_graph(graph, assign(graph, one))
-        segment = cut.segments[0]
-        code = segment_module(cut, segment, self._device)
+        for node in graph.module.graph.nodes:
+            rewrite_devices(node, self._device)
+        graph.module.recompile()
         tensors = {**self.parameters, **dict(self.model.named_buffers()), **graph.constants}
-        held = [tensors[name].to(self._device) for name in segment.held]
-        where = segment.makes.index(str(graph.loss))
+        held = [tensors[name].to(self._device) for name in graph.held]
+        where = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else -1
 
         def run(call: Any) -> torch.Tensor:
-            leaves = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
-            loss: torch.Tensor = code(*held, *(leaves[number] for number in segment.inputs))[where]
+            loss: torch.Tensor = graph.module(*held, *pytree.tree_leaves((tuple(call[0]), dict(call[1]))))[where]
             return loss.reshape(())
 
         return run

@@ -1,184 +1,222 @@
-"""The joint-graph engine: forward and backward ops of a model, each on the process that the plan says.
+"""The engine of placements: forward and backward ops of a model, each on the process that the plan says.
 
-Every process computes the same order of all ops of all micro-batches and runs its own part of it. A value is sent once to each
-process that reads it, a parameter once per step from its owner. Gradients of parameters are collected where they are made and
-sent to the owner after the last micro-batch.
+Every process computes the same order of all ops and runs its own part of it. A value is sent once to each process that reads
+it, a parameter once per step from its owner. Gradients of parameters are sent to the owner when the last op has run.
 """
 
 from __future__ import annotations
 
-import contextlib
+import operator
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.engine import Engine, Microbatch, StepState
-from rlplace.runtime.distributed.execution.turns import Message, Turn
-from rlplace.runtime.distributed.graph.layouts import Layout
-from rlplace.runtime.distributed.graph.randomness import random_key, seeded
-from rlplace.runtime.distributed.joint.assign import JointPlacement, Task, forward_nodes, joint_order
+from rlplace.runtime.distributed.execution.recorder import Recorder
+from rlplace.runtime.distributed.execution.wire import Wire
+from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.program import BEGIN, FINISH, Part, calls_of, joint_turns, lay_out, layout_of, value_of
+from rlplace.runtime.distributed.joint.turns import Message, Turn
 from rlplace.runtime.distributed.joint.views import base_of
-from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.distributed.state.tensors import Own
-from rlplace.schedule import LIST
 
 
-class JointEngine(Engine):
-    """Runs the nodes of one device of the plan.
+@dataclass(eq=False)
+class StepState:
+    """What one step keeps between its turns."""
+
+    leaves: Sequence[Any]
+    wire: Wire
+    loss: torch.Tensor
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    gradients: dict[Part, torch.Tensor] = field(default_factory=dict)
+    pending: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs this process's turns of the steps of one plan, for one signature of inputs.
+
+    All processes of the plan call the same methods in the same order with the same inputs.
 
     Attributes:
         placement: The graph and where its nodes run.
+        ranks: Which process this is.
+        parameters: The parameters that this rank owns, by name: those that it updates.
+        buffers: Likewise buffers and constants.
+        recorder: Takes the intervals of a step, once it is switched on.
     """
 
-    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own, schedule: str = LIST) -> None:
+    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own) -> None:
         """Prepares a process; nothing is sent.
 
         Args:
             placement: What runs where.
             ranks: Which process this is.
             own: What this process holds, by ``placement.owners``.
-            schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         """
         joint = placement.joint
-        loss_dtype = None if joint.loss is None else joint.loss.meta["val"].dtype
-        super().__init__(ranks, own.holding(joint.constants, ranks.device), loss_dtype)
-        self.placement, self._schedule = placement, schedule
+        own = own.holding(joint.constants, ranks.device)
+        self.placement, self.ranks, self.parameters, self.buffers = placement, ranks, own.parameters, own.buffers
+        self.recorder = Recorder(ranks.device)
+        self._programs: dict[bool, Sequence[Turn]] = {}
         self._calls = calls_of(
-            [node for node, plan_device in placement.device_of.items() if plan_device == ranks.plan_device], ranks.device
+            [n for n, there in placement.device_of.items() if there == ranks.plan_device and n.target is not operator.getitem],
+            ranks.device,
         )
-        self._carried = {joint.held[name]: node for name, node in joint.writes.items()}
         self._gradients: dict[fx.Node, list[Part]] = {}
         for name, parts in joint.gradients.items():
             for part in parts:
                 self._gradients.setdefault(base_of(part), []).append(Part(name, part))
+        outputs = (base_of(item) for item in joint.outputs if isinstance(item, fx.Node))
+        self._shared = Counter(base_of(part) for parts in joint.gradients.values() for part in parts) + Counter(outputs)
 
-    def _run(self, microbatches: Sequence[Microbatch], training: bool, seed: int, step: int) -> StepState:
-        with torch.no_grad(), torch.autocast(self.ranks.device.type, enabled=False):  # casts are nodes of the graph
-            return super()._run(microbatches, training, seed, step)
+    def train(self, leaves: Sequence[Any], key: tuple[int, int, int]) -> torch.Tensor:
+        """Forward and backward.
 
-    def _turns(self, microbatches: int, training: bool, plan_device: int) -> list[Turn[Task | str]]:
+        Afterwards ``.grad`` of every own parameter holds the gradient of the loss (it is None on entry; it stays None for a
+        parameter without any gradient).
+
+        Args:
+            leaves: Flat inputs, see `flat_inputs`; the same on every rank.
+            key: Seed, step and micro-batch, which name the random streams.
+
+        Returns:
+            The loss, 0-d, detached, the same on every rank.
+        """
+        state = self._run(leaves, True, key)
+        dist.all_reduce(state.loss)
+        return state.loss
+
+    def evaluate(self, leaves: Sequence[Any]) -> list[Any]:
+        """Forward only, without gradients.
+
+        Returns:
+            The flat outputs of the model (its loss node last, when the graph has a loss function outside the model), on every
+            rank of the plan; nothing on the others.
+        """
+        state = self._run(leaves, False, (0, 0, 0))
+        if self.ranks.replica is None:
+            return []
         joint = self.placement.joint
-        nodes = set(self.placement.device_of) if training else forward_nodes(self.placement)
-        order = joint_order(self.placement, nodes, microbatches, self._schedule)
-        keep = {base_of(node) for node in joint.writes.values()}
-        if not training:
-            keep |= {base_of(node) for node in self._outputs() if isinstance(node, fx.Node)}
-        return joint_turns(self.placement, order, plan_device, training, keep)
+        outputs = [*joint.outputs]
+        if joint.loss is not None and not any(item is joint.loss for item in outputs):
+            outputs.append(joint.loss)
+        with torch.no_grad():
+            return [self._output(state, item) for item in outputs]
+
+    def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int, int]) -> StepState:
+        ranks, joint = self.ranks, self.placement.joint
+        double = joint.loss is not None and joint.loss.meta["val"].dtype == torch.float64
+        loss = torch.zeros((), device=ranks.device, dtype=torch.float64 if double else torch.float32)
+        state = StepState(leaves, Wire(ranks.rank, ranks.device), loss)
+        if ranks.plan_device is None:
+            return state
+        if training not in self._programs:
+            program = self._programs[training] = joint_turns(self.placement, ranks.plan_device, training)
+            messages = [m for turn in program for m in (*turn.posts, *turn.sends)]
+            state.wire.connect([(ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in messages])
+        # Casts of the caller's autocast are nodes of the graph.
+        with torch.no_grad(), torch.autocast(ranks.device.type, enabled=False), random_key(*key):
+            for turn in self._programs[training]:
+                self._turn(state, turn, training)
+            self.recorder.mark("wait")
+            state.wire.finish()
+            self.recorder.mark(None)
+        return state
+
+    def _turn(self, state: StepState, turn: Turn, training: bool) -> None:
+        ranks = self.ranks
+        for message in turn.posts:
+            source = ranks.rank_of(message.source)
+            state.pending[message] = state.wire.receive(layout_of(message.value), source, message.tag, message)
+        if turn.needs:
+            self.recorder.mark("wait")
+            for message in turn.needs:
+                work, value = state.pending.pop(message)
+                work.wait()
+                if isinstance(message.value, Part):
+                    state.gradients[message.value] = value
+                else:
+                    state.values[message.value] = lay_out(value, message.value)
+        if isinstance(turn.run, fx.Node):
+            self._node(state, turn.run, training)
+        elif turn.run == BEGIN:
+            self._begin(state)
+        elif turn.run == FINISH:
+            self._finish(state, training)
+        for message in turn.sends:
+            leaving = state.gradients.pop(message.value) if isinstance(message.value, Part) else state.values[message.value]
+            state.wire.send(leaving, layout_of(message.value), ranks.rank_of(message.destination), message.tag)
+        for gone in turn.frees:
+            state.values.pop(gone, None)
 
     def _begin(self, state: StepState) -> None:
         for name, node in self.placement.joint.held.items():
             tensor = self.parameters.get(name, self.buffers.get(name))
             if tensor is not None:
-                state.values[node, -1] = tensor.detach()
-        for number, part in enumerate(state.microbatches):
-            for placeholder, leaf in zip(self.placement.joint.inputs, part.leaves, strict=True):
-                if placeholder is not None:
-                    state.values[placeholder, number] = leaf.to(self.ranks.device, non_blocking=True)
+                state.values[node] = tensor.detach()
+        for placeholder, leaf in zip(self.placement.joint.inputs, state.leaves, strict=True):
+            if placeholder is not None:
+                state.values[placeholder] = leaf.to(self.ranks.device, non_blocking=True)
 
-    def _look_up(self, state: StepState, node: fx.Node, number: int) -> Any:
-        carried = self._carried.get(node)
-        if carried is not None and number > 0:
-            return state.values[carried, number - 1]
-        value = state.values.get((node, number))
-        return state.values[node, -1] if value is None else value
-
-    def _layout(self, value: fx.Node | Part) -> Layout:
-        return layout_of(value)
-
-    def _arrive(self, state: StepState, message: Message, value: torch.Tensor) -> None:
-        if isinstance(message.value, Part):
-            state.gradients[message.value] = value
-        else:
-            state.values[message.value, message.microbatch] = lay_out(value, message.value)
-
-    def _leaving(self, state: StepState, message: Message) -> torch.Tensor:
-        if isinstance(message.value, Part):
-            return state.gradients.pop(message.value)
-        value: torch.Tensor = state.values[message.value, message.microbatch]
-        return value
-
-    def _pass(self, state: StepState, run: Task | str, training: bool, seed: int, step: int) -> None:
-        if isinstance(run, Task):
-            self._node(state, run, training, seed, step)
-        elif run == BEGIN:
-            self._begin(state)
-        elif run == FINISH:
-            self._finish(state, training)
-
-    def _node(self, state: StepState, task: Task, training: bool, seed: int, step: int) -> None:
-        node, number = task
-        kind = "backward" if node.meta["backward"] else "forward"
-        with self.recorder.interval(kind, microbatch=number) if self.recorder.on else contextlib.nullcontext():
-            activity.doing("op {} (micro-batch {})", node, number)
-            if node.target is seeded:
-                with random_key(seed, step, state.microbatches[number].number):
-                    result = self._calls[node](lambda other: self._look_up(state, other, number))
-            else:
-                result = self._calls[node](lambda other: self._look_up(state, other, number))
+    def _node(self, state: StepState, node: fx.Node, training: bool) -> None:
+        self.recorder.mark("backward" if node.meta["backward"] else "forward")
+        activity.doing("op {}", node)
+        result = self._calls[node](state.values.__getitem__)
         if isinstance(result, torch.Tensor):
-            state.values[node, number] = result
-            self._collect(state, node, number, training)
+            state.values[node] = result
+            self._collect(state, node, training)
         else:
             for item in node.users:
-                state.values[item, number] = result[item.args[1]]
-                self._collect(state, item, number, training)
+                state.values[item] = result[item.args[1]]
+                self._collect(state, item, training)
 
-    def _collect(self, state: StepState, node: fx.Node, number: int, training: bool) -> None:
-        """Adds a loss or gradient that was just made to that of the step."""
-        joint = self.placement.joint
-        if not training:
-            return
-        weight = state.microbatches[number].weight
-        if joint.loss is not None and node is base_of(joint.loss):
-            state.loss += state.values[node, number].reshape(()) * weight
-        for name, part in self._gradients.get(node, ()):
-            value = value_of(part, lambda other: self._look_up(state, other, number))
-            key = Part(name, part)
-            if key in state.gradients:
-                state.gradients[key].add_(value, alpha=weight)
-            else:
-                state.gradients[key] = value * weight
+    def _collect(self, state: StepState, node: fx.Node, training: bool) -> None:
+        """Takes a loss or gradient that was just made to those of the step."""
+        loss = self.placement.joint.loss
+        if training and loss is not None and node is base_of(loss):
+            state.loss += state.values[node].reshape(())
+        for part in self._gradients.get(node, ()) if training else ():
+            value = value_of(part.node, state.values.__getitem__)
+            # Optimizers write to gradients: each has memory of its own.
+            state.gradients[part] = value.clone() if self._shared[node] > 1 else value
 
     def _finish(self, state: StepState, training: bool) -> None:
         """Adds up the parts of every own gradient; puts the new values of what the forward writes into the buffers."""
         joint, owners, plan_device = self.placement.joint, self.placement.owners, self.ranks.plan_device
         for name, parts in joint.gradients.items():
             if training and owners[name][0] == plan_device:
-                first, *others = (state.gradients.pop(Part(name, part)) for part in parts)
+                first, *others = (state.gradients[Part(name, part)] for part in parts)
                 for other in others:
                     first = first + other
                 self.parameters[name].grad = lay_out_like(first, self.parameters[name])
         for name, node in joint.writes.items():
             if plan_device in owners[name]:
-                self.buffers[name].copy_(state.values[node, len(state.microbatches) - 1])
+                self.buffers[name].copy_(state.values[node])
 
-    def _outputs(self) -> list[Any]:
-        joint = self.placement.joint
-        outputs = [*joint.outputs]
-        if joint.loss is not None and not any(item is joint.loss for item in outputs):
-            outputs.append(joint.loss)
-        return outputs
-
-    def _output(self, state: StepState, item: Any, microbatch: int) -> Any:
+    def _output(self, state: StepState, item: Any) -> Any:
+        """An output on every process of the plan."""
         if not isinstance(item, fx.Node):
             return item
-        base = base_of(item)
-        source = self._place_of(base)
-        if source is None:
-            return value_of(item, lambda node: self._look_up(state, node, microbatch))
-        found = self._everywhere(source, lambda: self._look_up(state, base, microbatch).contiguous(), layout_of(base))
-        return value_of(item, lambda node: lay_out(found, base))
-
-    def _place_of(self, base: fx.Node) -> int | None:
-        """Where a value is; None: everywhere."""
-        for name, node in self.placement.joint.held.items():
-            if node is base:
-                return self.placement.owners[name][0]
-        return self.placement.device_of.get(base)
+        base, joint, ranks = base_of(item), self.placement.joint, self.ranks
+        owner = next((name for name, node in joint.held.items() if node is base), None)
+        source = self.placement.device_of.get(base) if owner is None else self.placement.owners[owner][0]
+        if source is None:  # an input
+            return value_of(item, state.values.__getitem__)
+        row = ranks.replicas[0]
+        layout = layout_of(base)
+        found = state.values[base].contiguous() if source == ranks.plan_device else layout.empty(ranks.device)
+        if len(row) > 1:
+            dist.broadcast(found, row[source], group=group_of(row))
+        # What the model returns of its own tensors is a copy.
+        return value_of(item, lambda node: lay_out(found if owner is None else found.clone(), base))
 
 
 def lay_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime import streams
-from rlplace.runtime.distributed.joint.assign import JointPlacement, forward_nodes
+from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
 _aten = torch.ops.aten
@@ -57,7 +57,7 @@ def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> Two
         devices: One per device of the plan.
     """
     joint = placement.joint
-    early = forward_nodes(placement)
+    early = set(placement.forward)
     early |= {node for node in placement.device_of if node.target is operator.getitem and node.args[0] in early}
     first = [node for node in placement.device_of if node in early]
     second = [node for node in placement.device_of if node not in early]

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.execution.turns import Pass, Turn, Value, turns_of
 from rlplace.runtime.distributed.graph.layouts import Layout
-from rlplace.runtime.distributed.joint.assign import JointPlacement, Task
+from rlplace.runtime.distributed.joint.assign import JointPlacement
+from rlplace.runtime.distributed.joint.order import joint_order
+from rlplace.runtime.distributed.joint.turns import Pass, Turn, turns_of
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
-
-AHEAD = 32
-"""Receives are posted this many turns before their values are needed."""
-
 
 BEGIN, COLLECT, FINISH = "begin", "collect", "finish"
 """Turns beside those of nodes: held tensors are there; gradients are complete; everything of other processes has come."""
 
 
 class Part(NamedTuple):
-    """A part of the gradient of a parameter, collected over the micro-batches."""
+    """A part of the gradient of a parameter."""
 
     name: str
     node: fx.Node
 
     def __str__(self) -> str:
-        return self.name
+        return f"the gradient of {self.name}"
 
 
 def layout_of(value: fx.Node | Part) -> Layout:
@@ -39,54 +36,44 @@ def layout_of(value: fx.Node | Part) -> Layout:
     return Layout(tuple(like.shape), like.dtype, False)
 
 
-def joint_turns(
-    placement: JointPlacement, order: Sequence[Task], plan_device: int, training: bool, keep: Collection[fx.Node]
-) -> list[Turn[Task | str]]:
+def joint_turns(placement: JointPlacement, plan_device: int, training: bool) -> list[Turn]:
     """The part of one device of the plan; before the nodes and after them come turns that bring in and put away.
 
     Args:
         placement: Where everything runs.
-        order: All runs of the step, see `joint_order`.
         plan_device: The device of the plan that this process is.
-        training: Gradients are brought to the owners of their parameters.
-        keep: Values to keep to the end of the step.
+        training: Runs the backward, too, and brings gradients to the owners of their parameters; else outputs are kept.
     """
     joint, of, owners = placement.joint, placement.device_of, placement.owners
     held = {node: name for name, node in joint.held.items()}
-    written = {joint.held[name]: base_of(node) for name, node in joint.writes.items()}
     devices = range(1 + max([*of.values(), *(device for who in owners.values() for device in who)]))
+    keep = {base_of(node) for node in joint.writes.values()}
+    if not training:
+        keep |= {base_of(node) for node in (*joint.outputs, joint.loss) if isinstance(node, fx.Node)}
 
-    def read(node: fx.Node, number: int, here: int) -> Value | None:
-        if node in written and number > 0:
-            return Value(written[node], number - 1)
-        if node in held:
-            return None if here in owners[held[node]] else Value(node, -1)
-        return Value(node, number) if node in of else None  # inputs are everywhere
+    def reads(node: fx.Node) -> tuple[fx.Node, ...]:
+        """What may have to come from elsewhere; inputs are everywhere."""
+        here = of[node]
+        return tuple(n for n in placement.reads[node] if n in of or (n in held and here not in owners[held[n]]))
 
-    passes: list[Pass[Task | str]] = [
-        Pass(BEGIN, device, (), tuple(Value(node, -1) for node, name in held.items() if owners[name][0] == device))
-        for device in devices
+    passes = [
+        Pass(BEGIN, device, (), tuple(node for node, name in held.items() if owners[name][0] == device)) for device in devices
     ]
-    for task in order:
-        here = of[task.node]
-        reads = (read(node, task.microbatch, here) for node in placement.reads[task.node])
-        makes = tuple(Value(node, task.microbatch) for node in results_of(task.node))
-        passes.append(Pass(task, here, tuple(value for value in reads if value is not None), makes))
+    order = joint_order(placement, placement.device_of if training else placement.forward)
+    passes += [Pass(node, of[node], reads(node), tuple(results_of(node))) for node in order]
     parts = [Part(name, node) for name, nodes in joint.gradients.items() if training for node in nodes]
     moving = [part for part in parts if of[base_of(part.node)] != owners[part.name][0]]
-    last = max((task.microbatch for task in order), default=0)
     for device in devices:
-        collected = tuple(Value(part, -1, device) for part in moving if of[base_of(part.node)] == device)
-        passes.append(Pass(COLLECT, device, (), collected))
+        passes.append(Pass(COLLECT, device, (), tuple(part for part in moving if of[base_of(part.node)] == device)))
     for device in devices:
-        gradients = [Value(part, -1, of[base_of(part.node)]) for part in moving if owners[part.name][0] == device]
-        new = [Value(node, last) for name, node in joint.writes.items() if device in owners[name]]
+        gradients = [part for part in moving if owners[part.name][0] == device]
+        new = [node for name, node in joint.writes.items() if device in owners[name]]
         passes.append(Pass(FINISH, device, (*gradients, *new), ()))
 
-    def kept(value: Value) -> bool:
-        return value.of in keep or (value.of in held and plan_device in owners[held[value.of]])
+    def kept(value: Any) -> bool:
+        return isinstance(value, Part) or value in keep or (value in held and plan_device in owners[held[value]])
 
-    return turns_of(passes, plan_device, AHEAD, kept)
+    return turns_of(passes, plan_device, kept)
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:

@@ -39,12 +39,14 @@ class Stash:
             parameter.grad = self._before[name]
         self._before.clear()
 
-    def take(self) -> None:
-        """Moves the gradients out of the parameters and adds them to those that wait."""
+    def take(self, weight: float = 1.0) -> None:
+        """Moves the gradients, times `weight`, out of the parameters and adds them to those that wait."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
             gradient, parameter.grad = parameter.grad, None
+            if weight != 1.0:
+                gradient.mul_(weight)
             waiting = self._gradients.get(name)
             self._gradients[name] = gradient if waiting is None else waiting.add_(gradient)
 

@@ -1,0 +1,81 @@
+"""Steps that only wait: ops sleep as long as the priced problem says, while real tensors cross the real links.
+
+For clusters of more hosts than there are processors: what is measured is the network and the order, not the arithmetic.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import fx
+
+from rlplace.plan.device_map import plan_groups
+from rlplace.plan.plan import PlacementPlan
+from rlplace.problem import Problem
+from rlplace.problem.problem import FORWARD, UPDATE
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.joint.assign import JointPlacement
+from rlplace.runtime.distributed.joint.engine import Engine, StepState
+from rlplace.runtime.distributed.joint.program import results_of
+from rlplace.runtime.distributed.ranks import Ranks
+from rlplace.runtime.distributed.state.tensors import Own
+
+_WAKE_S = 1e-4  # a sleeping process wakes up about so late
+
+
+class ReplayEngine(Engine):
+    """The engine without arithmetic: values and gradients are of the right size and hold nothing."""
+
+    def __init__(
+        self, placement: JointPlacement, ranks: Ranks, own: Own, source: ForwardGraph, plan: PlacementPlan, slept: Problem
+    ) -> None:
+        """Prepares a process.
+
+        Args:
+            placement: What runs where.
+            ranks: Which process this is.
+            own: What this process holds.
+            source: The forward that was traced.
+            plan: The plan.
+            slept: A problem with the plan's groups; its times are slept, those of a group in equal parts by its nodes.
+        """
+        super().__init__(placement, ranks, own)
+        groups = plan_groups(plan)
+        number_of = {str(group.get("name", number)): number for number, (group, _) in enumerate(groups)}
+        group_of = {op: number for number, (group, _) in reversed([*enumerate(groups)]) for op in group.get("ops", ())}
+        total: dict[tuple[int, str], float] = {}
+        for op, group in enumerate(slept.op_group.tolist()):
+            phase = slept.op_phase[op]
+            key = group, "update" if phase == UPDATE else "forward" if phase == FORWARD else "backward"
+            total[key] = total.get(key, 0.0) + float(slept.time_s[op, groups[group][1]])
+        nodes: dict[tuple[int, str], list[fx.Node]] = {}
+        for node in self._calls:
+            op = source.op_of_node.get(node.meta["owner"])
+            if op in group_of:
+                group, kind = group_of[op], "backward" if node.meta["backward"] else "forward"
+                apart = number_of.get(f"{groups[group][0].get('name')}.backward", group)
+                nodes.setdefault((apart if node.meta["backward"] else group, kind), []).append(node)
+        self._seconds = {node: total.get(key, 0.0) / len(found) for key, found in nodes.items() for node in found}
+        here = [number for number, (_, device) in enumerate(groups) if device == ranks.plan_device]
+        self.update_s = sum(total.get((number, "update"), 0.0) for number in here)
+        self._free_s = 0.0
+
+    def _node(self, state: StepState, node: fx.Node, training: bool) -> None:
+        self.recorder.mark("backward" if node.meta["backward"] else "forward")
+        self._free_s = max(self._free_s, time.perf_counter() - _WAKE_S) + self._seconds.get(node, 0.0)
+        for item in results_of(node):
+            like = item.meta["val"]
+            state.values[item] = torch.empty(tuple(like.shape), dtype=like.dtype, device=self.ranks.device)
+            for part in self._gradients.get(item, ()) if training else ():
+                state.gradients[part] = torch.empty(tuple(part.node.meta["val"].shape), dtype=part.node.meta["val"].dtype)
+        sleep_until(self._free_s)
+
+
+def sleep_until(end_s: float) -> None:
+    """Sleeps to a moment of the monotonic clock; the last tenth of a millisecond is spent awake."""
+    left = end_s - time.perf_counter() - _WAKE_S
+    if left > 0:
+        time.sleep(left)
+    while time.perf_counter() < end_s:
+        pass

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
 from rlplace.plan.plan import PlacementPlan, require_placement
+from rlplace.runtime.distributed.graph.assign import planned_devices
 from rlplace.schedule import LIST
 
 
@@ -37,8 +38,7 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
             f"plan: it recomputes the activations of {len(plan.recompute)} segments, which apply does not; wrap those "
             "modules in torch.utils.checkpoint yourself and capture the model like that, or plan without recompute"
         )
-    if not any(group.get("ops") or group.get("modules") for group, _ in plan_groups(plan)):
-        raise InputError("plan: none of its groups names a module or op; plan again from the model")
+    planned_devices(plan)
 
 
 def backward_elsewhere(plan: PlacementPlan) -> str | None:
@@ -60,6 +60,8 @@ def check_model(model: nn.Module) -> None:
         raise InputError(f"apply: model is a {type(model).__name__}, not a torch.nn.Module")
     if "report" in vars(model) and type(vars(model)["report"]).__name__ == "ApplyReport":
         raise InputError("apply: this module already runs a plan; build it again and apply the other plan to that")
+    if "forward" in vars(model):
+        raise InputError("apply: the module's forward was replaced on the instance, and a plan would replace it again")
     if hasattr(model, "report"):
         raise InputError("apply: the module has an attribute 'report', which apply wants to set; rename it")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

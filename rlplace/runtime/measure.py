@@ -36,7 +36,6 @@ def step_timer(
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam,
     warmup: int = 2,
     repeats: int = 5,
-    level: str | None = None,
 ) -> Callable[[PlacementPlan], float]:
     """Makes a function that measures the step time of a plan.
 
@@ -48,7 +47,6 @@ def step_timer(
         optimizer: Called with the parameters.
         warmup: Steps before timing; the first ones allocate optimizer state.
         repeats: Timed steps.
-        level: As in `rlplace.apply`.
 
     Returns:
         Function from a plan to the median seconds of one step: forward, loss, backward, update. It lets
@@ -58,7 +56,7 @@ def step_timer(
         raise InputError("step_timer needs at least one warm-up step and one repeat")
 
     def measure(plan: PlacementPlan) -> float:
-        placed = apply(build(), plan, devices, example_inputs=example_inputs, level=level)
+        placed = apply(build(), plan, devices, example_inputs=example_inputs)
         trainable = optimizer([p for p in placed.parameters() if p.requires_grad])
         samples = []
         for step in range(warmup + repeats):

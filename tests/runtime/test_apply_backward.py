@@ -42,7 +42,6 @@ def build(name, devices, sim, seed=0, double=True):
 @pytest.mark.parametrize("name", ["gpt2", "awkward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "lstm"))])
 def test_random_devices_train_like_the_plain_model(sim, name):
     placed, reference, inputs, loss_of = build(name, 3, sim)
-    assert placed.report.level == "op" and placed.report.ops_moved == 0
     equality.train_both(placed, reference, inputs, loss_of, equality.adam)
     placed.eval(), reference.eval()
     with torch.no_grad():
@@ -139,7 +138,6 @@ def test_a_bipartition_plan_runs(sim):
             copy.deepcopy(reference), PlacementPlan(plan.problem, "test", 0, devices, groups=plan.groups, source=plan.source),
             sim(2), example_inputs=inputs,
         )  # fmt: skip
-        assert placed.report.level == "op"
         equality.assert_same_step(placed, copy.deepcopy(reference), inputs, loss_of)
 
 
@@ -238,11 +236,13 @@ def test_copies_start_where_their_values_are_made(sim):
     names = equality.op_names(net, ((x,), {}))
     places = {"body.0/linear": 0, "body.1/relu": 0, "body.2/linear_1": 0, "body.3/linear_2": 0, "/add": 1, "add": 1}
     apply(net, equality.plan_for(names, [places[name] for name in names]), sim(2), example_inputs=(x,))
-    nodes = list(net.forward.first.module.graph.nodes)
-    order = [node.name for node in nodes]
-    starts = [node for node in nodes if node.target is streams.start_copy and node.args[0].name == "relu"]
+    (graph,) = net.forward._graphs.values()
+    (parts,) = graph._parts.values()
+    nodes = list(parts.forward.graph.nodes)
+    relu, last = (next(n for n in nodes if n.target is op) for op in (torch.ops.aten.relu.default, torch.ops.aten.add.Tensor))
+    starts = [node for node in nodes if node.target is streams.start_copy and node.args[0] is relu]
     assert len(starts) == 1
     finish = next(iter(starts[0].users))
     assert finish.target is streams.finish
-    assert order.index("relu") + 1 == order.index(starts[0].name) < order.index("linear_1")
-    assert order.index("linear_2") < order.index(finish.name) < order.index("add")
+    products = [number for number, node in enumerate(nodes) if node.target is torch.ops.aten.addmm.default]
+    assert nodes.index(relu) + 1 == nodes.index(starts[0]) < products[1] < products[2] < nodes.index(finish) < nodes.index(last)

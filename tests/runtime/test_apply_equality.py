@@ -44,31 +44,25 @@ def build(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        *(pytest.param(name, "op", marks=[pytest.mark.slow] * (name not in QUICK)) for name in small_models.MODELS),
-        *((name, "module") for name in QUICK),
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in small_models.MODELS]
 )
-def test_random_plan_on_four_devices_trains_with_adam(sim, name, level):
+def test_random_plan_on_four_devices_trains_with_adam(sim, name):
     model, reference, inputs, loss_of = build(name)
     plan = equality.random_plan(op_names(name), 4, seed=1)
-    placed = apply(model, plan, sim(4), example_inputs=inputs, level=level)
+    placed = apply(model, plan, sim(4), example_inputs=inputs)
     assert placed is model
-    assert placed.report.level == level
     equality.train_both(placed, reference, inputs, loss_of, equality.adam)
     assert len({copy.source for copy in sim_device.copies if copy.source != "cpu"}) >= 2
 
 
-@pytest.mark.parametrize("level", ["op", "module"])
 @pytest.mark.parametrize("name", ["gpt2", "inception", "awkward"])
-def test_contiguous_plan_on_two_devices_trains_with_sgd(sim, name, level):
+def test_contiguous_plan_on_two_devices_trains_with_sgd(sim, name):
     model, reference, inputs, loss_of = build(name)
     # In double precision: what rounding does to the sum of a tensor's gradients depends on the order of copies.
     model, reference = model.double(), reference.double()
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     plan = equality.contiguous_plan(op_names(name), 2)
-    placed = apply(model, plan, sim(2), example_inputs=inputs, level=level)
+    placed = apply(model, plan, sim(2), example_inputs=inputs)
     equality.train_both(placed, reference, inputs, loss_of, equality.sgd)
 
 
@@ -81,21 +75,10 @@ class Net(nn.Module):
         return self.last(Triple.apply(self.first(x))).sum()
 
 
-def test_functions_with_their_own_backward_keep_it(sim):
+def test_functions_with_their_own_backward_are_refused(sim):
     torch.manual_seed(0)
     model, inputs = Net(), {"x": torch.randn(3, 4)}
-    reference = copy.deepcopy(model)
     plan = equality.random_plan(equality.op_names(model, inputs), 2, seed=0)
-    with pytest.raises(InputError, match="Triple, whose own backward an exported graph would lose"):
-        apply(copy.deepcopy(model), plan, sim(2), example_inputs=inputs, level="op")
-    placed = apply(model, plan, sim(2), example_inputs=inputs)
-    assert placed.report.level == "module" and "own backward" in placed.report.why_not_op
-    equality.assert_same_step(placed, reference, inputs, lambda loss: loss)
-    assert float(Triple.apply(torch.ones(1))) == 2.0
-
-
-def test_distributed_runs_refuse_them():
-    from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-
-    with pytest.raises(InputError, match=r"Triple, whose own backward an exported graph would lose.*level='module'"):
-        forward_graph(Net(), (torch.randn(3, 4),), {})
+    with pytest.raises(InputError, match=r"Triple, whose own backward an exported graph would lose.*plan a strategy"):
+        apply(model, plan, sim(2), example_inputs=inputs)
+    assert "forward" not in vars(model) and float(Triple.apply(torch.ones(1))) == 2.0

@@ -18,6 +18,9 @@ def tiny():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
+EXAMPLE = (torch.ones(3, 4),)
+
+
 def plan_of(model, devices=(0, 0, 0), **fields):
     names = equality.op_names(model, ((torch.randn(3, 4),), {}))
     return dataclasses.replace(equality.plan_for(names, devices), **fields)
@@ -31,7 +34,7 @@ def plan_of(model, devices=(0, 0, 0), **fields):
         ({"replicas": [[0], [1]]}, "2 replicas"),
         ({"recompute": [[0], [2]]}, "recomputes the activations of 2 segments, which apply does not"),
         ({"groups": None}, "made from a problem file"),
-        ({"groups": [{"name": "g"}] * 3}, "none of its groups names a module"),
+        ({"groups": [{"name": "g"}] * 3}, "its groups name no ops"),
         ({"groups": [{"name": "g", "modules": ["0"], "ops": []}]}, "1 groups, but device_of_group has 3"),
     ],
 )
@@ -45,7 +48,7 @@ def test_plans_that_do_not_run_in_one_process(fields, message):
 
 def test_one_replica_in_another_order_is_fine():
     model = tiny()
-    assert apply(model, plan_of(model, replicas=[[1, 0]]), ["cpu"]).report.level == "module"
+    assert apply(model, plan_of(model, replicas=[[1, 0]]), ["cpu"], example_inputs=EXAMPLE).report.ops == 3
 
 
 def test_plan_for_another_model():
@@ -55,14 +58,11 @@ def test_plan_for_another_model():
 
 
 def test_op_of_the_plan_that_the_graph_lacks():
-    model, x = tiny(), torch.randn(3, 4)
-    names = ["0/linear", "1/relu", "2/linear_7"]
-    plan = equality.plan_for(names, [0, 0, 0])
-    with pytest.raises(InputError, match=r"cannot run at op level.*'2/linear_7'"):
-        apply(model, plan, ["cpu"], example_inputs=(x,), level="op")
-    placed = apply(model, plan, ["cpu"], example_inputs=(x,))
-    assert placed.report.level == "module"
-    assert "'2/linear_7'" in placed.report.why_not_op
+    model = tiny()
+    plan = equality.plan_for(["0/linear", "1/relu", "2/linear_7"], [0, 0, 0])
+    with pytest.raises(InputError, match=r"another model.*'2/linear_7'"):
+        apply(model, plan, ["cpu"], example_inputs=EXAMPLE)
+    assert "forward" not in vars(model)
 
 
 def test_an_op_on_two_devices():
@@ -104,7 +104,7 @@ def test_weights_that_do_not_exist():
 def test_placing_twice_and_attribute_in_the_way():
     model = tiny()
     plan = plan_of(model)
-    apply(model, plan, ["cpu"])
+    apply(model, plan, ["cpu"], example_inputs=EXAMPLE)
     with pytest.raises(InputError, match="already runs a plan"):
         apply(model, plan, ["cpu"])
     other = tiny()
@@ -116,10 +116,8 @@ def test_placing_twice_and_attribute_in_the_way():
 def test_arguments():
     model = tiny()
     plan = plan_of(model)
-    with pytest.raises(InputError, match="must be 'op', 'module' or None"):
-        apply(model, plan, ["cpu"], level="ops")
-    with pytest.raises(InputError, match="no example_inputs"):
-        apply(model, plan, ["cpu"], level="op")
+    with pytest.raises(InputError, match="does not say what the inputs of its model look like"):
+        apply(model, plan, ["cpu"])
     with pytest.raises(InputError, match="example_inputs is a int"):
         apply(model, plan, ["cpu"], example_inputs=3)
     with pytest.raises(InputError, match="not a PlacementPlan"):
@@ -139,15 +137,12 @@ class Branches(nn.Module):
         return self.a(x) if x.sum().item() > 0 else self.b(x)
 
 
-def test_a_forward_that_depends_on_values_runs_at_module_level(sim):
+def test_a_forward_that_depends_on_values_is_refused():
     model, x = Branches(), torch.ones(2, 4)
-    expected = model(x).detach(), model(-x).detach()
     plan = equality.plan_for(["a/linear", "b/linear"], np.array([0, 1]))
-    placed = apply(model, plan, sim(2), example_inputs=(x,))
-    assert placed.report.level == "module"
-    assert "torch.export fails" in placed.report.why_not_op
-    torch.testing.assert_close(equality.on_cpu(placed(x)), expected[0])
-    torch.testing.assert_close(equality.on_cpu(placed(-x)), expected[1])
+    with pytest.raises(InputError, match=r"torch.export fails on Branches .*plan a strategy"):
+        apply(model, plan, ["cpu", "cpu"], example_inputs=(x,))
+    assert "forward" not in vars(model) and not hasattr(model, "report")
 
 
 class Rows(nn.Module):
@@ -161,30 +156,14 @@ class Rows(nn.Module):
         return self.b(torch.vmap(lambda row: self.a(row).tanh())(x))
 
 
-def test_a_forward_with_vmap_runs_at_module_level(sim):
+def test_a_forward_with_vmap_is_refused():
     model, x = Rows(), torch.randn(2, 4)
-    expected = model(x).detach()
     graph = rlplace.capture(model, (x,), loss=torch.sum)
     assert graph.capture["method"] == "dispatch"
     problem = rlplace.price(graph, "a100-80g:2")
     module_of = np.array([name.startswith("b") for name in problem.group_names], dtype=np.int32)
-    placed = apply(model, make_plan(problem, module_of, planner="test"), sim(2), example_inputs=(x,))
-    assert placed.report.level == "module" and "torch.vmap" in placed.report.why_not_op
-    torch.testing.assert_close(equality.on_cpu(placed(x)), expected)
-
-
-def test_a_backward_that_runs_elsewhere_takes_the_op_level():
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    example = torch.zeros(2, 4)
-    problem = rlplace.split_backward(rlplace.price(rlplace.capture(net, example, loss=torch.sum), "l4:2", groups=3))
-    apart = make_plan(problem, [int(name.endswith(".backward")) for name in problem.group_names], planner="mine")
-    before = set(vars(net))
-    for options, reason in [({}, "no example_inputs"), ({"example_inputs": (example,), "level": "module"}, "was asked for")]:
-        with pytest.raises(InputError, match=f"runs elsewhere than its forward, which takes the op level, but .*{reason}"):
-            rlplace.apply(net, apart, ["cpu", "cpu"], **options)
-    assert set(vars(net)) == before
-    together = make_plan(problem, [1] * problem.num_groups, planner="mine")
-    assert rlplace.apply(net, together, ["cpu", "cpu"], example_inputs=(example,)).report.level == "op"
+    with pytest.raises(InputError, match=r"torch\.vmap"):
+        apply(model, make_plan(problem, module_of, planner="test"), ["cpu", "cpu"], example_inputs=(x,))
 
 
 @pytest.mark.parametrize("devices", [None, 5, "cpu", torch.device("cpu")])

@@ -18,7 +18,7 @@ from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
-from rlplace.runtime.distributed.graph.assign import check_same_ops
+from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_devices
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
 from rlplace.runtime.distributed.graph.same_graph import check_same_graph
@@ -107,7 +107,7 @@ def distribute(
     trace = graphs or Graphs()
     first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
     check_same_graph(first, ranks)
-    check_same_ops(first, plan)
+    check_same_ops(first, planned_devices(plan))
     placement = build_joint(first, plan, ranks.device)
     own = own_tensors(model, placement.owners, first.constants, ranks.plan_device, ranks.device)
     if replayed is not None and replayed.num_groups != len(plan.device_of_group):

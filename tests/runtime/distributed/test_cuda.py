@@ -71,7 +71,7 @@ def test_one_process_with_copies_between_the_host_and_the_gpu(name, dtype):
     model, inputs, loss = on_gpu(name, dtype)
     plan = plan_of(model, inputs, 2, deal="chain")
     kept = copy.deepcopy(model)
-    placed = apply(model, plan, ["cuda:0", "cpu"], example_inputs=inputs, level="op")
+    placed = apply(model, plan, ["cuda:0", "cpu"], example_inputs=inputs)
     reference = loss(kept(**inputs))
     found = loss(placed(**inputs))
     assert abs(float(found) - float(reference)) < 2 * TOLERANCE[dtype] * max(1.0, abs(float(reference)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rlplace.errors import InputError
 from rlplace.plan.device_map import LOSS_OP, path_prefixes, plan_groups
@@ -37,13 +37,17 @@ def backward_devices(plan: PlacementPlan) -> dict[str, int]:
     return devices
 
 
-def check_same_ops(graph: ForwardGraph, plan: PlacementPlan) -> None:
+def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
     """Refuses a plan that was made for another graph than that of the example inputs.
+
+    Args:
+        graph: The graph.
+        named: The ops that the plan places.
 
     Raises:
         InputError: Naming the first op that one of them lacks.
     """
-    exported, named = set(graph.op_of_node.values()), set(planned_devices(plan))
+    exported, named = set(graph.op_of_node.values()), set(named)
     if named - exported == {LOSS_OP}:
         raise InputError("plan: it places a loss function outside the model; give distribute(..., loss=fn, example_target=...)")
     if exported - {LOSS_OP} == named - {LOSS_OP}:  # a loss function that was not planned goes where the output is
@@ -52,7 +56,7 @@ def check_same_ops(graph: ForwardGraph, plan: PlacementPlan) -> None:
     example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"
     raise InputError(
         f"plan: it is for another model: the graph of this one is not the one that was planned ({example}; {len(strange)} and "
-        f"{len(missing)} such ops); give the model, its mode and inputs as they were captured"
+        f"{len(missing)} such ops); give the model, its mode and inputs as they were captured, with method='export'"
     )
 
 

@@ -113,8 +113,8 @@ def forward_graph(
     except Exception as error:  # export runs the model's own code, which may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
         raise InputError(
-            f"distribute: torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; "
-            "plans of models that cannot be exported run in one process, by modules: rlplace.apply(..., level='module')"
+            f"torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; a placement of ops "
+            "needs a model that exports: plan a strategy (rlplace.place(model, batch=...)), which runs the model's own modules"
         ) from error
     graph_module, copied, held = hold_attributes(traced.module, first_names(model))
     graph = graph_module.graph
@@ -176,12 +176,16 @@ class Graphs:
     ) -> ForwardGraph:
         """See `forward_graph`."""
         modes = tuple(module.training for module in model.modules())
-        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         spec = pytree.tree_structure((args, dict(kwargs), target))
-        key = (input_signature(flat_inputs(args, kwargs, target)), str(spec), modes, *autocast, loss)
+        key = (input_signature(flat_inputs(args, kwargs, target)), str(spec), modes, autocast_state(), loss)
         if key not in self._made:
             self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
         return self._made[key]
+
+
+def autocast_state() -> Hashable:
+    """What autocast does where this is called."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def input_signature(leaves: Sequence[Any], *, strides: bool = False) -> Hashable:
@@ -201,10 +205,7 @@ def input_signature(leaves: Sequence[Any], *, strides: bool = False) -> Hashable
         elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
             described.append((type(leaf), leaf))
         else:
-            raise InputError(
-                f"a model that runs a plan cannot take a {type(leaf).__name__} as input; give tensors and numbers "
-                "(rlplace.apply with level='module' takes anything)"
-            )
+            raise InputError(f"a model that runs a plan cannot take a {type(leaf).__name__} as input; give tensors and numbers")
     return tuple(described)
 
 

@@ -168,7 +168,7 @@ class Engine:
 
     def _node(self, state: StepState, node: fx.Node, training: bool) -> None:
         self.recorder.mark("backward" if node.meta["backward"] else "forward")
-        activity.doing("op {}", node)
+        activity.doing("the op {}", node)
         result = self._calls[node](state.values.__getitem__)
         if isinstance(result, torch.Tensor):
             state.values[node] = result
@@ -190,13 +190,18 @@ class Engine:
 
     def _finish(self, state: StepState, training: bool) -> None:
         """Adds up the parts of every own gradient; puts the new values of what the forward writes into the buffers."""
+        activity.doing("the gradients of its parameters")
         joint, owners, plan_device = self.placement.joint, self.placement.owners, self.ranks.plan_device
         for name, parts in joint.gradients.items():
             if training and owners[name][0] == plan_device:
                 first, *others = (state.gradients[Part(name, part)] for part in parts)
                 for other in others:
                     first = first + other
-                self.parameters[name].grad = lay_out_like(first, self.parameters[name])
+                parameter = self.parameters[name]
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    torch.autograd.backward([parameter], [first])  # calls them
+                else:
+                    parameter.grad = lay_out_like(first, parameter)
         for name, node in joint.writes.items():
             if plan_device in owners[name]:
                 self.buffers[name].copy_(state.values[node])

@@ -1,29 +1,40 @@
-"""The forward of a module in one process whose backward ops run on the devices that a plan gives them."""
+"""The forward of a module in one process whose ops, forward and backward, run on the devices that a plan gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
-from rlplace.errors import InputError
+from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs, forward_graph
+from rlplace.runtime.distributed.graph.assign import check_same_ops
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, autocast_state, forward_graph, input_signature
 from rlplace.runtime.distributed.graph.randomness import current_key, random_key
 from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.one_process import TwoParts, two_parts
-from rlplace.runtime.op_level import CannotRunError, OpLevelForward, Runnable, without_placed_forward
-from rlplace.runtime.place_graph import PlacedGraph
+from rlplace.runtime.held import first_names
+
+Key = tuple[int, int, int]
 
 
-class JointForward(OpLevelForward):
-    """Like `OpLevelForward`, with a joint graph: ``loss.backward()`` runs its backward part.
+class PlacedForward:
+    """The forward of a module whose ops run on the devices of a plan; ``loss.backward()`` runs the backward ops.
 
-    The ops run in the order of the graph, parameters are where their backward is planned.
+    A graph is traced for one signature: the shapes and structure of the inputs, which submodules are in training mode, and
+    autocast. A new signature (a smaller last batch, ``eval()``) is traced when it first comes, on fake tensors, and kept. All
+    graphs read the same parameters and buffers, which stay in the module.
+
+    Attributes:
+        owners: Device of the plan by first name, for every parameter and buffer that a graph reads.
+        copies: Copies between devices in the forward of the example inputs.
     """
 
     def __init__(
@@ -31,140 +42,144 @@ class JointForward(OpLevelForward):
         model: nn.Module,
         plan: PlacementPlan,
         devices: Sequence[torch.device],
-        device_of_op: Mapping[str, int],
-        device_of_module: Mapping[str, torch.device],
-        inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
-        self._plan = plan
-        self._owners: dict[str, tuple[int, ...]] = {}
-        super().__init__(model, devices, device_of_op, device_of_module, inputs)
+        """Traces the forward for example inputs.
 
-    def fix_in_place(self, device_of: Mapping[str, torch.device]) -> None:
-        """Tells where parameters and buffers now are."""
-        super().fix_in_place(device_of)
-        for name, device in device_of.items():
-            self._owners.setdefault(name, (list(self._devices).index(device),))
+        Raises:
+            InputError: It cannot be exported, or is not what was planned.
+        """
+        self.__signature__ = inspect.signature(model.forward)
+        self._model, self._plan, self._devices = model, plan, devices
+        self._holder = _holders(model)
+        self._modules = list(model.modules())
+        self._graphs: dict[Hashable, PlacedGraph] = {}
+        self.owners: dict[str, int] = {}
+        source = self._trace(args, kwargs)
+        check_same_ops(source, set(device_of_op(plan)))
+        key, leaves = self._signature(args, kwargs)
+        first = self._graphs[key] = PlacedGraph(self, source)
+        self.copies = first.parts([*first.held(), *leaves], first.guess).copies
 
-    def _prepare_first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runnable:
-        runnable = self._prepare(args, kwargs, check=True)
-        self.ops_moved = 0
-        return runnable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key, leaves = self._signature(args, kwargs)
+        if key not in self._graphs:
+            self._graphs[key] = PlacedGraph(self, self._trace(args, kwargs))
+        graph = self._graphs[key]
+        return pytree.tree_unflatten(graph(leaves), graph.source.out_spec)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, check: bool = False) -> Runnable:
-        try:
-            with without_placed_forward(self._model):
-                source = forward_graph(self._model, args, kwargs)
-        except InputError as error:
-            raise CannotRunError(str(error)) from error
-        if check:
-            self._check_plan_matches(source.op_of_node.values())
-        held = [self._example(name, source) for name in source.held]
+    def _signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any]]:
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        modes = tuple(module.training for module in self._modules)
+        return (input_signature(leaves, strides=True), str(spec), modes, autocast_state()), leaves
+
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardGraph:
+        with _without_placed_forward(self._model):
+            return forward_graph(self._model, args, kwargs)
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer."""
+        tensors, key = self._holder[name]
+        return tensors[key]
+
+    def make_parts(
+        self, source: ForwardGraph, held: Mapping[str, torch.Tensor], leaves: Sequence[Any], outputs: tuple[int, ...]
+    ) -> TwoParts:
+        """Traces and places the joint graph for parameters and buffers, flat inputs and the outputs to differentiate."""
         kind = next((device.type for device in self._devices if device.type != "cpu"), "cpu")
-
-        def make(held: Sequence[torch.Tensor], leaves: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
-            named = dict(zip(source.held, held, strict=True))
-            joint = joint_graph(source, named, leaves, differentiate=outputs, kind=kind)
-            if joint.constants:
-                raise InputError(
-                    "op level: the forward makes tensors that tracing cannot follow; plan the problem that is not split"
-                )
-            placement = place_joint_graph(source, joint, self._plan, self._owners)
-            for name, owner in placement.owners.items():
-                self._owners.setdefault(name, owner)
-            return two_parts(placement, self._devices)
-
-        loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
-        every = tuple(i for i, name in enumerate(source.outputs) if name in source.layout and source.layout[name].requires_grad)
-        module = JointModule(make, len(held), every if loss is None else (loss,))
-        leaves = flat_inputs(args, kwargs)
-        parts = module.parts([*held, *leaves], module.guess)
-        placed = PlacedGraph(
-            module=module,
-            held=source.held,
-            device_of_held={name: self._devices[self._owners[name][0]] for name in source.held},
-            device_of_node={},
-            copies=parts.copies,
-        )
-        constants = {name: value.to(placed.device_of_held[name]) for name, value in source.constants.items()}
-        return Runnable(placed, constants, source.out_spec)
-
-    def _example(self, name: str, source: ForwardGraph) -> torch.Tensor:
-        holder = self._holder.get(name)
-        return source.constants[name] if holder is None else holder[0][holder[1]]
+        joint = joint_graph(source, {**held, **source.constants}, leaves, differentiate=outputs, kind=kind)
+        placement = place_joint_graph(source, joint, self._plan, {name: (at,) for name, at in self.owners.items()})
+        for name, owner in placement.owners.items():
+            if name in self._holder:
+                self.owners.setdefault(name, owner[0])
+        return two_parts(placement, self._devices, {**source.constants, **joint.constants})
 
 
-Flags = tuple[bool, ...]
-MakeParts = Callable[[Sequence[torch.Tensor], Sequence[Any], tuple[int, ...]], TwoParts]
-
-
-class JointModule:
-    """Called with held tensors and flat inputs like the graph of a forward; returns the flat outputs.
+class PlacedGraph:
+    """The graphs of one signature of inputs.
 
     Which outputs get a gradient is known in backward only. The forward prepares for those that got one the last time, at first
-    for `guess`; should others get one, it runs again, with the same random numbers.
+    for the loss; should others get one, it runs again, with the same random numbers.
+
+    Attributes:
+        source: The forward that was traced.
+        names: Of the parameters and buffers that it reads.
+        guess: Numbers of the outputs that are likely to get a gradient.
     """
 
-    def __init__(self, make: MakeParts, held: int, guess: tuple[int, ...]) -> None:
-        """Keeps what is needed for tracing.
+    def __init__(self, of: PlacedForward, source: ForwardGraph) -> None:
+        self._of, self.source = of, source
+        self.names = [name for name in source.held if name not in source.constants]
+        loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
+        every = (i for i, name in enumerate(source.outputs) if name in source.layout and source.layout[name].requires_grad)
+        self.guess = tuple(every) if loss is None else (loss,)
+        self._parts: dict[Hashable, TwoParts] = {}
 
-        Args:
-            make: Traces and places the graph for held tensors, flat inputs and the outputs to differentiate.
-            held: Number of held tensors.
-            guess: Numbers of the outputs that are likely to get a gradient.
-        """
-        self._make = make
-        self._held = held
-        self.guess = guess
-        self._parts: dict[tuple[tuple[int, ...], Flags], TwoParts] = {}
+    def held(self) -> list[torch.Tensor]:
+        """The parameters and buffers that the graph reads."""
+        return [self._of.value(name) for name in self.names]
 
     def parts(self, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
         """The graph that differentiates some outputs."""
         flags = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
         key = (outputs, flags if outputs else ())
         if key not in self._parts:
-            self._parts[key] = self._make(values[: self._held], values[self._held :], outputs)
+            count = len(self.names)
+            held = dict(zip(self.names, values[:count], strict=True))
+            self._parts[key] = self._of.make_parts(self.source, held, values[count:], outputs)
         return self._parts[key]
 
-    def __call__(self, *values: Any) -> list[Any]:
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """The flat outputs."""
+        values = [*self.held(), *leaves]
         training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
         parts = self.parts(values, self.guess if training else ())
         joint = parts.placement.joint
         # Running statistics change before backward reads them.
         before = list(values)
-        for index, name in enumerate(parts.held):
+        for index, name in enumerate(self.names):
             if name in parts.writes:
                 before[index] = values[index].detach().clone()
         key = current_key() or (int(torch.randint(1 << 62, ()).item()), 0, 0)
         if training and joint.differentiable:
             results = list(_Step.apply(self, parts, key, *before))
         else:
-            results = run_forward(parts, key, before)[0]
+            results = self.run_forward(parts, key, before)[0]
         outputs, new = results[: len(parts.outputs)], results[len(parts.outputs) :]
         with torch.no_grad():
             for name, value in zip(parts.writes, new, strict=True):
-                values[parts.held.index(name)].copy_(value)
+                values[self.names.index(name)].copy_(value)
         remaining = iter(outputs)
         return [next(remaining) if isinstance(item, fx.Node) else item for item in joint.outputs]
 
+    def run_forward(self, parts: TwoParts, key: Key, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Runs the forward part; returns outputs and written values, and what backward reads."""
+        count = len(self.names)
+        arguments = [*values[:count], *parts.constants, *(values[count + index] for index in parts.inputs)]
+        with running(key):
+            results = parts.forward(*(value.detach() for value in arguments))
+        made = len(parts.outputs) + len(parts.writes)
+        return list(results[:made]), list(results[made:])
 
-def run_forward(
-    parts: TwoParts, key: tuple[int, int, int], values: Sequence[Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Runs the forward part; returns outputs and written values, and what backward reads."""
-    arguments = [values[index] for index in range(len(parts.held))] + [
-        values[len(parts.held) + index] for index in parts.inputs
-    ]
-    with torch.no_grad(), random_key(*key):
-        results = parts.forward(*(value.detach() for value in arguments))
-    count = len(parts.outputs) + len(parts.writes)
-    return list(results[:count]), list(results[count:])
+
+@contextlib.contextmanager
+def running(key: Key) -> Iterator[None]:
+    """Ops draw from the streams of a step; casts of autocast are nodes of the graph."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(random_key(*key))
+        yield
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: JointModule, parts: TwoParts, key: tuple[int, int, int], *values: Any) -> Any:
-        results, saved = run_forward(parts, key, values)
-        ctx.module, ctx.parts, ctx.key, ctx.values = module, parts, key, values
+    def forward(ctx: Any, graph: PlacedGraph, parts: TwoParts, key: Key, *values: Any) -> Any:
+        results, saved = graph.run_forward(parts, key, values)
+        ctx.graph, ctx.parts, ctx.key, ctx.values = graph, parts, key, values
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         differentiable = parts.placement.joint.differentiable
@@ -175,19 +190,42 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        parts, module = ctx.parts, ctx.module
+        parts, graph = ctx.parts, ctx.graph
         incoming = {i: g for i, g in zip(parts.outputs, gradients, strict=False) if g is not None}
         wanted, saved = tuple(incoming), ctx.saved_tensors
         if wanted != tuple(parts.placement.joint.tangents):
-            module.guess = wanted
-            parts = module.parts(ctx.values, wanted)
-            saved = run_forward(parts, ctx.key, ctx.values)[1]
-        with torch.no_grad(), random_key(*ctx.key):
+            graph.guess = wanted
+            parts = graph.parts(ctx.values, wanted)
+            saved = graph.run_forward(parts, ctx.key, ctx.values)[1]
+        with running(ctx.key):
             results = parts.backward(*saved, *(incoming[i] for i in parts.placement.joint.tangents))
         of_values: list[torch.Tensor | None] = [None] * len(ctx.values)
         for name, gradient in zip(parts.gradients, results, strict=False):
-            of_values[parts.held.index(name)] = gradient
+            of_values[graph.names.index(name)] = gradient
         for number, gradient in zip(parts.input_gradients, results[len(parts.gradients) :], strict=True):
-            position = len(parts.held) + number
+            position = len(graph.names) + number
             of_values[position] = gradient.to(ctx.values[position].device)
         return None, None, None, *of_values
+
+
+def _holders(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """The dictionary and key that hold each parameter and buffer, by first name: read anew in every call."""
+    holders: dict[str, tuple[dict[str, Any], str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in first_names(model).values():
+        path, _, key = name.rpartition(".")
+        module = modules[path]
+        holders[name] = (module._parameters if key in module._parameters else module._buffers, key)
+    return holders
+
+
+@contextlib.contextmanager
+def _without_placed_forward(model: nn.Module) -> Iterator[None]:
+    """Lets export see the class's own forward while the placed one is installed."""
+    hidden = {}
+    if isinstance(vars(model).get("forward"), PlacedForward):
+        hidden = {key: vars(model).pop(key) for key in ("forward", "__deepcopy__")}
+    try:
+        yield
+    finally:
+        vars(model).update(hidden)

@@ -24,11 +24,11 @@ class TwoParts:
 
     Attributes:
         placement: What was split.
-        forward: Called with the held tensors and the flat tensor inputs, in placeholder order; returns the tensor outputs, the
-            new values of what is written, and what the backward part reads.
+        forward: Called with the held tensors, `constants` and the flat tensor inputs; returns the tensor outputs, the new
+            values of what is written, and what the backward part reads.
         backward: Called with the latter and the tangents; returns the gradients of the held tensors in `gradients`, each on its
             owner's device, and those of the inputs in `input_gradients`.
-        held: Names of the held tensors, in calling order.
+        constants: Held tensors that never change, each on its device.
         inputs: Flat input numbers, in calling order.
         outputs: Flat output numbers that the forward part returns.
         writes: Names of what is written.
@@ -40,7 +40,7 @@ class TwoParts:
     placement: JointPlacement
     forward: fx.GraphModule
     backward: fx.GraphModule
-    held: tuple[str, ...]
+    constants: tuple[torch.Tensor, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     writes: tuple[str, ...]
@@ -49,12 +49,13 @@ class TwoParts:
     copies: int
 
 
-def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> TwoParts:
+def two_parts(placement: JointPlacement, devices: Sequence[torch.device], constants: Mapping[str, torch.Tensor]) -> TwoParts:
     """Splits a joint graph into forward and backward and puts each node on its device.
 
     Args:
         placement: Where everything runs.
         devices: One per device of the plan.
+        constants: Values of those held tensors that are no parameters or buffers of the model.
     """
     joint = placement.joint
     early = set(placement.forward)
@@ -63,7 +64,8 @@ def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> Two
     second = [node for node in placement.device_of if node not in early]
     inputs = tuple(i for i, node in enumerate(joint.inputs) if node is not None)
     outputs = tuple(i for i, item in enumerate(joint.outputs) if isinstance(item, fx.Node))
-    placeholders = [*joint.held.values(), *(joint.inputs[i] for i in inputs)]
+    held = [name for name in joint.held if name not in constants]
+    placeholders = [*(joint.held[name] for name in (*held, *constants)), *(joint.inputs[i] for i in inputs)]
     home = {node: placement.owners[name][0] for name, node in joint.held.items()}
 
     # What the backward part reads of the forward part, and where.
@@ -109,7 +111,7 @@ def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> Two
         placement=placement,
         forward=forward_module,
         backward=backward.module((*sums, *of_inputs)),
-        held=tuple(joint.held),
+        constants=tuple(value.to(devices[placement.owners[name][0]]) for name, value in constants.items()),
         inputs=inputs,
         outputs=outputs,
         writes=tuple(joint.writes),

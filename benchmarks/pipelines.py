@@ -11,8 +11,7 @@ import argparse
 import numpy as np
 
 import rlplace
-from rlplace.plan.recompute import recompute
-from rlplace.plan.segments import layer_segments
+from benchmarks.recompute import recompute
 from rlplace.schedule import SCHEDULES, V
 from rlplace.simulator import default_priority
 from rlplace.simulator.reference import simulate_reference
@@ -29,6 +28,16 @@ def cut(problem, parts):
     """Int [G], contiguous parts of the groups with nearly equal time, in forward order."""
     done = np.cumsum(problem.group_time_s[:, 0])
     return np.minimum(parts * (done - problem.group_time_s[:, 0] / 2) / done[-1], parts - 1).astype(np.int32)
+
+
+def layer_segments(problem, layers):
+    """The groups of so many layers in turn, in order."""
+    found = {}
+    for group, name in enumerate(problem.group_names):
+        number = next((int(part) for part in name.partition("#")[0].split(".") if part.isdigit()), None)
+        if number is not None:
+            found.setdefault(number // layers, []).append(group)
+    return list(found.values())
 
 
 def main():

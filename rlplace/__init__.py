@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
     from rlplace.simulator import simulate, simulate_many
-    from rlplace.simulator.expand import expand
     from rlplace.strategy.space import Space
 
 __version__ = "0.1.0"
@@ -60,7 +59,6 @@ _PUBLIC = {
     "distribute": "rlplace.runtime.distributed.distribute",
     "distribute_accelerator": "rlplace.integrations.trainer",
     "distribute_trainer": "rlplace.integrations.trainer",
-    "expand": "rlplace.simulator",
     "explain": "rlplace.explaining.explain",
     "export": "rlplace.exporting.export",
     "load_agent": "rlplace.agents.planner",
@@ -94,7 +92,6 @@ __all__ = [
     "distribute",
     "distribute_accelerator",
     "distribute_trainer",
-    "expand",
     "explain",
     "export",
     "load_agent",

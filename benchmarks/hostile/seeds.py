@@ -195,7 +195,6 @@ def _problems(folder: Path) -> Any:
 def _plans(folder: Path, problem: Any) -> None:
     from rlplace.plan.plan import make_plan
     from rlplace.plan.prediction import Prediction
-    from rlplace.problem import Problem
 
     half = [group % 2 for group in range(problem.num_groups)]
     predicted = Prediction(1.0, 8.0, (1, 2), feasible=True, executor="list")
@@ -207,8 +206,6 @@ def _plans(folder: Path, problem: Any) -> None:
     }
     for name, fields in plans.items():
         make_plan(problem, half, planner="best", **fields).save(folder / f"{name}.plan.json")
-    joined = Problem.load(folder / "joined.problem.json")
-    make_plan(joined, [0, 1], planner="best", recompute=[[0], [1]]).save(folder / "recompute.plan.json")
     source = {
         "graph": {"model": "zoo:mlp", "batch": 8, "seq": 1, "dtype": "fp32", "optimizer": "adam", "rescaled_from": [4, 8],
                   "inputs": {"args": [{"tensor": [8, 4], "dtype": "float32"}, {"value": 1}], "kwargs": {"x": {"tuple": []}}}},
@@ -216,9 +213,13 @@ def _plans(folder: Path, problem: Any) -> None:
         "op_times": {"l4": {"scaled": 1.0}},
     }  # fmt: skip
     dataclasses.replace(make_plan(problem, half, planner="best"), source=source).save(folder / "sourced.plan.json")
-    single = make_plan(problem, [0] * problem.num_groups, planner="best", replicas=[[0], [1]], optimizer_sharding=True)
-    groups = [{"name": name, "modules": ["m"], "ops": ["m/op"]} for name in problem.group_names]
-    dataclasses.replace(single, groups=groups).save(folder / "replicas.plan.json")
+    older = {
+        "format": "rlplace.plan", "version": 1, "planner": "best", "seed": 0, "problem": problem.fingerprint,
+        "device_of_group": [0] * problem.num_groups, "replicas": [[0], [1]], "recompute": [[0], [1]],
+        "optimizer_sharding": True,
+        "groups": [{"name": name, "modules": ["m"], "ops": ["m/op"]} for name in problem.group_names],
+    }  # fmt: skip
+    (folder / "older.plan.json").write_text(json.dumps(older))
 
 
 def _graph_and_costs(folder: Path) -> None:

@@ -90,18 +90,15 @@ def _known(path: Path) -> Any:
     return Problem.load(path)
 
 
-_PROBLEM_OF = {"recompute.plan.json": "joined"}
-
-
 def _plan(path: Path, seeds: Path) -> None:
     from rlplace.cost.footprint import footprint
     from rlplace.plan import PlacementPlan
-    from rlplace.simulator import expand
 
-    problem = _known(seeds / f"{_PROBLEM_OF.get(path.name, 'toy')}.problem.json")
-    PlacementPlan.load(path)
+    problem = _known(seeds / "toy.problem.json")
+    if PlacementPlan.load(path).older is not None:
+        return
     plan = PlacementPlan.load(path, problem)
-    _simulated(*expand(problem, plan))
+    _simulated(problem, plan)
     if problem.resident_bytes.sum() == (problem.weight_bytes + problem.gradient_bytes + problem.optimizer_bytes).sum():
         footprint(problem, plan)
     _comes_back(plan, path.with_name("again.plan.json"), lambda again: PlacementPlan.load(again, problem))
@@ -359,9 +356,7 @@ def _site(path: Path, seeds: Path) -> None:
 
 TARGETS: dict[str, Target] = {
     "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "ops.problem.json"), _problem, 3.0),
-    "plan": Target(
-        JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "replicas", "recompute")), _plan, 3.0
-    ),
+    "plan": Target(JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "older")), _plan, 3.0),
     "strategy plan": Target(
         JSON, tuple(f"{name}.plan.json" for name in ("whole", "chain", "sharded", "several")), _strategy, 3.0
     ),

@@ -60,7 +60,7 @@ def legend(comparison: Comparison, reference: str, tie: float) -> str:
         f"executor list, simulated; every plan simulated anew; budget: {budget}",
         f"vs {reference}: step time over that of {reference} in the same metric with the same samples a step, geometric mean "
         f"over problems, below 1 is faster; a tie is within {100 * tie:g} %; metrics are never mixed",
-        "gap: step time over the largest lower bound of plans with these replicas and micro-batches (R x M), minus 1; "
+        "gap: step time over the largest lower bound of plans with these micro-batches, minus 1; "
         "memory: largest share of a device's memory; calls: simulator calls, floor included",
     ]
     if set(used) & set(STRATEGIES):

@@ -166,10 +166,7 @@ def _explain_command(options: argparse.Namespace) -> str:
 def _show(plan: PlacementPlan, problem: Problem) -> None:
     predicted = plan.predicted
     peaks = predicted.peak_memory_bytes
-    rows_of = plan.replicas or [list(range(problem.num_devices))]
-    counts = np.zeros(problem.num_devices, dtype=np.int64)
-    for row in rows_of:
-        counts += np.bincount(np.asarray(row)[plan.device_of_group], minlength=problem.num_devices)
+    counts = np.bincount(plan.device_of_group, minlength=problem.num_devices)
     rows = []
     for index, device in enumerate(problem.devices):
         limit = device.memory_bytes
@@ -180,13 +177,13 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
     samples = problem.samples_per_microbatch
     print(
-        f"{samples * plan.microbatches * len(rows_of)} samples a step: {count(len(rows_of), 'replica')} x "
+        f"{samples * plan.microbatches} samples a step: "
         f"{count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
     )
     print(f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s")
-    if predicted.floor_step_time_s and len(rows_of) == 1:
+    if predicted.floor_step_time_s:
         print(f"best classical planner {ms(predicted.floor_step_time_s)} ms")
-    if len(rows_of) == 1 and plan.microbatches == 1:
+    if plan.microbatches == 1:
         _show_speedup(plan, problem)
     if predicted.proof:
         print(proof_line(predicted.proof))
@@ -236,5 +233,5 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
 
 
 def count(number: int, word: str, plural: str = "s") -> str:
-    """A number and its word: 1 replica, 2 replicas."""
+    """A number and its word: 1 device, 2 devices."""
     return f"{number} {word}" + (plural if number != 1 else "")

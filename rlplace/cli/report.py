@@ -142,7 +142,7 @@ def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRo
     with TrialStore(path, create=False) as store:
         trials = store.trials(problem=problem.fingerprint)
     mine = (tuple(plan.device_of_group.tolist()), plan.microbatches, plan.schedule)
-    plain = not (plan.replicas or plan.recompute or plan.order)
+    plain = not plan.order
     return [
         MeasuredRow(
             name=f"trial {number}" + (", anchor" if trial.anchor else ""),

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import check_output
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
-    from rlplace.simulator import expand, simulate
+    from rlplace.simulator import simulate
 
     if options.trace:
         check_output(options.trace)
@@ -40,8 +40,6 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.problem} has its own devices; leave --cluster out")
     problem = Problem.load(options.problem)
     plan = PlacementPlan.load(options.plan, problem)
-    if plan.replicas or plan.recompute:
-        problem, plan = expand(problem, plan)
     timeline = simulate(problem, plan)
     if options.trace:
         from rlplace.simulator.trace import write_trace

@@ -33,20 +33,20 @@ class Target:
     Attributes:
         model, cluster, view: As in its `ProblemInfo`.
         priced: What planners are given.
-        bounds: `execution_bound` by fingerprint, micro-batches and replicas.
+        bounds: `execution_bound` by fingerprint and micro-batches.
     """
 
     model: str
     cluster: str
     view: str
     priced: Priced
-    bounds: dict[tuple[str, int, int], tuple[float, str]] = field(default_factory=dict)
+    bounds: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
 
-    def bound(self, problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
+    def bound(self, problem: Problem, microbatches: int) -> tuple[float, str]:
         """`execution_bound`, computed once."""
-        key = (problem.fingerprint, microbatches, replicas)
+        key = (problem.fingerprint, microbatches)
         if key not in self.bounds:
-            self.bounds[key] = execution_bound(problem, microbatches, replicas)
+            self.bounds[key] = execution_bound(problem, microbatches)
         return self.bounds[key]
 
 
@@ -162,18 +162,16 @@ def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
         InfeasibleError: It does not fit, whatever its planner says.
         InputError: It is for another problem.
     """
-    replicas = len(plan.replicas or [0])
-    samples = problem.samples_per_microbatch * plan.microbatches * replicas
+    samples = problem.samples_per_microbatch * plan.microbatches
     line = simulate(problem, plan)
     if not line.feasible or line.step_time_s is None:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
     share = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
-    alone = plan.microbatches == replicas == 1
     said = plan.predicted.step_time_s
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
         remark = f"the planner said {1e3 * said:.3f} ms"
-    metric = (MAKESPAN if alone else RATE) + VIEWS[view]
+    metric = (MAKESPAN if plan.microbatches == 1 else RATE) + VIEWS[view]
     return Measured(metric, plan, problem, samples, line.step_time_s, share, remark)
 
 
@@ -186,9 +184,7 @@ def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target
     steps = [item.step_time_s for item in measured]
     best = min(measured, key=lambda item: item.step_time_s)
     mean = sum(steps) / len(steps)
-    replicas = len(best.plan.replicas or [0])
-    bound, binding = target.bound(best.problem, best.plan.microbatches, replicas)
-    whole = not best.plan.optimizer_sharding  # bounds count every op at its full time
+    bound, binding = target.bound(best.problem, best.plan.microbatches)
     shares = [item.memory_share for item in measured if item.memory_share is not None]
     return replace(
         row,
@@ -197,11 +193,11 @@ def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target
         step_time_s=mean,
         spread_s=max(steps) - min(steps) if len(steps) > 1 else None,
         samples_per_s=sum(samples / step for step in steps) / len(steps),
-        replicas=replicas,
+        replicas=1,
         microbatches=best.plan.microbatches,
         schedule=best.plan.schedule,
         memory_share=max(shares, default=None),
-        bound_s=bound if whole else None,
-        binding=binding if whole else None,
-        gap=mean / bound - 1.0 if whole and bound > 0 else None,
+        bound_s=bound,
+        binding=binding,
+        gap=mean / bound - 1.0 if bound > 0 else None,
     )

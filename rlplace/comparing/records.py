@@ -138,8 +138,7 @@ class ComparisonRow(Chosen, frozen=True):
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.
-        bound_s: Largest lower bound on the step time of any plan with these replicas and micro-batches; None where ops are cut,
-            which no bound knows of.
+        bound_s: Largest lower bound on the step time of any plan with these micro-batches; None for whole strategies.
         binding: The bound that is largest.
         gap: ``step_time_s / bound_s - 1``.
         ratio: `step_time_s` over that of `REFERENCE` in the same metric with the same samples; None where either is missing.

@@ -230,12 +230,8 @@ def foreach_update_bytes(
     kind = OPTIMIZERS[optimizer]
     copies = kind.moments + master_weights
     held = np.maximum(problem.optimizer_bytes, 0)
-    if plan.optimizer_sharding and plan.replicas is not None:
-        held = -(-held // len(plan.replicas))
-    resident = problem.resident_bytes - np.maximum(problem.optimizer_bytes, 0) + held
     extra = held * kind.foreach_temporaries // copies if copies else np.zeros_like(held)
     total = np.zeros(problem.num_devices, dtype=np.int64)
-    for row in plan.replicas or [list(range(problem.num_devices))]:
-        np.add.at(total, np.asarray(row)[plan.device_of_group], resident + extra)
+    np.add.at(total, plan.device_of_group, problem.resident_bytes + extra)
     reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
     return np.where(total > 0, total + reserved, 0)

@@ -25,15 +25,13 @@ from rlplace.graph.opgraph import OpGraph
 from rlplace.graph.optimizers import KERNELS, OPTIMIZERS
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.simulator.expand import expand
-from rlplace.simulator.replicas import bucket_slices
 
 PARTS = (
-    "weights", "gradients", "optimizer", "activations", "temporaries", "received", "buckets", "workspace", "slack",
+    "weights", "gradients", "optimizer", "activations", "temporaries", "received", "workspace", "slack",
     "context", "communication",
 )  # fmt: skip
-"""Parts of a device's memory. Received: copies of what other devices made. Buckets: flat copies of gradients that replicas
-exchange. Workspace: cuBLAS. Slack: what the allocator holds beyond what was asked of it. The last two it never sees."""
+"""Parts of a device's memory. Received: copies of what other devices made. Workspace: cuBLAS. Slack: what the allocator holds
+beyond what was asked of it. The last two it never sees."""
 
 WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS workspace per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); it comes from the caching allocator."""
@@ -49,7 +47,6 @@ class MemoryOptions:
     Attributes:
         allocator: Settings of the caching allocator.
         optimizer_kernel: "foreach" (torch's choice on GPUs), "fused" or "single"; decides what an update holds for a moment.
-        gradient_as_bucket_view: The option of DistributedDataParallel by which gradients live in the buckets, not copied there.
         workspace_bytes: Replaces the cuBLAS workspace.
         context_bytes: Replaces what the CUDA context takes.
         communication_bytes: Replaces what the collective library takes.
@@ -58,7 +55,6 @@ class MemoryOptions:
 
     allocator: AllocatorOptions = field(default_factory=AllocatorOptions)
     optimizer_kernel: str = "foreach"
-    gradient_as_bucket_view: bool = False
     workspace_bytes: int | None = None
     context_bytes: int | None = None
     communication_bytes: int | None = None
@@ -115,7 +111,7 @@ def footprint(
 
     Args:
         problem: The priced graph, at any level.
-        plan: A plan for it, with replicas and micro-batches or not; or a device number per group, int [G].
+        plan: A plan for it; or a device number per group, int [G].
         graph: The captured graph, if `problem` is its op level: allocations are then single parameters.
         options: How the training script runs.
 
@@ -126,19 +122,12 @@ def footprint(
         InputError: The step does not complete, or the problem does not say what its resident bytes are.
     """
     options = options or MemoryOptions()
-    replicas = len(plan.replicas or ()) if isinstance(plan, PlacementPlan) else 0
-    if isinstance(plan, PlacementPlan):
-        problem, plan = expand(problem, plan)
-        devices = np.asarray(plan.device_of_group, dtype=np.int32)
-    else:
-        devices = np.asarray(plan, dtype=np.int32)
+    devices = np.asarray(plan.device_of_group if isinstance(plan, PlacementPlan) else plan, dtype=np.int32)
     life = lifetimes(problem, plan)
     held = holdings(problem, graph)
     temporaries = _update_temporaries(problem, graph, options)
     return [
-        _Device(
-            problem, life, [h for h in held if devices[h.group] == index], index, options, replicas > 1, temporaries
-        ).footprint()
+        _Device(problem, life, [h for h in held if devices[h.group] == index], index, options, temporaries).footprint()
         for index in range(problem.num_devices)
     ]
 
@@ -163,12 +152,11 @@ class _Device:
         held: list[Holding],
         index: int,
         options: MemoryOptions,
-        replicated: bool,
         temporaries: float,
     ) -> None:
         self.device, self.options, self.index, self.life = problem.devices[index], options, index, life
         self.simulated = int(life.peak_memory_bytes[index])
-        self.held, self.replicated, self.temporaries = held, replicated, temporaries
+        self.held, self.temporaries = held, temporaries
         self.ids: list[int] = []
         self.sizes: list[int] = []
         self.part: list[int] = []  # of every id, index into PARTS
@@ -232,15 +220,10 @@ class _Device:
         if workspace and (self.held or (self.life.device == self.index).any()):
             self.take(self.new("workspace", workspace))
         gradients = [item for item in self.held if item.part == GRADIENTS]
-        view = self.replicated and options.gradient_as_bucket_view
-        if self.replicated:
-            sizes = [item.bytes for item in reversed(gradients)]
-            for part in bucket_slices(sizes):
-                self.take(self.new("gradients" if view else "buckets", sum(sizes[part])))
-        numbers = [] if view else [self.new("gradients", item.bytes) for item in gradients]
+        numbers = [self.new("gradients", item.bytes) for item in gradients]
         appear: dict[int, list[int]] = {}  # events of the step before an appearance -> gradients
         start = self._first_start()
-        for number, item in zip(numbers, gradients, strict=not view):
+        for number, item in zip(numbers, gradients, strict=True):
             at = min((start[op] for op in item.makers if op in start), default=len(self.life.item))
             appear.setdefault(at, []).append(number)
         body = self._body(appear)

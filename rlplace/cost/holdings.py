@@ -39,7 +39,7 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
     """The allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
 
     Args:
-        problem: At op level where `graph` is given; expanded for replicas or not.
+        problem: At op level where `graph` is given.
         graph: The graph that it was priced from.
 
     Raises:
@@ -69,7 +69,7 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
 
 
 def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
-    """Items that add up to `whole`: scaled down (a replica's share of the state), or with one more for what they leave out."""
+    """Items that add up to `whole`: scaled down, or with one more for what they leave out."""
     total = sum(item.bytes for item in items)
     if total <= whole.bytes:
         rest = whole.bytes - total
@@ -87,23 +87,11 @@ def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
 
 def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
     number = {name: op for op, name in enumerate(problem.op_names)}
-    first = graph.op_names[0]
-    copies = [""] if first in number else [f"@{r}" for r in range(len(number)) if f"{first}@{r}" in number]  # replicas
-    allocations: list[Holding] = []
-    for copy in copies:
-        allocations += _copy_of_graph(problem, graph, number, copy)
-    if not copies:
-        raise InputError(f"memory: the problem has no op {first!r}; give the graph with its op-level problem only")
-    return allocations
-
-
-def _copy_of_graph(problem: Problem, graph: OpGraph, number: dict[str, int], copy: str) -> list[Holding]:
-    """Holdings of one replica, whose names end in `copy`."""
     ops: list[int] = []
     weight_op: list[int | None] = []  # where the gradients of parameters are ops of their own
     for name in graph.op_names:
-        apart = number.get(f"{name}_weight{copy}")
-        whole = number.get(name + copy, apart)
+        apart = number.get(f"{name}_weight")
+        whole = number.get(name, apart)
         if whole is None:
             raise InputError(f"memory: the problem has no op {name!r}; give the graph with its op-level problem only")
         ops.append(whole)

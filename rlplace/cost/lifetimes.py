@@ -67,7 +67,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
 
     Args:
         problem: The priced graph.
-        plan: A plan for `problem` on one replica (see `expand` for others), or just a device number per group, int [G].
+        plan: A plan for `problem`, or just a device number per group, int [G].
 
     Raises:
         InputError: The step does not complete.

@@ -1,6 +1,6 @@
 """Why groups sit where they sit: the step with each of them on every other device, simulated anew.
 
-The rest of the plan stays as it is: micro-batches, schedule, replicas and recomputation. A plan with an `order` fixes what
+The rest of the plan stays as it is: micro-batches and schedule. A plan with an `order` fixes what
 every device runs when, which leaves no place for a group that moves; its alternatives are compared with the same plan run
 by priority.
 """
@@ -117,7 +117,7 @@ def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tu
     """
     base = run
     if run.plan.order is not None:
-        base = run_unchecked(run.given, dataclasses.replace(run.plan, order=None))
+        base = run_unchecked(run.problem, dataclasses.replace(run.plan, order=None))
     path = realised_path(base)
     here = seconds_by_cause(path)
     choices = []
@@ -131,15 +131,15 @@ def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tu
 def _choice(
     base: SimulatedPlan, name: str, groups: NDArray[np.int64], device: int, path: tuple[Link, ...], here: dict[str, float]
 ) -> GroupChoice:
-    problem = base.given
+    problem = base.problem
     own = set(groups.tolist())
     others = [_alternative(base, groups, target, here) for target in targets(base) if target != device]
     others.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
     return GroupChoice(
         name=name,
         groups=len(groups),
-        device=_device_name(base, device),
-        path_s=float(sum(link.seconds for link in path if int(base.given_group[link.group]) in own)),
+        device=base.problem.devices[device].name,
+        path_s=float(sum(link.seconds for link in path if int(link.group) in own)),
         resident_bytes=int(problem.resident_bytes[groups].sum()),
         step_time_s=base.line.step_time_s,
         feasible=base.line.feasible,
@@ -148,23 +148,16 @@ def _choice(
 
 
 def targets(run: SimulatedPlan) -> list[int]:
-    """The plan's devices, of one replica when there are several; of more than `MOST_TARGETS` those that hold groups first."""
-    count = len(run.plan.replicas[0]) if run.plan.replicas else run.given.num_devices
+    """The plan's devices; of more than `MOST_TARGETS` those that hold groups first."""
+    count = run.problem.num_devices
     if count <= MOST_TARGETS:
         return list(range(count))
     used = np.unique(run.plan.device_of_group).tolist()
     return list(dict.fromkeys([*used, *range(count)]))[:MOST_TARGETS]
 
 
-def _device_name(run: SimulatedPlan, device: int) -> str:
-    """One device, or its counterparts in all replicas."""
-    rows = run.plan.replicas
-    names = [run.given.devices[row[device]].name for row in rows] if rows else [run.given.devices[device].name]
-    return "/".join(names) if len(names) <= 4 else f"{names[0]}/../{names[-1]}"
-
-
 def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, here: dict[str, float]) -> Alternative:
-    problem, name = base.given, _device_name(base, target)
+    problem, name = base.problem, base.problem.devices[target].name
     barred = groups[~problem.group_allowed[groups, target]]
     if len(barred):
         fixed = int(problem.group_device[barred[0]])
@@ -174,8 +167,7 @@ def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, he
         run = run_unchecked(problem, moved(base.plan, groups, target))
     except InputError as error:  # the schedule cannot run the stages that this makes
         return Alternative(name, None, False, -1, str(error), {})
-    row = [r[target] for r in base.plan.replicas] if base.plan.replicas else [target]
-    peak = int(run.line.peak_memory_bytes[row].max())
+    peak = int(run.line.peak_memory_bytes[target])
     changes: dict[str, float] = {}
     if run.line.step_time_s is not None:
         there = seconds_by_cause(realised_path(run))
@@ -186,10 +178,10 @@ def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, he
 
 def weighty_groups(run: SimulatedPlan, count: int) -> dict[str, list[int]]:
     """The groups that matter most: two thirds by their seconds on the critical path, the rest by their resident bytes."""
-    problem = run.given
+    problem = run.problem
     own = np.zeros(problem.num_groups)
     for link in realised_path(run):
-        own[run.given_group[link.group]] += link.seconds
+        own[link.group] += link.seconds
     by_time = [g for g in np.argsort(-own, kind="stable").tolist() if own[g] > 0]
     by_size = np.argsort(-problem.resident_bytes, kind="stable").tolist()
     chosen = dict.fromkeys(by_time[: count - count // 3])

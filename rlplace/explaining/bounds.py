@@ -1,12 +1,11 @@
 """What bounds a step: its critical path as it came about, the busiest device, the hottest link, the tightest memory.
 
-Beside them the lower bounds that hold for any plan of the problem with as many micro-batches and replicas: how much quicker a
+Beside them the lower bounds that hold for any plan of the problem with as many micro-batches: how much quicker a
 plan could be at the most.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlplace.explaining.changes import with_optimizer
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, module_of, stretches
 from rlplace.planners.common.bounds import execution_bound
-from rlplace.problem import UPDATE, Problem
 
 Key = TypeVar("Key")
 
@@ -71,7 +68,7 @@ class DeviceLoad:
     Attributes:
         name: The device.
         busy_s: Computing.
-        groups: Groups that sit there, copies by replicas counted.
+        groups: Groups that sit there.
         peak_bytes: Peak memory, reserved bytes included.
         memory_bytes: Capacity, None without a limit.
     """
@@ -118,9 +115,8 @@ class StepBounds:
         story: The same path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
-        lower_bound_s: No plan of the problem that shares `bound_holds_for` is quicker; 0 where nothing is known.
+        lower_bound_s: No plan of the problem with as many micro-batches is quicker; 0 where nothing is known.
         lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
-        bound_holds_for: ``"as many micro-batches and replicas"``.
     """
 
     step_time_s: float
@@ -131,7 +127,6 @@ class StepBounds:
     channels: tuple[ChannelLoad, ...]
     lower_bound_s: float
     lower_bound: str
-    bound_holds_for: str = "as many micro-batches and replicas"
 
     @property
     def busiest(self) -> DeviceLoad:
@@ -189,9 +184,8 @@ def _parts(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
 
 def _modules(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[ModulePart, ...]:
     kinds = {COMPUTE: 0, TRANSFER: 1, COLLECTIVE: 1}
-    names = [module_of(name) for name in run.given.group_names]
-    of = run.given_group
-    seconds = _sums(path, lambda link: (names[of[link.group]], kinds.get(link.cause, 2)))
+    names = [module_of(name) for name in run.problem.group_names]
+    seconds = _sums(path, lambda link: (names[link.group], kinds.get(link.cause, 2)))
     modules = dict.fromkeys(module for module, _ in seconds)
     parts = [ModulePart(module, *(seconds.get((module, kind), 0.0) for kind in range(3))) for module in modules]
     return tuple(sorted(parts, key=lambda part: (-part.seconds, part.module)))
@@ -245,17 +239,7 @@ def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
 
 def lower_bound(run: SimulatedPlan) -> tuple[float, str]:
     """Seconds that no plan beats, and why."""
-    replicas = len(run.plan.replicas or [()])
-    problem = share_optimizer(run.given, replicas) if run.plan.optimizer_sharding else run.given
-    return execution_bound(problem, run.plan.microbatches, replicas)
-
-
-def share_optimizer(problem: Problem, replicas: int) -> Problem:
-    """The problem as one of so many replicas has it that share optimizer state and updates."""
-    time_s = problem.time_s.copy()
-    time_s[problem.op_phase == UPDATE] /= replicas
-    kept = -(-np.maximum(problem.optimizer_bytes, 0) // replicas)
-    return with_optimizer(dataclasses.replace(problem, time_s=time_s), kept)
+    return execution_bound(run.problem, run.plan.microbatches)
 
 
 def headline(bounds: StepBounds) -> str:

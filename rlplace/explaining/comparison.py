@@ -26,7 +26,7 @@ class Side:
         compute_s, transfer_s: Summed over devices, and over transfers.
         idle_s: Summed over devices, None when the step cannot complete.
         path: Seconds of the critical path by cause.
-        settings: Micro-batches, schedule, replicas, recomputed segments and the like.
+        settings: Micro-batches, schedule and the like.
     """
 
     planner: str

@@ -62,7 +62,7 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
     devices, renamed = _second_devices(a, b, names)
     shown = {
         renamed.get(device.name, device.name): peak
-        for device, peak in zip(b.given.devices, b.line.peak_memory_bytes, strict=True)
+        for device, peak in zip(b.problem.devices, b.line.peak_memory_bytes, strict=True)
     }
     blocks, same, more = _blocks(a, devices)
     notes += more
@@ -100,9 +100,6 @@ def _settings(plan: PlacementPlan) -> dict[str, Any]:
     return {
         "micro-batches": plan.microbatches,
         "schedule": plan.schedule,
-        "replicas": len(plan.replicas or [()]),
-        "optimizer sharding": plan.optimizer_sharding,
-        "recomputed segments": len(plan.recompute or []),
         "order given": plan.order is not None,
         "priorities given": plan.priority is not None,
     }
@@ -114,25 +111,27 @@ def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]
     Raises:
         InputError: The second plan uses a device that the first's problem does not have.
     """
-    missing = [d.name for d in b.given.devices if d.name not in names]
-    used = [b.given.devices[d].name for d in np.unique(b.plan.device_of_group)]
+    missing = [d.name for d in b.problem.devices if d.name not in names]
+    used = [b.problem.devices[d].name for d in np.unique(b.plan.device_of_group)]
     if any(name in missing for name in used):
         raise InputError(
             f"diff: the second plan uses {next(n for n in used if n in missing)}, which the first's problem does not have"
         )
-    number = np.array([names.get(device.name, -1) for device in b.given.devices], dtype=np.int32)
+    number = np.array([names.get(device.name, -1) for device in b.problem.devices], dtype=np.int32)
     devices = number[b.plan.device_of_group]
-    if b.given is not a.given or a.plan.replicas or b.plan.replicas or b.plan.order is not None:
+    if b.problem is not a.problem or b.plan.order is not None:
         return devices, {}
-    renaming = _closest_names(a.given, a.plan.device_of_group, devices)
+    renaming = _closest_names(a.problem, a.plan.device_of_group, devices)
     renamed = renaming[devices].astype(np.int32)
     if (renamed == devices).all():
         return devices, {}
     stages = b.plan.stage_of_group if b.plan.stage_of_group is not None else b.plan.device_of_group
-    same = run_unchecked(a.given, dataclasses.replace(b.plan, device_of_group=renamed, stage_of_group=stages))
+    same = run_unchecked(a.problem, dataclasses.replace(b.plan, device_of_group=renamed, stage_of_group=stages))
     if abs(same.step_s - b.step_s) > SAME * b.step_s:
         return devices, {}
-    swapped = {device.name: a.given.devices[renaming[d]].name for d, device in enumerate(a.given.devices) if renaming[d] != d}
+    swapped = {
+        device.name: a.problem.devices[renaming[d]].name for d, device in enumerate(a.problem.devices) if renaming[d] != d
+    }
     return renamed, swapped
 
 
@@ -152,7 +151,7 @@ def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[n
 
 def _blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
     """The blocks with their effects, how many groups sit alike, and notes."""
-    problem, here = a.given, a.plan.device_of_group
+    problem, here = a.problem, a.plan.device_of_group
     differ = np.flatnonzero(here != devices)
     members: dict[tuple[str, int, int], list[int]] = {}
     for group in differ.tolist():
@@ -176,9 +175,8 @@ def _blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[Block, 
 
 def _block(base: SimulatedPlan, key: tuple[str, int, int], groups: list[int], simulate: bool) -> Block:
     module, source, destination = key
-    problem, effect, feasible = base.given, None, False
-    width = len(base.plan.replicas[0]) if base.plan.replicas else problem.num_devices
-    if simulate and destination < width and problem.group_allowed[groups, destination].all():
+    problem, effect, feasible = base.problem, None, False
+    if simulate and destination < problem.num_devices and problem.group_allowed[groups, destination].all():
         try:
             line = run_unchecked(problem, moved(base.plan, groups, destination)).line
         except InputError:  # the schedule cannot run the stages that this makes

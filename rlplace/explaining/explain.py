@@ -119,7 +119,7 @@ def explain(
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     asked = what_if(run, **limits) if hardware and run.line.feasible else ()
-    if choices and problem.num_devices > MOST_TARGETS and not plan.replicas:
+    if choices and problem.num_devices > MOST_TARGETS:
         notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)
     if base is not None and base.replanned_s is not None and base.replanned_s < (1 - WORTHWHILE) * run.step_s:
@@ -173,7 +173,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
     if bounds.lower_bound_s > 0:
         lines.append(
             f"no plan takes less than {ms(bounds.lower_bound_s)} ms ({bounds.lower_bound}): at most "
-            f"{percent(max(bounds.most_gain, 0.0))} can be gained with {bounds.bound_holds_for}"
+            f"{percent(max(bounds.most_gain, 0.0))} can be gained with as many micro-batches"
         )
     return lines
 

@@ -98,14 +98,6 @@ class Tester:
         return Trial(name, False, None, samples, 0, only or closest.short_bytes, without_advice(closest))
 
 
-def simulated(name: str, run: SimulatedPlan) -> Trial:
-    """A trial of a plan as it is."""
-    line = run.line
-    if line.feasible:
-        return Trial(name, True, line.step_time_s, line.samples, int(line.peak_memory_bytes.max()), 0, "the same plan")
-    return Trial(name, False, None, line.samples, 0, overflow(run)[1], line.violations[0])
-
-
 def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
     """Bytes that the only plan of a problem with one device lacks; None with several devices, or where memory is enough."""
     limit = problem.devices[0].memory_bytes
@@ -185,14 +177,8 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
 
 
 def _of_plan(run: SimulatedPlan) -> Shortage:
-    """What a plan lacks, and whether any plan like it lacks something.
-
-    Bounds know of replicas only that they need no less than one.
-    """
-    plan, replicated = run.plan, len(run.plan.replicas or [()]) > 1
-    error, proven = None, 0
-    if not (replicated and plan.recompute):
-        _, error, proven = _proof(run.given if replicated else run.problem)
+    """What a plan lacks, and whether any plan like it lacks something."""
+    _, error, proven = _proof(run.problem)
     device, short = overflow(run)
     message = f"the plan does not fit: {'; '.join(run.line.violations)}"
     name = run.problem.devices[device].name if short else None

@@ -1,11 +1,11 @@
-"""The questions about a plan: the same plan on changed hardware, with one more replica, or with more micro-batches."""
+"""The questions about a plan: the same plan on changed hardware, or with more micro-batches."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
 from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.recompute import recompute
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
 
@@ -38,11 +37,10 @@ class Question:
     change: str
     same: SimulatedPlan
 
-    @cached_property
+    @property
     def problem(self) -> Problem:
-        """Changed, and with the plan's recomputation lowered: what is planned anew."""
-        again = self.same.plan.recompute
-        return recompute(self.same.given, again) if again else self.same.given
+        """Changed: what is planned anew."""
+        return self.same.problem
 
     @property
     def schedule(self) -> str:
@@ -50,10 +48,9 @@ class Question:
         return free_schedule(self.same.plan.schedule)
 
     def step_s(self, devices: NDArray[np.int32]) -> float:
-        """Step time of an assignment without replicas; inf when it does not fit."""
+        """Step time of an assignment; inf when it does not fit."""
         plan = dataclasses.replace(
             self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=self.schedule,
-            replicas=None, recompute=None, optimizer_sharding=False,
         )  # fmt: skip
         return fitting_s(run_unchecked(self.problem, plan))
 
@@ -67,12 +64,9 @@ def questions(run: SimulatedPlan) -> Iterable[Question]:
     """All questions that make sense for a plan, things as they are first."""
     yield Question(AS_IS, run)
     for change, make in _changes(run):
-        problem = make(run.given)
+        problem = make(run.problem)
         if problem is not None:
             yield Question(change, run_unchecked(problem, _fitted(run.plan, problem)))
-    replicated = _more_replicas(run)
-    if replicated is not None:
-        yield replicated
     longer = None if run.plan.order is not None else _more_microbatches(run)
     if longer is not None:
         yield Question(f"{longer.plan.microbatches} micro-batches", longer)
@@ -80,7 +74,7 @@ def questions(run: SimulatedPlan) -> Iterable[Question]:
 
 def _changes(run: SimulatedPlan) -> Iterable[tuple[str, Change]]:
     """Name and change of every question about other hardware."""
-    problem = run.given
+    problem = run.problem
     loads = device_loads(run)
     busiest = int(np.argmax([load.busy_s for load in loads]))
     yield f"one more device like {problem.devices[busiest].name}", partial(changes.with_device, like=busiest)
@@ -111,23 +105,7 @@ def _more_microbatches(run: SimulatedPlan) -> SimulatedPlan | None:
     schedule = ONE_F_ONE_B if single and plan.schedule == LIST else plan.schedule
     try:
         return run_unchecked(
-            run.given, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
+            run.problem, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
         )
     except InputError:  # too many tasks, or a schedule that cannot run so many
         return None
-
-
-def _more_replicas(run: SimulatedPlan) -> Question | None:
-    """Data parallel on single devices: the plan with one more replica on one more device."""
-    rows = run.plan.replicas
-    if not rows or len(rows) < 2 or any(len(row) != 1 for row in rows):
-        return None
-    problem = changes.with_device(run.given, like=int(rows[0][0]))
-    if problem is None or problem.num_devices > run.given.num_devices + 1:
-        return None
-    plan = dataclasses.replace(run.plan, replicas=[*rows, [problem.num_devices - 1]])
-    try:
-        same = run_unchecked(problem, _fitted(plan, problem))
-    except InputError:
-        return None
-    return Question("one more device, one more replica", same)

@@ -1,14 +1,13 @@
 """What would make an infeasible problem or plan fit: every suggestion is planned and simulated before it is made.
 
 First what is missing (`rlplace.explaining.missing`). Then relaxations, one after the other: another plan, fewer samples a
-micro-batch (as many more of them, so that the step processes the same), recomputation, a sharded or smaller optimizer, finer
-groups, one more device or more of them, more memory. If none of those that leave the hardware alone is enough, they are
-combined. What was tried and does not fit is listed with the bytes that it still lacks.
+micro-batch (as many more of them, so that the step processes the same), a smaller optimizer, finer groups, one more device or
+more of them, more memory. If none of those that leave the hardware alone is enough, they are combined. What was tried and does
+not fit is listed with the bytes that it still lacks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,9 @@ import numpy as np
 
 from rlplace.errors import InputError
 from rlplace.explaining import changes
-from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, Tester, Trial, find_shortage, simulated
+from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, Tester, Trial, find_shortage
 from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.recompute import recompute
-from rlplace.plan.segments import layer_segments
-from rlplace.planners.common.groupgraph import group_graph
 from rlplace.problem import Problem
 from rlplace.schedule import LIST
 from rlplace.text import bytes_text, gb, ms, table
@@ -32,8 +28,6 @@ MOST_DEVICES = 64
 
 MOST_MEMORY = 8.0
 """Times the memory that is tried."""
-
-EACH, SEVERAL = "each layer", "several layers"
 
 
 @dataclass(frozen=True)
@@ -108,22 +102,6 @@ def relax(
     return Relaxations(shortage, tuple(trials), tuple(work.not_tried))
 
 
-def segments_of(problem: Problem, kind: str) -> list[list[int]]:
-    """Groups to recompute together.
-
-    Args:
-        problem: The problem.
-        kind: `EACH`: every layer of the model by itself; `SEVERAL`: about the square root of their number together. Where
-            the model has no numbered modules, blocks of groups that follow one another, for both.
-    """
-    try:
-        return layer_segments(problem, layers=1 if kind == EACH else None)
-    except InputError:
-        order = group_graph(problem).order.tolist()
-        size = max(1, round(math.sqrt(len(order))))
-        return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
-
-
 class _Relaxing:
     """Makes the trials."""
 
@@ -136,45 +114,31 @@ class _Relaxing:
         tester: Tester,
     ) -> None:
         self.problem, self.run, self.at, self.finer, self.tester = problem, run, at, finer, tester
-        self.replicated = run is not None and len(run.plan.replicas or [()]) > 1
-        self.recomputed = run is not None and bool(run.plan.recompute)
         self.not_tried: list[str] = []
 
-    def test(self, name: str, problem: Problem, *, microbatches: int | None = None, again: str = "") -> Trial | None:
-        """A changed problem: the plan itself where planners do not plan its like; else a new plan. None: cannot be done."""
+    def test(self, name: str, problem: Problem, *, microbatches: int | None = None) -> Trial | None:
+        """A new plan of a changed problem; None: cannot be done."""
         try:
-            if self.run is not None and self.replicated:
-                return self.test_plan(self.run.plan, name, problem, microbatches, again)
-            segments = segments_of(problem, again) if again else []
-            if not segments and self.run is not None and self.run.plan.recompute:
-                alike = problem.group_names == self.problem.group_names
-                segments = [list(s) for s in self.run.plan.recompute] if alike else segments_of(problem, EACH)
-            return self.tester.plan(name, recompute(problem, segments) if segments else problem, microbatches=microbatches)
-        except InputError as error:  # too many tasks, or nothing to recompute
+            return self.tester.plan(name, problem, microbatches=microbatches)
+        except InputError as error:  # too many tasks
             self.not_tried.append(f"{name}: {error}")
             return None
-
-    def test_plan(self, plan: PlacementPlan, name: str, problem: Problem, microbatches: int | None, again: str) -> Trial:
-        if problem.group_names != self.problem.group_names:
-            raise InputError("other batches have other groups, on which the plan cannot be laid")
-        if microbatches is not None:
-            plan = dataclasses.replace(plan, microbatches=microbatches, order=None)
-        if again:
-            plan = dataclasses.replace(plan, recompute=segments_of(problem, again), priority=None, order=None)
-        return simulated(name, run_unchecked(problem, plan))
 
     def trials(self, shortage: Shortage, known: Trial | None) -> Iterator[Trial]:
         """All of them, the gentle ones first; none is needed where another plan fits as things are."""
         if self.run is not None and not shortage.proven:
-            known = self.tester.plan("one replica over all devices" if self.replicated else "another plan", self.problem)
+            known = self.tester.plan("another plan", self.problem)
         if known is not None:
             yield known
-            if known.fits and not self.replicated:
+            if known.fits:
                 return
         if shortage.constraint == NOWHERE:
             self.not_tried.append("anything that frees memory, which is not what is missing")
             return
-        gentle = [*self.fewer_samples(), *self.recomputation(), *self.optimizer(), *self.finer_groups(shortage)]
+        self.not_tried.append(
+            "recomputation and a sharded optimizer, which whole strategies choose: rlplace place MODEL --batch N"
+        )
+        gentle = [*self.fewer_samples(), *self.optimizer(), *self.finer_groups(shortage)]
         yield from gentle
         yield from self.devices(shortage)
         yield from self.memory()
@@ -196,28 +160,12 @@ class _Relaxing:
         elif not self.sizes():
             self.not_tried.append("fewer samples a micro-batch, which has one already")
         else:
-            yield from self.first_fits([("", size, False) for size in self.sizes()])
-
-    def recomputation(self) -> Iterator[Trial]:
-        if self.recomputed:
-            self.not_tried.append("recomputation, which the plan does have")
-        else:
-            yield from self.first_fits([(kind, self.problem.samples_per_microbatch, False) for kind in self.kinds()])
-
-    def kinds(self) -> list[str]:
-        """Ways to recompute that differ."""
-        alike = segments_of(self.problem, EACH) == segments_of(self.problem, SEVERAL)
-        return [EACH] if alike else [EACH, SEVERAL]
+            yield from self.first_fits([(size, False) for size in self.sizes()])
 
     def optimizer(self) -> Iterator[Trial]:
         if int(np.maximum(self.problem.optimizer_bytes, 0).sum()) == 0:
-            self.not_tried.append("optimizer sharding or a smaller optimizer: the problem names no optimizer state")
+            self.not_tried.append("a smaller optimizer: the problem names no optimizer state")
             return
-        if self.run is not None and self.replicated and not self.run.plan.optimizer_sharding:
-            plan = dataclasses.replace(self.run.plan, optimizer_sharding=True)
-            yield simulated("optimizer state sharded over the replicas", run_unchecked(self.problem, plan))
-        elif not self.replicated:
-            self.not_tried.append("optimizer sharding: with one replica every state is kept once already")
         now = ((self.problem.source or {}).get("graph") or {}).get("optimizer")
         smaller = [("optimizer momentum, half the state", 0.5)] if now in ("adam", "adamw") else []
         for name, keep in [*smaller, ("optimizer sgd, no state", 0.0)]:
@@ -238,9 +186,8 @@ class _Relaxing:
             yield self.tester.plan(f"{problem.num_groups} groups instead of {self.problem.num_groups}", problem)
 
     def devices(self, shortage: Shortage) -> Iterator[Trial]:
-        if self.replicated or shortage.constraint == GROUP:
-            why = "the plan's replicas would not use it" if self.replicated else "a group alone is too large for every device"
-            self.not_tried.append(f"one more device: {why}")
+        if shortage.constraint == GROUP:
+            self.not_tried.append("one more device: a group alone is too large for every device")
             return
         limits = self.problem.memory_limit_bytes
         like = int(limits.argmax())
@@ -292,35 +239,20 @@ class _Relaxing:
             yield best
 
     def combined(self) -> Iterator[Trial]:
-        """Recomputation, smaller micro-batches and no optimizer state together: of each pair, then of all, the first fit."""
-        samples = self.problem.samples_per_microbatch
-        kinds = [] if self.recomputed else self.kinds()
-        sizes = self.sizes() if self.at is not None else []
-        both = [(kind, size) for size in sizes for kind in kinds]
-        tried = self.last_of(self.first_fits([(kind, size, False) for kind, size in both]))
-        if (self.problem.optimizer_bytes > 0).any():
-            pairs = [("", size, True) for size in sizes] + [(kind, samples, True) for kind in kinds]
-            tried += self.last_of(self.first_fits(pairs))
-            if not any(trial.fits for trial in tried):
-                tried += self.last_of(self.first_fits([(kind, size, True) for kind, size in both]))
-        yield from tried
+        """Smaller micro-batches and no optimizer state together: the first that fits, or the most thrifty."""
+        if self.at is not None and (self.problem.optimizer_bytes > 0).any():
+            yield from list(self.first_fits([(size, True) for size in self.sizes()]))[-1:]
 
-    @staticmethod
-    def last_of(trials: Iterator[Trial]) -> list[Trial]:
-        """Of combinations the one that fits, or the most thrifty one."""
-        return list(trials)[-1:]
-
-    def first_fits(self, ways: Sequence[tuple[str, int, bool]]) -> Iterator[Trial]:
-        """Tries (recomputation, micro-batch size, whether to drop the optimizer state) up to the first that fits."""
+    def first_fits(self, ways: Sequence[tuple[int, bool]]) -> Iterator[Trial]:
+        """Tries (micro-batch size, whether to drop the optimizer state) up to the first that fits."""
         samples = self.problem.samples_per_microbatch
-        for kind, size, without in ways:
+        for size, without in ways:
             count = samples // size * self.tester.microbatches
             problem = self.problem if size == samples or self.at is None else self.at(size)
-            parts = [f"recomputation in {len(segments_of(problem, kind))} segments"] if kind else []
-            parts += [f"{count} micro-batches of {size}"] if size != samples else []
+            parts = [f"{count} micro-batches of {size}"] if size != samples else []
             parts += ["optimizer sgd, no state"] if without else []
             problem = changes.without_optimizer(problem) if without else problem
-            trial = self.test(" + ".join(parts), problem, microbatches=None if size == samples else count, again=kind)
+            trial = self.test(" + ".join(parts), problem, microbatches=None if size == samples else count)
             if trial is not None:
                 yield trial
                 if trial.fits:

@@ -1,4 +1,4 @@
-"""A plan lowered and simulated once, with what an explanation needs to know beside the timeline."""
+"""A plan simulated once, with what an explanation needs to know beside the timeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.schedule import LIST, SCHEDULES
 from rlplace.simulator import Timeline, simulate
-from rlplace.simulator.expand import group_origins, lower_plan
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
 
@@ -23,19 +22,17 @@ class SimulatedPlan:
     """One simulated step of a plan.
 
     Attributes:
-        given: The problem that the plan is for.
+        problem: The problem that the plan is for.
         plan: The plan.
-        problem: What was simulated: `given`, or with replicas or recomputation lowered. Its groups are H.
-        devices: int32 [H], device of every group of `problem`.
-        stage_of_group: int32 [H] or None: the device.
+        devices: int32 [G], device of every group.
+        stage_of_group: int32 [G] or None: the device.
         ordered: Devices follow a fixed order, so they may stand idle beside a ready task.
         schedule: The schedule by which tasks are held back.
-        line: The timeline, of `problem`.
+        line: The timeline.
     """
 
-    given: Problem
-    plan: PlacementPlan
     problem: Problem
+    plan: PlacementPlan
     devices: NDArray[np.int32]
     stage_of_group: NDArray[np.int32] | None
     ordered: bool
@@ -52,11 +49,6 @@ class SimulatedPlan:
         """int32 [K]."""
         return self.devices[self.problem.op_group[self.tasks.op]]
 
-    @cached_property
-    def given_group(self) -> NDArray[np.int64]:
-        """int64 [H], the group of `given` that each simulated group is or is a copy of."""
-        return group_origins(self.given, self.plan, self.problem)
-
     @property
     def step_s(self) -> float:
         """Step time; inf when the step cannot complete."""
@@ -64,10 +56,10 @@ class SimulatedPlan:
 
 
 def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
-    """Lowers and simulates a plan.
+    """Simulates a plan.
 
     Raises:
-        InputError: The plan is for another problem, or cannot be lowered.
+        InputError: The plan is for another problem.
     """
     check_plan(plan, problem)
     return run_unchecked(problem, plan)
@@ -75,13 +67,12 @@ def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
 
 def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
-    plain = lower_plan(problem, plan)
-    devices = np.array(plain.device_of_group, dtype=np.int32)
-    schedule = plan.schedule if plain.order is None else LIST
-    fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plain.stage_of_group}
-    line = simulate(plain.problem, devices, priority=plain.priority, order=plain.order, **fields)
-    ordered = plain.order is not None or not SCHEDULES[schedule].free
-    return SimulatedPlan(problem, plan, plain.problem, devices, plain.stage_of_group, ordered, schedule, line)
+    devices = np.array(plan.device_of_group, dtype=np.int32)
+    schedule = plan.schedule if plan.order is None else LIST
+    fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plan.stage_of_group}
+    line = simulate(problem, devices, priority=plan.priority, order=plan.order, **fields)
+    ordered = plan.order is not None or not SCHEDULES[schedule].free
+    return SimulatedPlan(problem, plan, devices, plan.stage_of_group, ordered, schedule, line)
 
 
 def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:

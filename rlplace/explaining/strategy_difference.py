@@ -143,9 +143,8 @@ def placement_run(problem: Problem, plan: PlacementPlan) -> Run:
     from rlplace.explaining.simulated_plan import run_plan
 
     line = run_plan(problem, plan).line
-    copies, used = len(plan.replicas or [()]), len(set(plan.device_of_group.tolist()))
-    words = [f"{copies} replicas"] if copies > 1 else []
-    words += [f"groups on {used} device{'s' if used > 1 else ''}{' each' if copies > 1 else ''}"]
+    used = len(set(plan.device_of_group.tolist()))
+    words = [f"groups on {used} device{'s' if used > 1 else ''}"]
     words += [f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {problem.samples_per_microbatch}"]
     return Run(
         kind=PLACEMENT,

@@ -85,8 +85,6 @@ def what_if(
 def _not_replanned(plan: PlacementPlan, calls: int) -> str:
     if calls == 0:
         return "not planned anew: no simulations were allowed"
-    if plan.replicas is not None and len(plan.replicas) > 1:
-        return "not planned anew: the plan has replicas; 'rlplace place' chooses them with the whole strategy"
     return ""
 
 
@@ -100,7 +98,7 @@ def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: floa
     """The best step of every question with the plan's micro-batches and schedule; None where nothing fits.
 
     Args:
-        questions: About a plan without replicas.
+        questions: About a plan.
         calls: Simulations of each search beside the classical floor.
         time_limit_s: Seconds of each search.
         seed: Seed of the searches.
@@ -108,7 +106,7 @@ def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: floa
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
     pool: dict[bytes, NDArray[np.int32]] = {}
     for question in questions:
-        starts = [_devices(question.same.plan), *pool.values()]
+        starts = [np.ascontiguousarray(question.same.plan.device_of_group, dtype=np.int32), *pool.values()]
         for devices in _searched(question, starts, limits):
             pool[devices.tobytes()] = devices
     best: list[float | None] = []
@@ -139,9 +137,3 @@ def _searched(question: Question, starts: list[NDArray[np.int32]], limits: dict[
     except InfeasibleError:
         pass
     return [np.ascontiguousarray(devices, dtype=np.int32) for devices in candidates]
-
-
-def _devices(plan: PlacementPlan) -> NDArray[np.int32]:
-    """The plan's devices in the cluster."""
-    own = plan.device_of_group if plan.replicas is None else np.asarray(plan.replicas[0])[plan.device_of_group]
-    return np.ascontiguousarray(own, dtype=np.int32)

@@ -6,7 +6,7 @@ axis `branch` counts the devices that groups are placed on; its blocks are left 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.limits import DEVICES, MICROBATCHES
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Axis, Strategy
 from rlplace.problem.source import check_source
@@ -103,10 +103,7 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
     else:
         kept = ("problem", "device_of_group", "priority", "order", "stage_of_group")
         placement = {key: plain(value) for key in kept if (value := getattr(plan, key)) is not None}
-        data |= {
-            "strategy": _around(plan),
-            "placement": placement | ({"recompute": plain(plan.recompute)} if plan.recompute else {}),
-        }
+        data |= {"strategy": _around(plan), "placement": placement}
     data |= {key: plain(value) for key in ("groups", "source") if (value := getattr(plan, key)) is not None}
     predicted = plan.predicted.to_dict()
     return data | ({"predicted": predicted} if predicted else {})
@@ -115,19 +112,13 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
 def _around(plan: PlacementPlan) -> dict[str, Any]:
     """The strategy of a placement plan."""
     width = int(plan.device_of_group.max(initial=0)) + 1
-    rows = [list(range(width))] if plan.replicas is None else [list(map(int, row)) for row in plan.replicas]
-    sizes = {"shard" if plan.optimizer_sharding else "replicate": len(rows), "branch": len(rows[0])}
-    stage: dict[str, Any] = {"devices": [device for row in rows for device in row]}
-    if mesh := {axis: size for axis, size in sizes.items() if size > 1}:
-        stage["mesh"] = mesh
-    if plan.optimizer_sharding:
-        stage["sharding"] = 1
+    stage: dict[str, Any] = {"devices": list(range(width))} | ({"mesh": {"branch": width}} if width > 1 else {})
     data: dict[str, Any] = {"microbatches": [plan.microbatches], "stages": [stage]}
     if plan.schedule != LIST:
         data["schedule"] = plan.schedule
     if plan.samples is None:
         return data
-    return {"batch": len(rows) * plan.microbatches * plan.samples, "microbatch": [plan.samples], **data}
+    return {"batch": plan.microbatches * plan.samples, "microbatch": [plan.samples], **data}
 
 
 def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
@@ -147,8 +138,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
         if first.order is not None and ("priority" in data or "schedule" in data):
             raise InputError("plan: order excludes priority and schedule")
         schedule = renamed_schedule(first.schedule, first.device_of_group, first.stage_of_group)
-        how = {"schedule": schedule, "replicas": first.replicas, "optimizer_sharding": first.optimizer_sharding}
-        return _placement_plan(first, first, data, first.microbatches, how)
+        how = {"schedule": schedule}
+        return _placement_plan(first, first, data, first.microbatches, how, first.replicas, first.optimizer_sharding)
     plan = build(_Plan, data, "plan")
     if plan.placement is not None:
         if plan.question is not None:
@@ -165,8 +156,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     )  # fmt: skip
 
 
-def _from_around(data: Any) -> tuple[int, dict[str, Any]]:
-    """Micro-batches, and the other fields of a placement plan that its strategy says."""
+def _from_around(data: Any) -> tuple[int, dict[str, Any], list[list[int]], bool]:
+    """Micro-batches, fields of a placement plan that its strategy says, devices by replica, and a sharded optimizer."""
     around = build(_Around, data, "plan: strategy")
     (stage,), (microbatches,) = around.stages, around.microbatches
     where = "plan: strategy: stages[0]"
@@ -192,13 +183,17 @@ def _from_around(data: Any) -> tuple[int, dict[str, Any]]:
             f"are {replicas * microbatches * samples} samples; make them agree"
         )
     rows = [list(stage.devices[r * width : (r + 1) * width]) for r in range(replicas)]
-    plain_row = replicas == 1 and rows[0] == list(range(width))
-    how: dict[str, Any] = {"schedule": around.schedule, "optimizer_sharding": shard > 1, "samples": samples}
-    return microbatches, how | {"replicas": None if plain_row else rows}
+    return microbatches, {"schedule": around.schedule, "samples": samples}, rows, shard > 1
 
 
 def _placement_plan(
-    plan: _Plan | _FirstPlan, placement: _Placement, data: Mapping[str, Any], microbatches: int, how: Mapping[str, Any]
+    plan: _Plan | _FirstPlan,
+    placement: _Placement,
+    data: Mapping[str, Any],
+    microbatches: int,
+    how: Mapping[str, Any],
+    rows: Sequence[Sequence[int]] | None,
+    shared: bool,
 ) -> PlacementPlan:
     try:
         schedule_named(how["schedule"])
@@ -213,18 +208,51 @@ def _placement_plan(
         order = build(kind, order, "plan: order")
     if plan.source is not None:
         check_source(plan.source, "plan")
+    devices = np.array(placement.device_of_group, dtype=np.int32)
+    older = _older(rows or (), placement.recompute or (), shared, devices)
+    if rows is not None and len(rows) == 1:  # other names of the same devices
+        devices = np.array(rows[0], dtype=np.int32)[devices]
+        order = None if order is None else _renamed(order, rows[0])
     return PlacementPlan(
         problem=placement.problem,
         planner=plan.planner,
         seed=plan.seed,
-        device_of_group=np.array(placement.device_of_group, dtype=np.int32),
+        device_of_group=devices,
         priority=None if placement.priority is None else np.array(placement.priority, dtype=np.float64),
         order=order,
         microbatches=microbatches,
         stage_of_group=None if placement.stage_of_group is None else np.array(placement.stage_of_group, dtype=np.int32),
-        recompute=placement.recompute,
+        older=older,
         groups=None if plan.groups is None else data["groups"],
         source=plan.source,
         predicted=Prediction.from_dict(plan.predicted, "plan: predicted"),
         **how,
     )
+
+
+def _older(
+    rows: Sequence[Sequence[int]], recompute: Sequence[Sequence[int]], shared: bool, devices: NDArray[np.int32]
+) -> Older | None:
+    """What a file asks for beside a placement; None: nothing."""
+    named = [device for row in rows for device in row]
+    if rows and (len({len(row) for row in rows}) > 1 or len(rows[0]) <= devices.max(initial=-1)):
+        raise InputError(f"plan: replicas must be lists of equal length, one entry for each of {devices.max() + 1} devices")
+    if len(set(named)) < len(named):
+        raise InputError("plan: replicas must name different devices")
+    if shared and len(rows) < 2:
+        raise InputError("plan: optimizer_sharding shares the optimizer state between replicas, but the plan has one")
+    groups = [group for segment in recompute for group in segment]
+    if len(set(groups)) < len(groups) or any(group >= len(devices) for group in groups):
+        raise InputError(f"plan: recompute must hold distinct groups in 0..{len(devices) - 1}")
+    if len(rows) < 2 and not recompute:
+        return None
+    copies = tuple(map(tuple, rows)) if len(rows) > 1 else ()
+    return Older(copies, tuple(map(tuple, recompute)), shared)
+
+
+def _renamed(order: list[list[Any]], row: Sequence[int]) -> list[list[Any]]:
+    """The order by device with every device under its other number."""
+    found: list[list[Any]] = [[] for _ in range(max(len(order), *(device + 1 for device in row)))]
+    for device, items in zip(row, order, strict=False):
+        found[device] = items
+    return found

@@ -23,6 +23,21 @@ FORMAT = "rlplace.plan"
 VERSION = 2
 
 
+@dataclass(frozen=True)
+class Older:
+    """What files said around a placement before strategies did; `rlplace.runtime.distributed.as_strategy` converts it.
+
+    Attributes:
+        replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; empty: there is one.
+        recompute: Segments (lists of group numbers) whose forward runs again before their backward.
+        optimizer_sharding: Each replica keeps and updates its share of the optimizer state only.
+    """
+
+    replicas: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[tuple[int, ...], ...] = ()
+    optimizer_sharding: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class PlacementPlan:
     """How a training step is run: by a whole strategy, or with the groups of a problem placed one by one.
@@ -40,12 +55,10 @@ class PlacementPlan:
         samples: Of one of them; None where that is not known (files of version 1).
         schedule: One of `rlplace.schedule.SCHEDULES`.
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
-        replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; None is one replica, identity.
-        recompute: Optional segments (lists of group numbers) whose forward runs again before their backward.
-        optimizer_sharding: Each replica keeps and updates its share of the optimizer state only (ZeRO stage 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
         strategy: The whole strategy; None in a placement plan.
+        older: What only a file of before says beside its placement.
         predicted: What its step is predicted to take.
     """
 
@@ -59,12 +72,10 @@ class PlacementPlan:
     samples: int | None = None
     schedule: str = LIST
     stage_of_group: NDArray[np.int32] | None = None
-    replicas: Sequence[Sequence[int]] | None = None
-    recompute: Sequence[Sequence[int]] | None = None
-    optimizer_sharding: bool = False
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
     strategy: Strategy | None = None
+    older: Older | None = None
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -99,6 +110,7 @@ class PlacementPlan:
         """The plan as plain JSON data, defaults left out."""
         from rlplace.plan.file import plan_to_dict
 
+        refuse_older(self)
         return {"format": FORMAT, "version": VERSION, **plan_to_dict(self)}
 
     @property
@@ -150,12 +162,24 @@ def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
         raise InputError(f"{who}: it is a whole strategy, which places no groups of a problem; {instead}")
 
 
+def refuse_older(plan: PlacementPlan) -> None:
+    """Refuses a plan whose file asks for what strategies say now, where there is no model to convert it for."""
+    if plan.older is not None:
+        said = ("replicas", "recompute", "optimizer_sharding")
+        words = " and ".join(word for word in said if getattr(plan.older, word))
+        raise InputError(
+            f"plan: its file asks for {words}, which placements no longer do; place the model again with --batch, or run the "
+            "plan on its model ('rlplace run'), which converts it where its stages are whole blocks"
+        )
+
+
 def check_plan(plan: PlacementPlan, problem: Problem) -> None:
     """Refuses a plan that was made for another problem or that does not have its shape.
 
     Memory, null times and links are not checked here: the simulator reports them as infeasible.
     """
     require_placement(plan, "plan", "run it on its model ('rlplace run'), or plan the problem")
+    refuse_older(plan)
     if plan.problem != problem.fingerprint:
         raise InputError(
             f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "
@@ -178,26 +202,8 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
         raise InputError(
             f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
         )
-    _check_replicas(plan, problem)
-    segments = [group for segment in plan.recompute or () for group in segment]
-    if len(set(segments)) < len(segments) or any(not 0 <= group < problem.num_groups for group in segments):
-        raise InputError(f"plan: recompute must hold distinct groups in 0..{problem.num_groups - 1}")
     if plan.order is not None:
         check_order(plan.order, plan.device_of_group, problem, plan.microbatches)
-
-
-def _check_replicas(plan: PlacementPlan, problem: Problem) -> None:
-    if plan.replicas is None:
-        if plan.optimizer_sharding:
-            raise InputError("plan: optimizer_sharding shares the optimizer state between replicas, but the plan has one")
-        return
-    rows = [list(row) for row in plan.replicas]
-    needed = int(plan.device_of_group.max(initial=-1)) + 1
-    if not rows or any(len(row) != len(rows[0]) for row in rows) or len(rows[0]) < needed:
-        raise InputError(f"plan: replicas must be lists of equal length, with at least the {needed} devices of the plan")
-    named = [device for row in rows for device in row]
-    if len(set(named)) < len(named) or any(not 0 <= device < problem.num_devices for device in named):
-        raise InputError(f"plan: replicas must name different devices in 0..{problem.num_devices - 1}")
 
 
 def check_order(

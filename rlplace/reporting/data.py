@@ -28,8 +28,7 @@ from rlplace.reporting.lanes import (
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
-from rlplace.simulator import EXECUTOR, Timeline, expand, simulate
-from rlplace.simulator.expand import group_origins
+from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.simulator.timeline import resident_by_device
 
 _TICKS = 1e8
@@ -70,15 +69,13 @@ class ReportData:
     Attributes:
         problem: What the plan is for. Axes of it: D devices, G groups.
         plan: The plan.
-        drawn: What was simulated: `problem`, or what replicas and recomputation make of it.
-        timeline: Timeline of `drawn`.
+        timeline: Its timeline.
         lanes: Boxes of the timeline.
         memory: D curves.
         resident_bytes: int64 [D], in use all the time.
         modules: The tree of the groups of `problem`.
         edges: Between groups of `problem`.
         device_of_group: int32 [G], of the first replica.
-        group_of_drawn: int64, the group of `problem` that each group of `drawn` comes from.
         executor: Who simulated it.
         planners: Rows of the table of planners, may be empty.
         measured: Rows of predicted against measured, may be empty.
@@ -86,7 +83,6 @@ class ReportData:
 
     problem: Problem
     plan: PlacementPlan
-    drawn: Problem
     timeline: Timeline
     lanes: Lanes
     memory: tuple[MemoryCurve, ...]
@@ -94,7 +90,6 @@ class ReportData:
     modules: ModuleTree
     edges: GroupEdges
     device_of_group: NDArray[np.int32]
-    group_of_drawn: NDArray[np.int64]
     executor: str = EXECUTOR
     planners: tuple[PlannerRow, ...] = ()
     measured: tuple[MeasuredRow, ...] = ()
@@ -142,9 +137,9 @@ class ReportData:
         }
 
     def _ops(self) -> dict[str, Any]:
-        shared, rest = front_coded(self.drawn.op_names)
-        group = self.group_of_drawn[self.drawn.op_group]
-        return {"shared": shared, "rest": rest, "group": group.tolist(), "phase": self.drawn.op_phase.tolist()}
+        shared, rest = front_coded(self.problem.op_names)
+        group, phase = self.problem.op_group.tolist(), self.problem.op_phase.tolist()
+        return {"shared": shared, "rest": rest, "group": group, "phase": phase}
 
     def _groups(self) -> dict[str, Any]:
         problem = self.problem
@@ -200,7 +195,7 @@ class ReportData:
             "boxes": boxes,
             "transfers": {
                 "bytes": lanes.size_bytes[kept][transfer].tolist(),
-                "group": self.group_of_drawn[lanes.group[kept][transfer]].tolist(),
+                "group": lanes.group[kept][transfer].tolist(),
             },
         }
 
@@ -228,28 +223,24 @@ def report_data(
         measured: From `rlplace.reporting.tables.measured_rows`.
 
     Raises:
-        InputError: The plan is for another problem, cannot be lowered, or has more than `MAX_TASKS` tasks.
+        InputError: The plan is for another problem, or has more than `MAX_TASKS` tasks.
     """
-    drawn, plain = expand(problem, plan)
-    if drawn.num_ops * plain.microbatches > MAX_TASKS:
+    if problem.num_ops * plan.microbatches > MAX_TASKS:
         raise InputError(
-            f"report: the step has up to {drawn.num_ops * plain.microbatches} tasks, a page holds {MAX_TASKS}; "
+            f"report: the step has up to {problem.num_ops * plan.microbatches} tasks, a page holds {MAX_TASKS}; "
             "rlplace simulate --trace writes them all, or report the plan with fewer micro-batches"
         )
-    timeline = simulate(drawn, plain)
-    first = np.asarray(plan.replicas[0] if plan.replicas else range(problem.num_devices), dtype=np.int32)
+    timeline = simulate(problem, plan)
     return ReportData(
         problem=problem,
         plan=plan,
-        drawn=drawn,
         timeline=timeline,
-        lanes=lanes_of(drawn, timeline),
-        memory=tuple(memory_curves(drawn, plain, timeline)),
-        resident_bytes=resident_by_device(drawn, plain.device_of_group),
+        lanes=lanes_of(problem, timeline),
+        memory=tuple(memory_curves(problem, plan, timeline)),
+        resident_bytes=resident_by_device(problem, plan.device_of_group),
         modules=module_tree(problem, plan),
         edges=group_edges(problem),
-        device_of_group=first[plan.device_of_group],
-        group_of_drawn=group_origins(problem, plan, drawn),
+        device_of_group=plan.device_of_group,
         planners=tuple(planners),
         measured=tuple(measured),
     )

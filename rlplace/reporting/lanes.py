@@ -79,7 +79,7 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
     """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
 
     Args:
-        problem: What was simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
+        problem: What was simulated.
         timeline: Timeline of that problem.
     """
     devices = [

@@ -48,7 +48,7 @@ def memory_curves(problem: Problem, plan: PlacementPlan, timeline: Timeline) -> 
     """The memory of every device over the step; its maximum is the simulator's peak.
 
     Args:
-        problem: What is simulated: for a plan with replicas and the like, what `rlplace.expand` returns.
+        problem: What is simulated.
         plan: The plan that comes with it.
         timeline: Its timeline. When the step does not complete, the curves are the resident bytes.
     """

@@ -87,7 +87,7 @@ def timeline_figure(data: ReportData) -> Figure:
     left, right = lanes.start_s[shown] * 1e3, lanes.end_s[shown] * 1e3
     low = lanes.row[shown] - 0.4
     corners = np.stack([left, low, left, low + 0.8, right, low + 0.8, right, low], axis=1).reshape(-1, 4, 2)
-    phase = data.drawn.op_phase[lanes.op[shown]]
+    phase = data.problem.op_phase[lanes.op[shown]]
 
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
@@ -98,7 +98,7 @@ def timeline_figure(data: ReportData) -> Figure:
     axes.set_ylim(len(devices) - 0.4, -0.6)
     axes.set_yticks(range(len(devices)), [row.name for row in devices])
     _time_axis(axes, data)
-    names = [(phase, name) for phase, name in enumerate(_PHASE_NAMES) if (data.drawn.op_phase == phase).any()]
+    names = [(phase, name) for phase, name in enumerate(_PHASE_NAMES) if (data.problem.op_phase == phase).any()]
     handles = [Patch(facecolor=PHASE_COLORS[phase], label=name) for phase, name in names]
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.2)
     return figure

@@ -72,7 +72,7 @@ def report(
     data = dataclasses.replace(data, planners=rows)
     write_page(data, path, pictures)
     if trace is not None:
-        write_trace(data.drawn, data.timeline, trace)
+        write_trace(data.problem, data.timeline, trace)
     return data
 
 

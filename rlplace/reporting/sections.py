@@ -59,17 +59,13 @@ def summary(data: ReportData) -> str:
 
 
 def _placement_words(plan: PlacementPlan) -> list[str]:
-    replicas = len(plan.replicas or (0,))
     said = [f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}"]
-    said += [f"{replicas} replicas"] if replicas > 1 else []
-    said += [f"{len(plan.recompute)} recomputed {_plural(len(plan.recompute), 'segment')}"] if plan.recompute else []
-    said += ["sharded optimizer"] if plan.optimizer_sharding else []
     return [*said, f"schedule {plan.schedule}" if plan.order is None else "an order of its own"]
 
 
 def problem_bytes(data: ReportData) -> int:
     """Bytes that cross links in a step, collectives left out."""
-    return int(data.drawn.tensor_bytes[data.timeline.transfer_tensor].sum())
+    return int(data.problem.tensor_bytes[data.timeline.transfer_tensor].sum())
 
 
 def devices(data: ReportData) -> str:
@@ -99,8 +95,6 @@ def devices(data: ReportData) -> str:
     held = "Blocks" if data.plan.strategy else "Groups"
     head = ["Device", "Kind", held, "Busy", "Share of the step", "Resident", "Peak", "Memory", "Peak of memory"]
     note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
-    if data.plan.replicas and len(data.plan.replicas) > 1:
-        note += " Groups are those of the first replica."
     if step is None:
         note = "The step does not complete; peaks are what the groups hold all the time."
     return _section("devices", "Devices", _table("Devices", head, rows) + f'<p class="note">{note}</p>')

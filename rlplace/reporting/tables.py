@@ -93,7 +93,7 @@ def planner_rows(
 ) -> tuple[PlannerRow, ...]:
     """The plan of the report and those of other planners, quickest first, those that do not fit last.
 
-    Every planner plans steps of as many samples as the plan's: its replicas become micro-batches.
+    Every planner plans steps of as many samples as the plan's.
 
     Args:
         problem: The priced graph.
@@ -113,10 +113,8 @@ def planner_rows(
             raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
     if not names:
         return ()
-    rows = [
-        _row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)) * len(plan.replicas or (0,)), None)
-    ]
-    microbatches = plan.microbatches * len(plan.replicas or (0,))
+    rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)), None)]
+    microbatches = plan.microbatches
     schedule = free_schedule(plan.schedule, LIST)
     for name in dict.fromkeys(names):
         if report is not None:
@@ -134,7 +132,7 @@ def planner_rows(
             what = "cannot run" if isinstance(error, MissingError) else "no plan"
             rows.append(PlannerRow(name, False, None, None, False, None, 0, None, f"{what}: {reason}"))
             continue
-        used = len(np.unique(run.plan.device_of_group)) * len(run.plan.replicas or (0,))
+        used = len(np.unique(run.plan.device_of_group))
         rows.append(_row(problem, name, simulate(problem, run.plan), False, used, run.seconds))
     return tuple(sorted(rows, key=lambda row: (not row.feasible, row.samples_per_s is None, -(row.samples_per_s or 0.0))))
 

@@ -34,7 +34,7 @@ def apply(
 
     Args:
         model: A module with real weights.
-        plan: A plan for it, with groups of ops, for one process: one micro-batch, one replica.
+        plan: A plan for it, with groups of ops, for one process: one micro-batch.
         devices: One per device of the plan, for example ``["cuda:0", "cuda:1"]``.
         example_inputs: What one forward pass gets, as it was captured: a tuple of positional arguments or a dict of keyword
             arguments. Default: what the plan's `source` says the model was captured with.

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
-from rlplace.plan.plan import PlacementPlan, require_placement
+from rlplace.plan.plan import PlacementPlan, refuse_older, require_placement
 from rlplace.runtime.distributed.graph.assign import planned_devices
 from rlplace.schedule import LIST
 
@@ -26,18 +26,12 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
         raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
     instead = "one process for each of its devices runs it: rlplace.distribute, or 'rlplace run', under torchrun"
     require_placement(plan, "apply: plan", instead)
-    elsewhere = "apply runs one replica and one micro-batch in program order; plan with the default options"
+    refuse_older(plan)
+    elsewhere = "apply runs one micro-batch in program order; plan with the default options"
     if plan.microbatches > 1:
         raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")
     if plan.schedule != LIST:
         raise InputError(f"plan: its schedule is {plan.schedule!r}; {elsewhere}")
-    if plan.replicas is not None and len(plan.replicas) > 1:
-        raise InputError(f"plan: it has {len(plan.replicas)} replicas; {elsewhere}")
-    if plan.recompute:
-        raise InputError(
-            f"plan: it recomputes the activations of {len(plan.recompute)} segments, which apply does not; wrap those "
-            "modules in torch.utils.checkpoint yourself and capture the model like that, or plan without recompute"
-        )
     planned_devices(plan)
 
 

@@ -1,7 +1,6 @@
 """The executor: step time and peak memory of a plan."""
 
 from rlplace.simulator.api import Simulator, TimelineBatch, default_priority, simulate, simulate_many
-from rlplace.simulator.expand import expand
 from rlplace.simulator.timeline import EXECUTOR, Timeline
 from rlplace.simulator.trace import trace_events, write_trace
 
@@ -11,7 +10,6 @@ __all__ = [
     "Timeline",
     "TimelineBatch",
     "default_priority",
-    "expand",
     "simulate",
     "simulate_many",
     "trace_events",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
-from rlplace.schedule import FREE_SCHEDULES, LIST, SCHEDULES, schedule_named
-from rlplace.simulator.expand import lower_plan
+from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
 from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
 from rlplace.simulator.reference import stuck_reason
 from rlplace.simulator.schedules import followed_order, schedule_order
@@ -51,8 +50,7 @@ def simulate(
     Args:
         problem: The priced graph.
         plan: A plan for `problem`, or just a device number per group, int [G]. What a plan says about order, micro-batches
-            and stages holds unless the other arguments replace it; replicas and the like are lowered first (`expand`), and
-            the timeline is then of the lowered problem.
+            and stages holds unless the other arguments replace it.
         priority: float [N], higher starts first; default `default_priority`.
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs when there are several; excludes
             `priority` and `schedule`.
@@ -61,26 +59,20 @@ def simulate(
         stage_of_group: int [G], default the device; only for schedules.
 
     Raises:
-        InputError: The plan is for another problem or cannot be lowered, or an argument has the wrong shape.
+        InputError: The plan is for another problem, or an argument has the wrong shape.
     """
     from rlplace.simulator import fast, records
     from rlplace.simulator.lowering import lower
 
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
-        own = priority is None and order is None
-        if own and schedule in tuple(SCHEDULES):  # before replicas are lowered, which depends on it
-            plan, schedule = replace(plan, schedule=schedule, priority=None, order=None), None
-        if isinstance(microbatches, int) and microbatches > 0:
-            plan = replace(plan, microbatches=microbatches)
-        plain = lower_plan(problem, plan)
-        problem, devices = plain.problem, np.array(plain.device_of_group, dtype=np.int32, order="C")
-        if own and schedule is None:
-            priority, order = plain.priority, plain.order
+        devices = np.array(plan.device_of_group, dtype=np.int32, order="C")
+        if priority is None and order is None and schedule is None:
+            priority, order = plan.priority, plan.order
         if schedule is None and order is None:
             schedule = plan.schedule
         microbatches = plan.microbatches if microbatches is None else microbatches
-        stage_of_group = plain.stage_of_group if stage_of_group is None else stage_of_group
+        stage_of_group = plan.stage_of_group if stage_of_group is None else stage_of_group
     else:
         devices = check_devices(plan, (problem.num_groups,), problem)
     microbatches, schedule = 1 if microbatches is None else microbatches, LIST if schedule is None else schedule

@@ -26,8 +26,8 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
     """
     if len(timeline.device_of_op) != problem.num_ops:
         raise InputError(
-            f"trace: the timeline has {len(timeline.device_of_op)} ops, the problem {problem.num_ops}; a plan with replicas or "
-            "recomputation is simulated on what rlplace.expand(problem, plan) returns, so draw that"
+            f"trace: the timeline has {len(timeline.device_of_op)} ops, the problem {problem.num_ops}; "
+            "draw it with the problem that was simulated"
         )
     if timeline.step_time_s is None:
         raise InputError(f"trace: the step does not complete: {timeline.violations[0]}")

@@ -6,7 +6,6 @@ docs/cost-model/strategy.md states every rule with its source. Compiled code run
 from __future__ import annotations
 
 from rlplace.problem.collectives import COMPUTE_SLOWDOWN
-from rlplace.simulator.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 OPTIMIZER_OFFLOAD, FULL_OFFLOAD = 1, 2
 """Indices of `rlplace.strategy.drafts.OFFLOAD`."""
@@ -17,8 +16,8 @@ micro-batch; gathered for every forward and backward, gradients reduced every mi
 where `keeping` says otherwise."""
 
 SLOWDOWN = COMPUTE_SLOWDOWN - 1.0
-FIRST_BUCKET = float(FIRST_BUCKET_BYTES)
-BUCKET = float(BUCKET_BYTES)
+FIRST_BUCKET = float(1 << 20)
+BUCKET = float(25 << 20)
 
 
 def keeping(sharding: int, offload: int, stages: int, copies: int) -> int:

@@ -140,8 +140,7 @@ def kinds(monkeypatch):
         return dataclasses.replace(plan, planner="piped")
 
     def copied(problem, *, seed=0, time_limit_s=None):
-        rows = [[device] for device in range(problem.num_devices)]
-        return make_plan(problem, [0] * problem.num_groups, planner="copied", replicas=rows)
+        return make_plan(problem, [0] * problem.num_groups, planner="copied", microbatches=4)
 
     register(monkeypatch, piped=piped, copied=copied)
 
@@ -158,7 +157,7 @@ def test_metrics_are_never_mixed(monkeypatch):
         references = [row for row in rows if row.reference]
         assert len(references) == 1 and references[0].planner == "best" and references[0].samples == 32  # once for both
         assert asked["piped"].ratio == asked["piped"].step_time_s / references[0].step_time_s
-        assert asked["copied"].replicas == 4 and asked["piped"].microbatches == 4
+        assert asked["copied"].microbatches == asked["piped"].microbatches == 4
     lines = [(line.metric, line.planner) for line in found.summaries]
     assert sorted(lines) == sorted([(MAKESPAN, "best"), (MAKESPAN, "heft"), (RATE, "piped"), (RATE, "copied")])
 
@@ -253,5 +252,5 @@ def test_planners_that_run_once_do_not_look_at_their_seed(name):
     if isinstance(plans[0], type):
         assert plans[0] == plans[1] == plans[2]
         return
-    kept = [(plan.device_of_group.tolist(), plan.microbatches, plan.replicas) for plan in plans]
+    kept = [(plan.device_of_group.tolist(), plan.microbatches) for plan in plans]
     assert kept[0] == kept[1] == kept[2]

@@ -1,4 +1,4 @@
-"""The replay of a plan and its table: exact sums, the simulator's peak, replicas, kernels of the update, steps, inner peaks."""
+"""The replay of a plan and its table: exact sums, the simulator's peak, kernels of the update, steps, inner peaks."""
 
 import dataclasses
 
@@ -159,19 +159,6 @@ def test_what_does_not_fit_says_so_and_what_it_would_take():
     assert item.fits and item.retries > 0
 
 
-def test_replicas_hold_gradients_twice_unless_they_live_in_the_buckets():
-    problem = chain(devices=2)
-    plan = plan_of(problem, [0], replicas=[[0], [1]])
-    options = MemoryOptions(workspace_bytes=0, optimizer_kernel="fused")
-    for item in footprint(problem, plan, options=options):
-        assert item.parts["buckets"] == item.parts["gradients"] == 40 * MIB
-    for item in footprint(problem, plan, options=dataclasses.replace(options, gradient_as_bucket_view=True)):
-        assert item.parts["buckets"] == 0 and item.parts["gradients"] == 40 * MIB
-    sharded = plan_of(problem, [0], replicas=[[0], [1]], optimizer_sharding=True)
-    for item in footprint(problem, sharded, options=options):
-        assert item.parts["optimizer"] == 40 * MIB  # half of the state each
-
-
 def test_microbatches_hold_their_activations_and_accumulate_gradients():
     problem = chain(weight=2 * MIB)
     options = MemoryOptions(workspace_bytes=0)
@@ -260,17 +247,15 @@ def adam_problem():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "fields", "expected"),
+    ("optimizer", "expected"),
     [
-        ("adam", {}, [150, 50, 0, 0]),  # one more copy of the weights' size for each group
-        ("momentum", {}, [120, 40, 0, 0]),  # holds none
-        ("adam", {"replicas": [[0, 1], [2, 3]]}, [150, 50, 150, 50]),
-        ("adam", {"replicas": [[0, 1], [2, 3]], "optimizer_sharding": True}, [105, 35, 105, 35]),
+        ("adam", [150, 50, 0, 0]),  # one more copy of the weights' size for each group
+        ("momentum", [120, 40, 0, 0]),  # holds none
     ],
 )
-def test_by_hand(optimizer, fields, expected):
+def test_by_hand(optimizer, expected):
     problem = adam_problem()
-    plan = make_plan(problem, [0, 0, 0, 1], planner="hand", **fields)
+    plan = make_plan(problem, [0, 0, 0, 1], planner="hand")
     reserved = [d.reserved_bytes if want else 0 for d, want in zip(problem.devices, expected, strict=True)]
     found = foreach_update_bytes(problem, plan, optimizer)
     assert (found - reserved).tolist() == expected

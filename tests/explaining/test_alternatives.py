@@ -100,15 +100,6 @@ def test_a_module_moves_as_a_whole(layers):
     assert parts[0].alternatives == choice.alternatives
 
 
-def test_replicas_move_a_group_in_all_of_them(layers):
-    problem = layers(3, devices=4)
-    plan = make_plan(problem, [0, 0, 1], planner="test", replicas=[[0, 1], [2, 3]])
-    (choice,) = alternatives(run_plan(problem, plan), {"last": [2]})
-    assert choice.device == "gpu1/gpu3" and [a.device for a in choice.alternatives] == ["gpu0/gpu2"]
-    moved = dataclasses.replace(plan, device_of_group=np.zeros(3, dtype=np.int32))
-    assert choice.alternatives[0].step_time_s == simulate(problem, moved).step_time_s
-
-
 def test_stages_move_with_their_groups(layers):
     problem = layers(4, devices=2)
     fields = {"schedule": "interleaved_1f1b", "microbatches": 2, "stage_of_group": [0, 1, 2, 3]}

@@ -76,9 +76,6 @@ def test_links_cover_the_step_of_training_steps(seed, shape, microbatches):
     problem = random_problem(seed, 12, 3, shape=shape, hosts=2, shared_parameters=2)
     devices = np.random.default_rng(seed).integers(0, 3, 12)
     check(*path_of(problem, devices, microbatches=microbatches))
-    check(*path_of(problem, devices, recompute=[[1, 2], [5]], microbatches=microbatches))
-    two = random_problem(seed, 8, 4, shape=shape)
-    check(*path_of(two, devices[:8] % 2, replicas=[[0, 1], [2, 3]], optimizer_sharding=bool(seed % 2)))
 
 
 def test_a_chain_on_one_device_only_computes():
@@ -160,14 +157,6 @@ def test_schedules_with_an_order_of_their_own():
     run, path = path_of(problem, [0, 1, 0, 1], schedule="interleaved_1f1b", microbatches=4, stage_of_group=[0, 1, 2, 3])
     assert run.ordered
     check(run, path)
-
-
-def test_gradients_of_replicas_are_collectives(layers):
-    problem = layers(3, devices=2, weight=10**6)
-    run, path = path_of(problem, [0, 0, 0], replicas=[[0], [1]])
-    check(run, path)
-    seconds = step_bounds(run).seconds(COLLECTIVE)
-    assert seconds > 0 and any(stretch.where == "collectives" for stretch in step_bounds(run).story)
 
 
 def test_links_without_cost():

@@ -80,22 +80,6 @@ def test_nothing_is_worse_than_what_is_known(seed):
             assert found[name].replanned_s <= base
 
 
-def test_replicas_are_looked_at_as_they_are(layers):
-    """How many there should be is a question of whole strategies."""
-    found = asked(layers(3, devices=2, weight=1000), [0, 0, 0], replicas=[[0], [1]], microbatches=2)
-    assert "'rlplace place' chooses them" in found[AS_IS].note
-    assert all(answer.replanned_s is None for answer in found.values())
-    more = found["one more device, one more replica"]
-    assert more.samples == 6 and more.same_feasible and more.sample_s < found[AS_IS].sample_s
-    # Free links leave the slowdown of compute under collectives only.
-    assert found["communication for free"].same_s <= found[AS_IS].same_s
-
-
-def test_recomputation_stays(layers):
-    found = asked(layers(3), [0, 0, 0], calls=4, recompute=[[0], [1]])
-    assert found[AS_IS].same_s == 3 * 3.5 + 2 and found[AS_IS].replanned_s == found[AS_IS].same_s
-
-
 def test_without_search_the_plan_alone_is_simulated():
     toy = unlike_pair()
     assert all(answer.replanned_s is None for answer in asked(toy.problem, [1, 1, 1], calls=0).values())
@@ -207,11 +191,9 @@ def test_unlike_devices_keep_their_names():
 def test_settings_that_differ(layers):
     problem = layers(4, devices=2)
     first = plan(problem, [0, 0, 1, 1], microbatches=2, schedule="1f1b")
-    found = rlplace.diff(problem, first, plan(problem, [0, 0, 0, 0], replicas=[[0], [1]], recompute=[[0]]))
-    assert found.settings == {
-        "micro-batches": (2, 1), "schedule": ("1f1b", "list"), "replicas": (1, 2), "recomputed segments": (0, 1),
-    }  # fmt: skip
-    assert found.second.samples == 2 and "schedule: 1f1b in the first, list in the second" in found.text()
+    found = rlplace.diff(problem, first, plan(problem, [0, 0, 0, 0]))
+    assert found.settings == {"micro-batches": (2, 1), "schedule": ("1f1b", "list")}
+    assert found.second.samples == 1 and "schedule: 1f1b in the first, list in the second" in found.text()
     json.dumps(found.to_dict(), allow_nan=False)
 
 

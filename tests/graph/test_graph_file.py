@@ -221,7 +221,7 @@ def test_a_plan_for_another_micro_batch_size_describes_that_one():
     model, inputs = nested(batch=8)
     plan = rlplace.place(model, "a100-80g:2", example_inputs=inputs, planner="heft", batch=32)
     _, found = described_inputs(plan.source["graph"]["inputs"])
-    samples = 32 // (plan.microbatches * len(plan.replicas or [0]))
+    samples = 32 // (plan.microbatches)
     assert found["x"].shape == (samples, 3)
     assert found["pair"][0].shape == (samples, 2)
     assert found["more"]["bias"].shape == (2,)

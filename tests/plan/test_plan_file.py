@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, Prediction, make_plan
+from rlplace.plan.plan import Older, check_plan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.problem.generate import random_problem
 
@@ -36,6 +37,8 @@ FIRST = {
     "predicted": {"step_time_s": 0.5, "feasible": True, "peak_memory_bytes": [1, 2, 3, 4], "mine": 1},
 }
 
+OLD = {"replicas", "recompute", "optimizer_sharding"}
+
 
 def load(data: Any, folder: Path) -> PlacementPlan:
     path = folder / "x.plan.json"
@@ -56,20 +59,48 @@ def same(one: PlacementPlan, other: PlacementPlan) -> None:
 def test_version_1_means_what_it_meant(tmp_path: Path) -> None:
     plan = load(FIRST, tmp_path)
     assert plan.strategy is None and plan.samples is None
-    kept = {"problem", "planner", "seed", "microbatches", "schedule", "replicas", "recompute", "optimizer_sharding", "groups"}
+    kept = {"problem", "planner", "seed", "microbatches", "schedule", "groups"}
     assert {name: getattr(plan, name) for name in kept} == {name: FIRST[name] for name in kept}
     for name in ("device_of_group", "priority", "stage_of_group"):
         assert getattr(plan, name).tolist() == FIRST[name]
     assert plan.predicted.extra == {"mine": 1}
-    plan.save(tmp_path / "again.plan.json")
+    assert plan.older == Older(((0, 1), (2, 3)), ((0,), (2,)), True)
+    for use in (lambda: plan.save(tmp_path / "again.plan.json"), lambda: check_plan(plan, PROBLEM)):
+        with pytest.raises(InputError, match="asks for replicas and recompute and optimizer_sharding"):
+            use()
+    plain = load({key: value for key, value in FIRST.items() if key not in OLD} | {"replicas": [[3, 1]]}, tmp_path)
+    assert plain.older is None and plain.device_of_group.tolist() == [3, 1, 1]  # other names of the same devices
+    plain.save(tmp_path / "again.plan.json")
     written = json.loads((tmp_path / "again.plan.json").read_text())
     assert written["version"] == 2
     assert written["strategy"] == {
-        "microbatches": [4],
-        "schedule": "1f1b",
-        "stages": [{"devices": [0, 1, 2, 3], "mesh": {"shard": 2, "branch": 2}, "sharding": 1}],
-    }
-    same(plan, PlacementPlan.load(tmp_path / "again.plan.json"))
+        "microbatches": [4], "schedule": "1f1b", "stages": [{"devices": [0, 1, 2, 3], "mesh": {"branch": 4}}],
+    }  # fmt: skip
+    same(plain, PlacementPlan.load(tmp_path / "again.plan.json"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"replicas": [[0, 1], [0, 2]]}, "different devices"),
+        ({"replicas": [[0, 1], [2]]}, "equal length"),
+        ({"replicas": [[0]]}, "one entry for each of 2 devices"),
+        ({"replicas": None}, "shares the optimizer state between replicas, but the plan has one"),
+        ({"recompute": [[0], [0]]}, "distinct groups"),
+        ({"recompute": [[9]]}, r"distinct groups in 0\.\.2"),
+        ({"shards": {"a": {"b": 2}}}, "its shards cut single ops, which plans no longer do"),
+    ],
+)
+def test_words_of_older_files_are_checked(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=reason):
+        load(FIRST | changed, tmp_path)
+
+
+def test_orders_follow_renamed_devices(tmp_path: Path) -> None:
+    left_out = {*OLD, "priority", "schedule", "stage_of_group"}
+    data = {key: value for key, value in FIRST.items() if key not in left_out}
+    plan = load(data | {"microbatches": 1, "order": [[0], [1, 2], []], "replicas": [[2, 0]]}, tmp_path)
+    assert plan.order == [[1, 2], [], [0]] and plan.device_of_group.tolist() == [2, 0, 0]
 
 
 @st.composite
@@ -80,14 +111,9 @@ def plans(draw: st.DrawFn) -> PlacementPlan:
         "schedule": draw(st.sampled_from(["list", "gpipe", "1f1b"])),
     }
     if draw(st.booleans()):
-        how |= {"replicas": draw(st.sampled_from([[[0, 1], [2, 3]], [[3, 1]], [[1, 0, 2]]]))}
-        how["optimizer_sharding"] = len(how["replicas"]) > 1 and draw(st.booleans())
-    if draw(st.booleans()):
         how["priority"] = draw(st.lists(st.floats(-9, 9), min_size=PROBLEM.num_ops, max_size=PROBLEM.num_ops))
     if draw(st.booleans()):
         how["stage_of_group"] = draw(st.lists(st.integers(0, 3), min_size=6, max_size=6))
-    if draw(st.booleans()):
-        how["recompute"] = [[0, 2], [5]]
     return make_plan(PROBLEM, devices, planner="drawn", seed=draw(st.integers(0, 9)), **how)
 
 
@@ -99,7 +125,7 @@ def test_placement_plans_come_back_as_they_were(plan: PlacementPlan, tmp_path_fa
     same(plan, again)
     assert again.fingerprint == plan.fingerprint
     batch = json.loads(path.read_text())["strategy"]["batch"]
-    assert batch == PROBLEM.samples_per_microbatch * plan.microbatches * len(plan.replicas or [0])
+    assert batch == PROBLEM.samples_per_microbatch * plan.microbatches
 
 
 STRATEGY = Strategy(4, (Pipeline((Stage(("a", "b"), (0, 1), {"shard": 2}, sharding=3),), (2,), (1,)),))
@@ -149,7 +175,7 @@ PLACED = {
 def test_placements_that_contradict_themselves_are_refused(
     part: str, changed: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    assert load(PLACED, tmp_path).replicas == [[0, 1], [2, 3]]
+    assert load(PLACED, tmp_path).older == Older(((0, 1), (2, 3)))
     with pytest.raises(InputError, match=reason):
         load({**PLACED, part: {**PLACED[part], **changed}}, tmp_path)  # type: ignore[dict-item]
 

@@ -212,29 +212,17 @@ def test_memory_raises_the_bound_where_the_fast_device_is_small():
     )
     tight = dataclasses.replace(problem, devices=devices)
     assert memory_forced_s(tight) > 1.2 * lower_bounds(tight).work_s == 1.2 * lower_bounds(problem).work_s
-    assert execution_bound(tight, 1, 1)[1] in ("memory", "critical path")
+    assert execution_bound(tight, 1)[1] in ("memory", "critical path")
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_bounds_of_pipelines_and_replicas_hold(microbatches):
+def test_bounds_of_pipelines_hold(microbatches):
     problem = random_problem(4, 12, 4)
     rng = np.random.default_rng(microbatches)
-    bound, _ = execution_bound(problem, microbatches, 1)
+    bound, _ = execution_bound(problem, microbatches)
     for _ in range(50):
         devices = rng.integers(0, 4, 12)
         assert simulate(problem, devices, microbatches=microbatches).step_time_s >= bound
-    work = execution_bound(problem, microbatches, 2)[0]
-    assert work >= bound  # twice the samples
-
-
-def test_replicas_are_bounded_by_all_their_work():
-    from rlplace.plan import make_plan
-
-    problem = random_problem(5, 12, 4)
-    plan = make_plan(problem, [0] * 12, planner="x", microbatches=3, replicas=[[0], [1], [2], [3]])
-    bound, binding = execution_bound(problem, 3, 4)
-    assert bound <= simulate(problem, plan).step_time_s
-    assert bound >= 0.9 * problem.group_time_s[:, 0].sum() * 3 * 0.5 and binding == "work"
 
 
 def test_the_largest_bound_is_named():
@@ -257,4 +245,4 @@ def test_collectives_hold_no_device():
     assert simulate(problem, [0, 1, 0, 1]).step_time_s == 6.0
     bounds = lower_bounds(problem)
     assert (bounds.critical_path_s, bounds.work_s, bounds.largest_group_s) == (6.0, 6.0, 6.0)
-    assert memory_forced_s(problem) == pytest.approx(6.0) and execution_bound(problem, 1, 1)[0] == pytest.approx(6.0)
+    assert memory_forced_s(problem) == pytest.approx(6.0) and execution_bound(problem, 1)[0] == pytest.approx(6.0)

@@ -10,7 +10,7 @@ import pytest
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import make_plan
-from rlplace.problem import Links
+from rlplace.problem import BACKWARD, UPDATE, Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import SHAPES, random_problem
 from rlplace.reporting.data import report_data
@@ -18,7 +18,7 @@ from rlplace.reporting.lanes import COLLECTIVE, COLORS, DEVICE, LINK, empty_imag
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import MAX_CHILDREN, OWN, group_edges, module_tree
 from rlplace.reporting.pictures import check_pictures, memory_figure, timeline_figure, write_pictures
-from rlplace.simulator import expand, simulate
+from rlplace.simulator import simulate
 
 
 def overlaps(lanes):
@@ -45,14 +45,23 @@ def test_every_task_and_transfer_has_a_box(microbatches):
 
 
 def test_collectives_have_rows_of_their_own():
-    problem = random_problem(5, num_groups=24, num_devices=4)
-    plan = make_plan(problem, np.arange(24) * 2 // 24, planner="hand", replicas=[[0, 1], [2, 3]])
-    drawn, plain = expand(problem, plan)
-    lanes = lanes_of(drawn, simulate(drawn, plain))
+    problem = build_problem(
+        "reduced",
+        time_s=[[1.0] * 4] * 4 + [[3.0] * 4] * 4,
+        tensors=[TensorSpec(op, 0, [op + 4]) for op in range(4)],
+        memory_bytes=[None] * 4,
+        group=[0, 1, 2, 3] * 2,
+        phase=[BACKWARD] * 4 + [UPDATE] * 4,
+        collectives=[([4, 6], [0]), ([5, 7], [1])],
+    )
+    plan = make_plan(problem, [0, 1, 2, 3], planner="hand")
+    line = simulate(problem, plan)
+    lanes = lanes_of(problem, line)
     rows = [i for i, row in enumerate(lanes.rows) if row.kind == COLLECTIVE]
     assert [lanes.rows[i].name for i in rows] == ["collective gpu0, gpu2", "collective gpu1, gpu3"]
-    assert np.isin(lanes.row, rows).sum() == len(drawn.collectives)
+    assert np.isin(lanes.row, rows).sum() == len(problem.collectives)
     assert not overlaps(lanes)
+    curves_of(problem, plan, line)
 
 
 def test_transfers_of_one_link_that_overlap_get_lanes():
@@ -273,23 +282,6 @@ def test_plans_with_an_order_or_a_schedule_of_actions():
     line = simulate(problem, plan)
     assert line.step_time_s is not None
     curves_of(problem, plan, line)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_replicas_with_collectives(sharded):
-    problem = random_problem(5, num_groups=24, num_devices=4)
-    fields = {"microbatches": 2, "replicas": [[0, 1], [2, 3]], "optimizer_sharding": sharded}
-    plan = make_plan(problem, np.arange(24) * 2 // 24, planner="hand", **fields)
-    drawn, plain = expand(problem, plan)
-    assert drawn.collectives
-    curves_of(drawn, plain, simulate(drawn, plain))
-
-
-def test_recomputed_segments():
-    problem = random_problem(6, num_groups=20, num_devices=2, shape="chain")
-    plan = make_plan(problem, np.arange(20) // 10, planner="hand", recompute=[[2, 3, 4], [12, 13]])
-    drawn, plain = expand(problem, plan)
-    curves_of(drawn, plain, simulate(drawn, plain))
 
 
 def test_a_peak_that_lasts_no_time_is_kept():

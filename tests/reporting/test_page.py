@@ -185,17 +185,6 @@ def test_only_the_busiest_links_are_in_the_page():
     assert sum(row["boxes"] for row in data["rows"]) == len(data["boxes"]["gap"])
 
 
-def test_replicas_are_drawn_and_their_groups_known():
-    problem = random_problem(5, num_groups=24, num_devices=4)
-    plan = make_plan(problem, np.arange(24) * 2 // 24, planner="hand", replicas=[[2, 1], [0, 3]])
-    data = report_data(problem, plan)
-    assert data.drawn.num_groups == 48 and set(data.group_of_drawn[:48].tolist()) == set(range(24))
-    assert set(data.device_of_group.tolist()) == {2, 1}
-    page = data.to_dict()
-    assert page["groups"]["device"][0] == 2 and any(row["kind"] == "collective" for row in page["rows"])
-    assert "2 replicas" in render(data)
-
-
 def test_planners_table_is_sorted_and_marks_this_plan():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=2.0)
     plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand", microbatches=2)

@@ -226,7 +226,7 @@ def test_timeline_is_painted_zooms_and_tells(browser, page, piped):
     middle = (lanes.start_s[box] + lanes.end_s[box]) / 2 / lanes.step_s
     point(browser, "pointermove", LEFT + middle * (width - LEFT - 8), AXIS + 30 + 12)
     lines = tip(browser)
-    assert lines[0] == piped.drawn.op_names[lanes.op[box]]
+    assert lines[0] == piped.problem.op_names[lanes.op[box]]
     assert "gpu1" in lines[1] and f"micro-batch {lanes.microbatch[box]}" in lines[1]
     point(browser, "pointerleave", 0, 0)
     assert tip(browser) is None
@@ -259,7 +259,7 @@ def test_keys_walk_through_boxes(browser, page, piped):
     settle(browser)
     lanes = piped.lanes
     third = np.flatnonzero(lanes.row == 0)[2]
-    assert tip(browser)[0] == piped.drawn.op_names[lanes.op[third]]
+    assert tip(browser)[0] == piped.problem.op_names[lanes.op[third]]
     browser.execute_script(keys, ["+", "+"])
     settle(browser)
     assert text_of(browser, "range").endswith("36.0 %")

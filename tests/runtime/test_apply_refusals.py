@@ -10,7 +10,7 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError, MissingError
-from rlplace.plan.plan import make_plan
+from rlplace.plan.plan import Older, make_plan
 from rlplace.runtime.apply import apply
 
 
@@ -31,8 +31,8 @@ def plan_of(model, devices=(0, 0, 0), **fields):
     [
         ({"microbatches": 4}, "4 micro-batches"),
         ({"schedule": "1f1b"}, "schedule is '1f1b'"),
-        ({"replicas": [[0], [1]]}, "2 replicas"),
-        ({"recompute": [[0], [2]]}, "recomputes the activations of 2 segments, which apply does not"),
+        ({"older": Older(((0,), (1,)))}, "its file asks for replicas, which placements no longer do"),
+        ({"older": Older((), ((0,), (2,)))}, "its file asks for recompute"),
         ({"groups": None}, "made from a problem file"),
         ({"groups": [{"name": "g"}] * 3}, "its groups name no ops"),
         ({"groups": [{"name": "g", "modules": ["0"], "ops": []}]}, "1 groups, but device_of_group has 3"),
@@ -44,11 +44,6 @@ def test_plans_that_do_not_run_in_one_process(fields, message):
         apply(model, plan_of(model, **fields), ["cpu"])
     assert "forward" not in vars(model)
     assert not hasattr(model, "report")
-
-
-def test_one_replica_in_another_order_is_fine():
-    model = tiny()
-    assert apply(model, plan_of(model, replicas=[[1, 0]]), ["cpu"], example_inputs=EXAMPLE).report.ops == 3
 
 
 def test_plan_for_another_model():

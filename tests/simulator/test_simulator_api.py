@@ -58,13 +58,6 @@ def test_plans_say_how_they_run(problem: Problem) -> None:
     assert (line.microbatches, line.samples) == (3, 24)
     assert line.step_time_s == simulate(problem, devices, microbatches=3, schedule="1f1b").step_time_s
     assert simulate(problem, plan, microbatches=1, schedule="list").step_time_s == simulate(problem, devices).step_time_s
-    moved = make_plan(problem, [0] * 12, planner="test", replicas=[[1, 0, 2]])
-    assert simulate(problem, moved).device_of_op.tolist() == [1] * problem.num_ops
-
-
-def test_plans_that_only_spell_out_the_default_are_accepted(problem: Problem) -> None:
-    plan = make_plan(problem, [0] * 12, planner="test", replicas=[[0, 1, 2]])
-    assert simulate(problem, plan).step_time_s == simulate(problem, [0] * 12).step_time_s
 
 
 def test_a_plan_for_another_problem_is_refused(problem: Problem) -> None:

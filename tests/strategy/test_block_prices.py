@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from captured import captured
 
+from benchmarks.recompute import recompute
 from rlplace.cluster.parse import as_cluster
 from rlplace.cost import price
 from rlplace.errors import InputError
 from rlplace.graph.coarsen import Grouping
-from rlplace.plan.recompute import recompute
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut

@@ -98,7 +98,7 @@ def simulate_assisted(
     """
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
-        if plan.order is not None or plan.schedule != "list" or plan.microbatches > 1 or plan.replicas or plan.recompute:
+        if plan.order is not None or plan.schedule != "list" or plan.microbatches > 1:
             raise InputError(
                 "simulate_assisted: the plan has an order, a schedule, micro-batches, replicas or recomputation; "
                 "assistants need plain plans, give its device_of_group"

@@ -10,7 +10,7 @@ All bounds hold for every plan with one micro-batch under the simulator's rules:
 
 The messages of `rlplace.planners.common.shortage` are built on these.
 
-Lower bounds on the step time of a problem's execution with micro-batches and replicas.
+Lower bounds on the step time of a problem's execution with micro-batches.
 
 A lower bound on step time that knows memory: groups that do not fit on fast devices must run on slow ones.
 
@@ -177,20 +177,19 @@ def largest(critical_path_s: float, work_s: float, largest_group_s: float, memor
     return best
 
 
-def execution_bound(problem: Problem, microbatches: int, replicas: int) -> tuple[float, str]:
-    """The largest bound for plans of so many micro-batches and replicas, and its name.
+def execution_bound(problem: Problem, microbatches: int) -> tuple[float, str]:
+    """The largest bound for plans of so many micro-batches, and its name.
 
-    Forward and backward ops run `microbatches` times and updates once, in each of `replicas` copies of all groups. The chain
-    of ops is that of one micro-batch.
+    Forward and backward ops run `microbatches` times and updates once. The chain of ops is that of one micro-batch.
     """
-    if microbatches == replicas == 1:
+    if microbatches == 1:
         times, once = device_time_s(problem), lower_bounds(problem)
     else:
         factor = np.where(problem.op_phase == UPDATE, 1.0, float(microbatches))
         repeated = dataclasses.replace(problem, time_s=problem.time_s * factor[:, None])
         times, once = device_time_s(repeated), _with_path(lower_bounds(repeated), lower_bounds(problem))
-    memory = memory_forced(times * replicas, problem.resident_bytes * replicas, problem.memory_limit_bytes)
-    return largest(once.critical_path_s, finite(once.work_s) * replicas, finite(once.largest_group_s), finite(memory))
+    memory = memory_forced(times, problem.resident_bytes, problem.memory_limit_bytes)
+    return largest(once.critical_path_s, finite(once.work_s), finite(once.largest_group_s), finite(memory))
 
 
 def _with_path(bounds: Bounds, single: Bounds) -> Bounds:

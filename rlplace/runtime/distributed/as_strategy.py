@@ -1,4 +1,5 @@
-"""Plans that place groups and ask for what only whole strategies have: replicas, recomputation, schedules for chains.
+"""Plans that place groups and ask for what only whole strategies have: schedules for chains; in older files also replicas,
+recomputation and a sharded optimizer.
 
 Such a plan is a strategy when its stages are whole blocks of the model. Then it runs as one.
 """
@@ -11,7 +12,7 @@ from torch import nn
 
 from rlplace.errors import InputError, show
 from rlplace.plan.device_map import plan_groups
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.native.blocks import block_names, owner
@@ -22,8 +23,7 @@ _INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlpla
 
 def asks_for_strategy(plan: PlacementPlan) -> bool:
     """Whether a placement asks for more than groups on devices, micro-batch by micro-batch."""
-    several = plan.replicas is not None and len(plan.replicas) > 1
-    return several or bool(plan.recompute) or not SCHEDULES[plan.schedule].free
+    return plan.older is not None or not SCHEDULES[plan.schedule].free
 
 
 def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Strategy:
@@ -37,11 +37,12 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     Raises:
         InputError: It is none, with the reason.
     """
+    older = plan.older or Older()
     moved = backward_elsewhere(plan)
     if moved is not None:
         raise InputError(f"plan: it moves {moved!r}, which strategies do not, and has replicas or recomputation; {_INSTEAD}")
     stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
-    again = {int(group) for segment in plan.recompute or () for group in segment}
+    again = {int(group) for segment in older.recompute for group in segment}
     blocks = block_names(model)
     stage_of: dict[str, dict[int, None]] = {block: {} for block in blocks}
     repeated: dict[str, set[bool]] = {block: set() for block in blocks}
@@ -65,8 +66,8 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     order = sorted(device_of) if plan.stage_of_group is not None else list(_first_seen(stage_of.values()))
     held = {stage: [block for block in blocks if stage in (stage_of[block] or {order[0]: None})] for stage in order}
     order = [stage for stage in order if held[stage]]
-    rows = plan.replicas if plan.replicas is not None else [range(max(device_of.values()) + 1)]
-    degree, shared = len(rows), plan.optimizer_sharding
+    rows = older.replicas or [range(max(device_of.values()) + 1)]
+    degree, shared = len(rows), older.optimizer_sharding
     mesh = {} if degree == 1 else {"shard" if shared else "replicate": degree}
     made = tuple(
         Stage(

@@ -158,12 +158,9 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     world = dist.get_world_size()
     used = devices_of(plan)
-    rows = plan.replicas if plan.replicas is not None else [range(used)]
-    replicas = tuple(tuple(int(d) for d in row) for row in rows)
-    needed = max(max(row) for row in replicas) + 1
-    if world < needed:
-        raise InputError(f"distribute: the plan uses {needed} devices, but there are {world} processes; start one per device")
-    return Ranks(dist.get_rank(), world, device, replicas)
+    if world < used:
+        raise InputError(f"distribute: the plan uses {used} devices, but there are {world} processes; start one per device")
+    return Ranks(dist.get_rank(), world, device, (tuple(range(used)),))
 
 
 def check_same_plan(plan: PlacementPlan) -> None:

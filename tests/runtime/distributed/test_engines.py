@@ -11,7 +11,7 @@ from launch import run
 from plans import plan_of
 
 from rlplace.errors import InputError
-from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.batches import check_inputs
@@ -37,25 +37,27 @@ def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt
     half = len(rows) // 2
     plan = changed(
         plan_of(model, inputs, 2, groups=1), groups=rows, device_of_group=np.array([0] * half + [1] * (len(rows) - half)),
-        microbatches=4, schedule="1f1b", replicas=[[0, 2], [1, 3]], recompute=[[1], [2]],
+        microbatches=4, schedule="1f1b", older=Older(((0, 2), (1, 3)), ((1,), (2,))),
     )  # fmt: skip
-    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, replicas=None, recompute=None))
+    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, older=None))
     found = strategy_of_plan(plan, model, 2)
     assert (found.batch, found.pipelines[0].microbatch, found.pipelines[0].microbatches) == (16, (2,), (4,))
     assert [stage.devices for stage in found.stages] == [(0, 1), (2, 3)] and found.pipelines[0].schedule == "1f1b"
     assert [stage.mesh for stage in found.stages] == [{"replicate": 2}] * 2
     assert sorted(block for stage in found.stages for block in stage.blocks) == sorted(blocks)
     assert set(found.stages[0].recompute) == {rows[1]["name"], rows[2]["name"]}
-    shared = strategy_of_plan(changed(plan, optimizer_sharding=True, recompute=None), model, 2)
+    shared = strategy_of_plan(changed(plan, older=Older(((0, 2), (1, 3)), (), True)), model, 2)
     assert [(stage.mesh, stage.sharding) for stage in shared.stages] == [({"shard": 2}, 1)] * 2
     torn = next(row for row in rows if len(row["ops"]) > 3)
     split = [{**torn, "ops": torn["ops"][:2]}, {**torn, "name": "rest", "ops": torn["ops"][2:]}]
     others = [row for row in rows if row is not torn]
     devices = np.array([0, 1, *(0 for _ in others)])
     with pytest.raises(InputError, match="lies in stages 0 and 1"):
-        strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices, recompute=None), model, 2)
+        strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices, older=None), model, 2)
     with pytest.raises(InputError, match="blocks are recomputed whole"):
-        strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices * 0, recompute=[[0]]), model, 2)
+        strategy_of_plan(
+            changed(plan, groups=[*split, *others], device_of_group=devices * 0, older=Older((), ((0,),))), model, 2
+        )
 
 
 class ByRank(torch.nn.Module):

@@ -136,8 +136,8 @@ def processes_needed(plan: PlacementPlan) -> int:
     """One for every device up to the last that a placement uses; one for every device of a strategy."""
     if plan.strategy is not None:
         return len(plan.strategy.devices)
-    if plan.replicas is not None:
-        return 1 + max(int(device) for row in plan.replicas for device in row)
+    if plan.older is not None and plan.older.replicas:
+        return 1 + max(device for row in plan.older.replicas for device in row)
     return devices_of(plan)
 
 

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=natural, default=256, metavar="N", help="simulations of each search (256); 0: none")
     parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each planner (10)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the searches (0)")
-    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="for a MODEL: micro-batches (1)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="for a MODEL: micro-batches, as for 'rlplace place'")
+    parser.add_argument("--space", metavar="S", help="for a MODEL, as for 'rlplace place'; placement: groups, no strategies")
     add_model_options(parser)
 
 
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_model_options(options: argparse.Namespace) -> None:
     words = model_options(options)
-    words += ["--microbatches"] if options.microbatches > 1 else []
+    words += [f"--{name}" for name in ("microbatches", "space") if getattr(options, name) is not None]
     if words:
         raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 
@@ -79,13 +80,11 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _strategy(options: argparse.Namespace) -> bool:
-    """Shows a plan that holds a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
+    """Explains a plan that holds a whole strategy.
 
     Returns:
         False: it places groups.
     """
-    from rlplace.cli.strategy import show_strategy
-    from rlplace.explaining.explain import what_if_lines
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan
 
@@ -95,19 +94,26 @@ def _strategy(options: argparse.Namespace) -> bool:
     if options.problem or options.group:
         option = "--problem" if options.problem else "--group"
         raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
-    machine = cluster_of_plan(plan, options.cluster)
+    _show_strategy(plan, cluster_of_plan(plan, options.cluster), options)
+    return True
+
+
+def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:
+    """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it."""
+    from rlplace.cli.strategy import show_strategy
+    from rlplace.explaining.explain import what_if_lines
+
     if not options.json:
         show_strategy(plan, machine)
     bounds, changes = _near_strategy(plan, machine, options)
     if options.json:
         told = None if bounds is None else bounds.to_dict()
         print_json({**plan.to_dict(), "bounds": told, "what_if": [dataclasses.asdict(entry) for entry in changes]})
-        return True
+        return
     if bounds is not None:
         print("\n" + "\n".join(bounds.lines()))
     if changes:
         print("\n" + "\n".join(what_if_lines(changes)))
-    return True
 
 
 def _near_strategy(
@@ -148,15 +154,26 @@ def _plan(options: argparse.Namespace) -> Explanation:
 
 
 def _model(options: argparse.Namespace) -> int:
-    """A MODEL that fits has nothing to relax; its plan by the classical floor is explained then."""
+    """The answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the model fit."""
+    from rlplace.cli.place import placement_reason
+    from rlplace.cli.strategy import machine_of, place_strategy
     from rlplace.explaining.explain import explain
     from rlplace.planners import get_planner
 
+    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "schedule": None, "batch_curve": None}
+    asked = argparse.Namespace(**{**vars(options), **others, "calls": None})
+    if placement_reason(asked) is None:
+        try:
+            _show_strategy(place_strategy(asked), machine_of(asked), options)
+            return 0
+        except InfeasibleError as error:
+            say(f"no whole strategy fits: {error}")
     loaded = load(options.what, options.cluster, options)
     problem, limit_s = loaded.problem, options.time_limit
     say("planning with best")
+    count = options.microbatches or 1
     try:
-        plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s, microbatches=options.microbatches)
+        plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s, microbatches=count)
     except InfeasibleError:
         _relax(loaded, options)
         return 0
@@ -170,7 +187,7 @@ def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
     say("no plan found; trying what would make it fit")
     at = None if loaded.graph is None else loaded.priced.at
     relaxations = relax(
-        loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches, **_limits(options)
+        loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches or 1, **_limits(options)
     )
     if options.json:
         print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})

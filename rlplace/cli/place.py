@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_output(options.out)
     check_memory_options(options)
-    reason = _why_placement(options)
+    reason = placement_reason(options)
     if reason is None:
         plan = place_strategy(options)
         show: Callable[[], None] = functools.partial(show_strategy, plan, machine_of(options))
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _why_placement(options: argparse.Namespace) -> str | None:
+def placement_reason(options: argparse.Namespace) -> str | None:
     """Why it is placements that are asked for; None: whole strategies are."""
     from rlplace.placing import PLACEMENT, why_placement
 
@@ -157,8 +157,11 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
 
 def _explain_command(options: argparse.Namespace) -> str:
     """The command that looks for what would make the model fit."""
+    from rlplace.placing import PLACEMENT
+
     words = ["rlplace", "explain", options.model]
     words += ["--cluster", options.cluster] if options.cluster else []
+    words += [] if options.model.endswith(".problem.json") else ["--space", PLACEMENT]
     words += [f"--microbatches={options.microbatches}"] if (options.microbatches or 1) > 1 else []
     return shlex.join([*words, *model_options(options)])
 

@@ -89,15 +89,14 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
 
 def _trace(asked: Asked, path: str) -> None:
     """Writes a trace of the ops; a device that does what others do, too, stands for them."""
-    from rlplace.simulator import simulate
     from rlplace.simulator.trace import write_trace
-    from rlplace.strategy.expand import expand_draft, tasks_of
+    from rlplace.strategy.expand import tasks_of
     from rlplace.strategy.op_costs import OpCosts
-    from rlplace.strategy.op_level import MOST_TASKS
+    from rlplace.strategy.op_level import MOST_TASKS, simulate_ops
 
     draft, costs = asked.draft(), cast(OpCosts, asked.question.costs)
     if draft.beside or tasks_of(draft, costs) > MOST_TASKS:
         raise InputError(f"--trace holds {MOST_TASKS} ops of one pipeline, this step has more; leave it out")
-    expanded = expand_draft(draft, costs, asked.question.cluster, named=True)
-    write_trace(expanded.problem, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order), path)
+    expanded, line = simulate_ops(draft, costs, asked.question.cluster, named=True)
+    write_trace(expanded.problem, line, path)
     say(f"wrote {path}")

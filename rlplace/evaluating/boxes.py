@@ -1,4 +1,4 @@
-"""The events of a step as boxes in rows: of devices, of collectives by place and lane, and of what stages hand on."""
+"""A simulated step of a strategy as boxes in rows: of devices, of collectives, and of what stages hand on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, LaneRow, among, pack
-from rlplace.strategy import events as happened
+from rlplace.simulator import Timeline
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.events import Event, Events
+from rlplace.strategy.expand import ExpandedDraft
+from rlplace.strategy.step_build import GATHER, SEND, TIE, UPDATE_RUN, Run
 
 OPS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_WEIGHT: "gradients of weights", UPDATE: "update"}
 """What every block does; ops are numbered block by block."""
 
-_PHASES = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD_WEIGHT, happened.UPDATE: UPDATE}
-_COMPUTE, _BESIDE = range(2)
+_PHASES = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD_WEIGHT, UPDATE_RUN: UPDATE}
 
 
 class Box(NamedTuple):
@@ -40,72 +41,109 @@ class Box(NamedTuple):
     size_bytes: int = -1
 
 
-def rows_and_boxes(draft: Draft, told: Events, names: Sequence[str]) -> tuple[list[LaneRow], list[Box]]:
-    """All rows, devices first, and their boxes by row and start.
+class Picture:
+    """Rows, devices first, and boxes; `add` draws one pipeline after the other.
 
     Args:
-        draft: What was run.
-        told: What happened.
         names: Of the cluster's devices.
     """
-    rows = [LaneRow(name, DEVICE, number, 0.0) for number, name in enumerate(names)]
-    boxes: list[Box] = []
-    for number, lane in enumerate(told.lanes):
-        for place, replicas in enumerate(lane.replicas):
-            devices = [device for _, own in replicas for device in own]
-            mine = [event for event in told.events if event.place == place and event.lane in (number, -1)]
-            pieces = [piece for event in mine for piece in _pieces(draft, event) if piece.end_s > piece.start_s]
-            boxes += [box._replace(row=device) for device in devices for box in pieces if box.row == _COMPUTE]
-            beside = [box._replace(row=len(rows)) for box in pieces if box.row == _BESIDE]
-            if beside:
-                rows.append(LaneRow(f"collective {among([names[device] for device in devices])}", COLLECTIVE, devices[0], 0.0))
-                boxes += beside
-    ways: dict[tuple[int, int, int], list[Event]] = {}
-    for event in told.events:
-        if event.kind == happened.SEND:
-            ways.setdefault((event.lane, event.place, event.target), []).append(event)
-    for (number, place, target), sent in ways.items():
-        source, destination = (told.lanes[number].replicas[at][0][1][0] for at in (place, target))
-        extra = pack(np.array([event.start_s for event in sent]), np.array([event.end_s for event in sent])).tolist()
-        for event, more in zip(sent, extra, strict=True):
-            size = int(event.size_bytes)
-            boxes.append(Box(len(rows) + more, event.start_s, event.end_s, _sender(draft, event), event.microbatch, size))
-        name = f"{names[source]} → {names[destination]}"
-        rows += [LaneRow(f"{name}, {more + 1}" if more else name, LINK, source, 0.0) for more in range(max(extra) + 1)]
-    busy = np.zeros(len(rows))
-    np.add.at(busy, [box.row for box in boxes], [box.end_s - box.start_s for box in boxes])
-    return [dataclasses.replace(row, busy_s=time) for row, time in zip(rows, busy.tolist(), strict=True)], sorted(boxes)
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._rows = [LaneRow(name, DEVICE, number, 0.0) for number, name in enumerate(names)]
+        self._boxes: list[Box] = []
+
+    def add(self, draft: Draft, expanded: ExpandedDraft, line: Timeline, update_after_s: float = 0.0) -> None:
+        """Draws a pipeline.
+
+        Args:
+            draft: What was run.
+            expanded: Its ops.
+            line: When they ran.
+            update_after_s: How much later than there updates run, because they wait for other pipelines.
+        """
+        ops = expanded.problem.num_ops
+        start, end = np.zeros(ops), np.zeros(ops)
+        start[line.task_op], end[line.task_op] = line.start_s, line.end_s
+        inside: dict[int, list[Box]] = {}
+        for run in expanded.runs:
+            if run.part is None:
+                own = draft.blocks_of(run.device % len(draft.places))
+                span = slice(run.first, run.first + len(own))
+                spans = zip(start[span] + update_after_s, end[span] + update_after_s, own, [False] * len(own), strict=True)
+            else:
+                spans = _spans(run, start, end)
+            for begin, stop, block, moves in spans:
+                box = Box(-1, float(begin), float(stop), len(OPS) * int(block) + _PHASES[run.kind], run.microbatch)
+                if moves:
+                    inside.setdefault(run.device, []).append(box)
+                elif stop > begin:
+                    self._boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
+        for device, boxes in inside.items():
+            self._collectives(expanded.stands_for[device], boxes)
+        self._exchanged(draft, expanded, start, end)
+
+    def _exchanged(self, draft: Draft, expanded: ExpandedDraft, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
+        """What devices tell each other: a row for the collectives of one channel, and for each way between stages."""
+        shared: dict[tuple[int, ...], tuple[list[int], list[Box]]] = {}
+        ways: dict[tuple[int, int], list[Box]] = {}
+        for key, collective in zip(expanded.exchanges, expanded.problem.collectives, strict=True):
+            first = collective.ops[0]
+            begin, stop = float(start[first]), float(end[first])
+            if key[0] == SEND:
+                _, lane, source, target, microbatch, size = key
+                block, phase = (draft.bounds[target] - 1, FORWARD) if target > source else (draft.bounds[source], BACKWARD)
+                places = (lane * len(draft.places) + draft.place_of_stage[stage] for stage in (source, target))
+                here, there = (expanded.stands_for[place][0] for place in places)
+                box = Box(-1, begin, stop, len(OPS) * block + phase, microbatch, size)
+                ways.setdefault((here, there), []).append(box)
+            elif stop > begin:
+                place = 0 if key[0] == TIE else key[1]
+                of_block = isinstance(key[2], int) and len(key) == 4 if key[0] != TIE else False
+                block = key[2] if of_block else draft.blocks_of(place)[0]
+                phase = FORWARD if key[0] == GATHER and key[3].startswith("F") else BACKWARD
+                devices, boxes = shared.setdefault(collective.channels, ([], []))
+                members = [d for op in collective.ops for d in expanded.stands_for[expanded.problem.op_group[op]]]
+                devices[:] = sorted({*devices, *members})
+                boxes.append(Box(-1, begin, stop, len(OPS) * block + phase, -1))
+        for devices, boxes in shared.values():
+            self._collectives(devices, boxes)
+        for (here, there), boxes in ways.items():
+            self._packed(f"{self._names[here]} → {self._names[there]}", LINK, here, boxes)
+
+    def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
+        """Draws what pipelines beside each other wait for together."""
+        self._collectives(devices, [Box(-1, start_s, end_s, BACKWARD, -1)])
+
+    def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
+        name = f"collective {among([self._names[device] for device in devices])}"
+        self._packed(name, COLLECTIVE, devices[0], [box for box in boxes if box.end_s > box.start_s])
+
+    def _packed(self, name: str, kind: str, device: int, boxes: list[Box]) -> None:
+        """As few rows of a name as hold the boxes without overlap."""
+        if boxes:
+            lane = pack(np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])).tolist()
+            self._boxes += [box._replace(row=len(self._rows) + more) for box, more in zip(boxes, lane, strict=True)]
+            rows = range(max(lane) + 1)
+            self._rows += [LaneRow(f"{name}, {more + 1}" if more else name, kind, device, 0.0) for more in rows]
+
+    def drawn(self) -> tuple[list[LaneRow], list[Box]]:
+        """All rows, and their boxes by row and start."""
+        busy = np.zeros(len(self._rows))
+        np.add.at(busy, [box.row for box in self._boxes], [box.end_s - box.start_s for box in self._boxes])
+        rows = [dataclasses.replace(row, busy_s=time) for row, time in zip(self._rows, busy.tolist(), strict=True)]
+        return rows, sorted(self._boxes)
 
 
-def _sender(draft: Draft, event: Event) -> int:
-    """The op whose result is sent: the forward of a stage's last block, or the backward of its first."""
-    following = event.stage + 1
-    forward = following < draft.stages and draft.place_of_stage[following] == event.target
-    return len(OPS) * (draft.bounds[following] - 1) if forward else len(OPS) * draft.bounds[event.stage] + BACKWARD
-
-
-def _pieces(draft: Draft, event: Event) -> Iterator[Box]:
-    """The boxes of an event: what blocks compute, and beside it their collectives and the waiting for others.
-
-    What a stage waits for inside a forward is drawn before it, inside a backward after it.
-    """
-    if event.kind == happened.SEND:
-        return
-    of_place = draft.blocks_of(event.place)
-    if event.kind in (happened.EXCHANGE, happened.TIES):
-        yield Box(_BESIDE, event.start_s, event.end_s, len(OPS) * of_place[0] + BACKWARD, -1)
-        return
-    phase = _PHASES[event.kind]
-    blocks = of_place if phase == UPDATE else draft.ranges[event.stage]
-    parts = list(zip(blocks, event.pieces, strict=True))
-    now = event.start_s
-    if phase == FORWARD:
-        now = max(now, event.end_s - sum(map(sum, event.pieces)))
-        yield Box(_BESIDE, event.start_s, now, len(OPS) * blocks[0] + phase, event.microbatch)
-    for block, (compute, tensor) in parts if phase in (FORWARD, UPDATE) else reversed(parts):
-        op = len(OPS) * block + phase
-        yield Box(_COMPUTE, now, now + compute, op, event.microbatch)
-        yield Box(_BESIDE, now + compute, now + compute + tensor, op, event.microbatch)
-        now += compute + tensor
-    if phase in (BACKWARD, BACKWARD_WEIGHT):
-        yield Box(_BESIDE, now, event.end_s, len(OPS) * blocks[0] + phase, event.microbatch)
+def _spans(run: Run, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:
+    """Start, end and block of what a block computes without a pause, and of its collectives, which are marked."""
+    part = run.part
+    assert part is not None
+    rows = np.flatnonzero((part.op >= 0) | (part.collective >= 0))
+    moves, block = part.collective[rows] >= 0, part.block[rows]
+    begins = np.ones(len(rows), dtype=bool)
+    begins[1:] = (block[1:] != block[:-1]) | moves[1:] | moves[:-1]
+    first = np.flatnonzero(begins)
+    last = np.append(first, len(rows))[1:] - 1
+    at = rows + run.first
+    return zip(start[at[first]].tolist(), end[at[last]].tolist(), block[first].tolist(), moves[first].tolist(), strict=True)

@@ -1,31 +1,36 @@
-"""A whole strategy as a report shows it: blocks are its groups, and the block executor's events its timeline."""
+"""A whole strategy as a report shows it: blocks are its groups, and its ops, simulated, its timeline."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
-from rlplace.evaluating.boxes import OPS, Box, rows_and_boxes
+from rlplace.evaluating.boxes import OPS, Box, Picture
+from rlplace.plan.plan import make_plan
 from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.reporting.data import MAX_TASKS, ReportData
 from rlplace.reporting.lanes import LINK, LaneRow, Lanes
-from rlplace.reporting.memory_curve import MemoryCurve
+from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.simulator import EXECUTOR
 from rlplace.simulator.timeline import Timeline
+from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import EXECUTOR, Evaluation
-from rlplace.strategy.events import ACTIONS, Events
-from rlplace.strategy.reference import evaluate_reference
+from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.expand import ExpandedDraft, tasks_of
+from rlplace.strategy.op_costs import OpCosts
+from rlplace.strategy.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text
 
 
@@ -39,20 +44,28 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     Raises:
         InputError: The step has too many parts for a page, or never ends.
     """
-    draft, question, told = asked.draft(), asked.question, Events()
-    cluster = question.cluster
-    if draft.beside:
-        raise InputError("report: unlike pipelines beside each other have no drawing yet; explain and simulate know them")
-    said = evaluate_reference(draft, question.costs, cluster, events=told)
-    if sum(len(event.pieces) for event in told.events) * len(draft.devices) > MAX_TASKS:
-        raise InputError(f"report: the step has more than {MAX_TASKS} parts; report a plan with fewer micro-batches")
+    draft, question = asked.draft(), asked.question
+    cluster, costs = question.cluster, cast(OpCosts, question.costs)
+    if sum(tasks_of(one, costs) for one in draft.pipelines) > MAX_TASKS:
+        raise InputError(f"report: the step has more than {MAX_TASKS} ops; report a plan with fewer micro-batches")
+    ran = [simulate_ops(one, costs, cluster) for one in draft.pipelines]
+    alone = [
+        evaluation_of(*each, question.scores.evaluate(one), cluster) for one, each in zip(draft.pipelines, ran, strict=True)
+    ]
+    said = side_by_side(draft, alone, costs, question.scores.traffic) if draft.beside else alone[0]
     if math.isinf(said.step_time_s):
         raise InputError("report: the step never ends, because stages or replicas have no link between them")
-    rows, boxes = rows_and_boxes(draft, told, [device.name for device in cluster.devices])
+    picture = Picture([device.name for device in cluster.devices])
+    for one, each, own in zip(draft.pipelines, ran, alone, strict=True):
+        picture.add(one, *each, said.passes_s - own.passes_s)
+    if draft.beside:
+        picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), said.passes_s)
+    rows, boxes = picture.drawn()
     problem = _problem(asked, draft, boxes)
-    first_device = [draft.places[draft.place_of_stage[stage]].devices[0] for stage in draft.stage_of_block]
+    one = draft.pipelines[0]
+    first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
     op = np.array([box.op for box in boxes], dtype=np.int32)
-    curves = _curves(told, said, problem)
+    curves = _curves(ran, said, problem)
     return ReportData(
         problem=problem,
         plan=asked.plan,
@@ -76,7 +89,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         device_of_group=np.array(first_device, dtype=np.int32),
         group_of_drawn=np.arange(problem.num_groups),
         executor=EXECUTOR,
-        planners=_rivals(asked),
+        planners=_rivals(asked, said),
         measured=tuple(measured),
     )
 
@@ -155,40 +168,30 @@ def _tensor(box: Box) -> int:
     return 3 * (block - 1) + 2 if phase == BACKWARD else 3 * block + 1
 
 
-def _curves(told: Events, said: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
-    """Bytes in use on every device: what is held all step long, and during and after each of its actions."""
-    points: dict[int, list[tuple[float, float]]] = {}
-    for number, lane in enumerate(told.lanes):
-        for place, replicas in enumerate(lane.replicas):
-            held, actions = told.memory[number, place]
-            own = [event for event in told.events if (event.lane, event.place) == (number, place) and event.kind in ACTIONS]
-            line = [(0.0, held)]
-            for event, (during, after) in zip(own, actions, strict=True):
-                line += [(event.start_s, held + during), (event.end_s, held + after)]
-            points |= {device: [*line, (said.step_time_s, held)] for _, devices in replicas for device in devices}
-    curves = []
-    for number, device in enumerate(problem.devices):
-        mine = points.get(number, [(0.0, -device.reserved_bytes)])
-        size = np.array([math.ceil(device.reserved_bytes + held) for _, held in mine], dtype=np.int64)
-        curves.append(MemoryCurve(np.array([time for time, _ in mine]), size))
+def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], said: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
+    """Bytes in use on every device of the cluster, those of what stands for it."""
+    curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
+    for expanded, line in ran:
+        plan = make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
+        for curve, devices in zip(memory_curves(expanded.problem, plan, line), expanded.stands_for, strict=True):
+            times = np.append(curve.time_s, said.step_time_s)
+            for device in devices:
+                size = curve.in_use_bytes + problem.devices[device].reserved_bytes
+                curves[device] = MemoryCurve(times, np.append(size, size[-1]))
     return tuple(curves)
 
 
-def _rivals(asked: Asked) -> tuple[PlannerRow, ...]:
-    """The plan, and the strategies that it names beside it; they were simulated op by op where that is affordable."""
-    plan, said = asked.plan, asked.evaluate()
-    assert plan.strategy is not None
-    note = "" if said.executor == EXECUTOR else "op by op"
-    rows = [
-        _rival("this strategy", True, plan.strategy.batch, said.step_time_s, said.feasible, len(plan.strategy.devices), note)
-    ]
-    own = plan.strategy.to_dict()
+def _rivals(asked: Asked, said: Evaluation) -> tuple[PlannerRow, ...]:
+    """The plan, and the strategies that it names beside it; as it announced them."""
+    plan, strategy = asked.plan, asked.strategy
+    rows = [_rival("this strategy", True, strategy.batch, said.step_time_s, said.feasible, len(strategy.devices), "")]
+    own = strategy.to_dict()
     for entry in rivals_of(plan.predicted):
         if entry.strategy != own:
             step_s, note = entry.step_time_s, entry.words
             if step_s is None:
                 note = entry.reason or f"{bytes_text(entry.over_bytes)} too large: {entry.words}"
-            rows.append(_rival(entry.kind, False, plan.strategy.batch, step_s, step_s is not None, entry.devices, note))
+            rows.append(_rival(entry.kind, False, strategy.batch, step_s, step_s is not None, entry.devices, note))
     return tuple(sorted(rows, key=lambda row: (not row.feasible, -(row.samples_per_s or 0.0))))
 
 

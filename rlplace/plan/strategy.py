@@ -274,6 +274,11 @@ def uniform_words(strategy: Strategy) -> str:
     return "; beside it ".join(parts)
 
 
+def _from_to(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(most) if least == most else f"{least} to {most}"
+
+
 def _pipeline_words(pipeline: Pipeline) -> str:
     stages = pipeline.stages
     words: list[str] = []
@@ -299,8 +304,8 @@ def _pipeline_words(pipeline: Pipeline) -> str:
         for how in sorted(set(chosen)):
             count = chosen.count(how)
             words.append(f"{how} {key} of {'all' if count == blocks else f'{count} of {blocks}'} blocks")
-    samples = "/".join(map(str, sorted(set(pipeline.microbatch))))
-    counts = "/".join(map(str, sorted(set(pipeline.microbatches))))
-    words.append(f"{counts} micro-batch{'' if counts == '1' else 'es'} of {samples}")
+    samples, counts = (_from_to(numbers) for numbers in (pipeline.microbatch, pipeline.microbatches))
+    unlike = ", unlike by replica" if len({*pipeline.microbatch}) > 1 or len({*pipeline.microbatches}) > 1 else ""
+    words.append(f"{counts} micro-batch{'' if counts == '1' else 'es'} of {samples}{unlike}")
     used = len(pipeline.devices)
     return (", ".join(words) if used > 1 else f"one device, {', '.join(words)}") + (f" on {used} devices" if used > 1 else "")

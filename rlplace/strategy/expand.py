@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +26,8 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.expand_lane import LaneBuild
 from rlplace.strategy.meshes import Lane, borders, check_draft, lanes
 from rlplace.strategy.op_costs import OpCosts
-from rlplace.strategy.reference_blocks import tie_exchanges
-from rlplace.strategy.step_build import StepBuild
+from rlplace.strategy.placed_blocks import tie_exchanges
+from rlplace.strategy.step_build import TIE, UPDATE_RUN, Run, StepBuild
 from rlplace.strategy.traffic import Traffic
 
 
@@ -38,11 +39,15 @@ class ExpandedDraft:
         problem: A group a device; all micro-batches are ops of their own.
         order: What each device runs, in order.
         stands_for: For each device of `problem` those of the cluster that it stands for.
+        runs: What its devices run beside collectives with one another.
+        exchanges: For each of its collectives what it is, see `rlplace.strategy.step_build.SEND`.
     """
 
     problem: Problem
     order: list[list[int]]
     stands_for: tuple[tuple[int, ...], ...]
+    runs: tuple[Run, ...]
+    exchanges: tuple[Any, ...]
 
 
 def expand_draft(
@@ -110,10 +115,12 @@ class Expansion:
                 update.append([lane.rows[place][block].update_s for block in draft.blocks_of(place)])
         self._sum_ties()
         for device, seconds in enumerate(update):
-            self.build.run(device, "U", f"update@{device}", np.array(seconds), np.zeros(len(seconds), dtype=np.int64))
+            none = np.zeros(len(seconds), dtype=np.int64)
+            first = self.build.run(device, UPDATE_RUN, f"update@{device}", np.array(seconds), none)
+            self.build.runs.append(Run(device, UPDATE_RUN, -1, -1, first, None))
         names = [" ".join(self.cluster.devices[device].name for device in row) for row in stands_for]
         problem, order = self.build.problem("strategy", draft.batch, names, resident)
-        return ExpandedDraft(problem, order, tuple(stands_for))
+        return ExpandedDraft(problem, order, tuple(stands_for), tuple(self.build.runs), tuple(self.build.exchanges))
 
     def _sum_ties(self) -> None:
         """Places that hold a tied weight sum its gradients when all of them are done."""
@@ -121,7 +128,7 @@ class Expansion:
         for number, (seconds, involved) in enumerate(tie_exchanges(self.draft, self.costs, self.traffic)):
             for device in range(build.devices):
                 if device % places in involved:
-                    op = build.exchange(("tie", number), device, f"tie{number}@{device}", seconds, [("tie", number)], "U")
+                    op = build.exchange((TIE, number), device, f"tie{number}@{device}", seconds, [(TIE, number)], UPDATE_RUN)
                     for before in (build.last[device], *build.waiting[device]):
                         build.edge(before, op)
                     build.waiting[device] = [op]

@@ -11,10 +11,10 @@ from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.expand_pass import PassBuild
 from rlplace.strategy.meshes import Lane, stage_actions
 from rlplace.strategy.op_costs import slowest
-from rlplace.strategy.reference_blocks import Block, place_blocks
-from rlplace.strategy.reference_memory import received_bytes, static_bytes
+from rlplace.strategy.placed_blocks import Block, place_blocks, received_bytes, static_bytes
 from rlplace.strategy.rules import WHOLE
 from rlplace.strategy.stage_ops import Lifetimes, StageOps
+from rlplace.strategy.step_build import SEND
 from rlplace.strategy.traffic import table_s
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LaneBuild:
             return -1
         found = self.whole.ways[here, there]
         seconds = found.latency_s + (size_bytes * found.part * found.s_per_byte if size_bytes > 0.0 else 0.0)
-        key = ("send", self.number, source, target, microbatch)
+        key = (SEND, self.number, source, target, microbatch, int(size_bytes))
         name = f"send{way}{source}.{target}.{microbatch}@{self.number}"
         channels = [("way", self.number, channel) for channel in found.channels]
         op = self.build.exchange(key, self.device(here), name, seconds, channels, "F" if way == "F" else "B")

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.strategy.meshes import copy_groups
-from rlplace.strategy.reference_blocks import Block
+from rlplace.strategy.placed_blocks import Block
 from rlplace.strategy.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN
+from rlplace.strategy.step_build import GATHER, Run
 from rlplace.strategy.traffic import table_s
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class PassBuild:
     """Adds one action of a stage with what moves beside its blocks."""
 
     def __init__(self, lane: LaneBuild, stage: int, kind: str, microbatch: int) -> None:
-        self.lane, self.build, self.kind, self.microbatch = lane, lane.build, kind, microbatch
+        self.lane, self.build, self.stage, self.kind, self.microbatch = lane, lane.build, stage, kind, microbatch
         self.place = lane.draft.place_of_stage[stage]
         self.device = lane.device(self.place)
         self.ops, self.part = lane.stages[stage], lane.stages[stage].part(kind)
@@ -50,6 +51,7 @@ class PassBuild:
                 build.edge(op, first_wait)
         labels = self.ops.labels(self.kind) if self.lane.whole.named else None
         base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
+        build.runs.append(Run(self.device, self.kind, self.stage, self.microbatch, base, part))
         self._beside(base, first_wait, set(gathered), set(reduced))
         self._send_buckets(base, buckets)
         return base
@@ -84,7 +86,7 @@ class PassBuild:
     def _gather(self, block: int, after: list[int]) -> int:
         """Gathers the parameters of a block, which are there until its pass is over."""
         row, when = self.rows[block], f"{self.kind}{self.microbatch}"
-        key, name = ("gather", self.place, block, when), f"gather{when}.{block}@{self.device}"
+        key, name = (GATHER, self.place, block, when), f"gather{when}.{block}@{self.device}"
         op = self.build.exchange(key, self.device, name, row.gather_s, [("shard", self.place)], self.kind)
         for before in after:
             self.build.edge(before, op)

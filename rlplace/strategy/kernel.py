@@ -1,7 +1,7 @@
-"""The compiled twin of `rlplace.strategy.reference`: the same rules on packed arrays, a few thousand times quicker.
+"""The block executor: the rules of docs/cost-model/strategy.md on packed arrays, compiled.
 
-`rlplace.strategy.columns` says what the arrays hold, `rlplace.strategy.packing` makes them. The functions follow those of
-`reference`, `reference_blocks` and `reference_memory` by name.
+`rlplace.strategy.columns` says what the arrays hold, `rlplace.strategy.packing` makes them. The functions follow by name
+those of tests/strategy/reference_executor.py and reference_memory.py, written for clarity alone.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -23,7 +23,7 @@ STAMP = stamp_of(c, costs, rules, traffic, k, sys.modules[__name__])
 
 @inner
 def seconds_of(y, s, kind, first):
-    """Ops, collectives inside blocks, and gathers of an action: as `reference.stage_action`."""
+    """Ops, collectives inside blocks, and gathers of an action: as `reference_stages.stage_action`."""
     if kind == c.DO_F:
         return y[s, k.FORWARD_C], y[s, k.FORWARD_T], y[s, k.FIRST_GATHER_S] if first else 0.0
     if kind == c.DO_W:
@@ -52,7 +52,7 @@ def next_end(y, actions, a, end, arrived, idle_s):
 def pipeline(
     y, works, busy, leaving, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
 ):
-    """As `reference.pipeline`; returns whether all actions ran.
+    """As `reference_executor.pipeline`; returns whether all actions ran.
 
     Args:
         y: float64 [S, STAGE].

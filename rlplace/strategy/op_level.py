@@ -9,11 +9,11 @@ from typing import cast
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.simulator import EXECUTOR, simulate
+from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import Evaluation, bytes_over
-from rlplace.strategy.expand import expand_draft, tasks_of
+from rlplace.strategy.expand import ExpandedDraft, expand_draft, tasks_of
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.op_costs import OpCosts
 from rlplace.strategy.search import Answer
@@ -42,8 +42,19 @@ def evaluate_ops(
         said: What the block executor says of it.
         traffic: Of the cluster, where it is known.
     """
-    expanded = expand_draft(draft, costs, cluster, traffic)
-    line = simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
+    return evaluation_of(*simulate_ops(draft, costs, cluster, traffic), said, cluster)
+
+
+def simulate_ops(
+    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None, *, named: bool = False
+) -> tuple[ExpandedDraft, Timeline]:
+    """The ops of one pipeline, and when they run; `named`: ops have names for people."""
+    expanded = expand_draft(draft, costs, cluster, traffic, named=named)
+    return expanded, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
+
+
+def evaluation_of(expanded: ExpandedDraft, line: Timeline, said: Evaluation, cluster: Cluster) -> Evaluation:
+    """What a simulated step says; parts and stages are those of the block executor, in `said`."""
     step = math.inf if line.step_time_s is None else line.step_time_s
     peaks = [0] * cluster.num_devices
     for peak, devices in zip(line.peak_memory_bytes.tolist(), expanded.stands_for, strict=True):

@@ -1,6 +1,6 @@
 """Compiled parts of `rlplace.strategy.kernel`: blocks on their places, their passes, and a step of one stage.
 
-The functions follow those of `reference_blocks`, `reference` and `reference_memory` by name.
+The functions follow by name those of `placed_blocks` and, in tests/strategy, of `reference_stages` and `reference_memory`.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -37,7 +37,7 @@ STAGE = 17
 
 @inner
 def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
-    """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_memory.static_bytes`."""
+    """Fills ``x[b]``: see `placed_blocks.place_blocks` and `placed_blocks.static_bytes`."""
     share, expert_share, copies = place[c.SHARE], place[c.EXPERT_SHARE], place[c.COPIES]
     weights = max(0.0, row[b, c.WEIGHTS] - again[0])
     gradients = max(0.0, row[b, c.GRADIENTS] - again[1])
@@ -105,7 +105,7 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
 
 @inner
 def forward_s(x, begin, end, first):
-    """As `reference.forward_s`."""
+    """As `reference_stages.forward_s`."""
     seconds = 0.0
     for b in range(begin - 1, end):
         gather = 0.0
@@ -126,7 +126,7 @@ def reduces(x, b, last):
 
 @inner
 def backward_s(x, begin, end, last, table):
-    """As `reference.backward_s`."""
+    """As `reference_stages.backward_s`."""
     total, compute = 0.0, 0.0
     for b in range(end - 1, begin - 1, -1):
         total += x[b, BUCKETS] if last else 0.0
@@ -163,7 +163,7 @@ def backward_s(x, begin, end, last, table):
 
 @inner
 def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
-    """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference.stage_action`."""
+    """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference_stages.stage_action`."""
     single = stages == 1
     kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
     half, halved, weight = 0.0, 0.0, 0.0
@@ -218,7 +218,7 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
 
 @inner
 def single_stage(x, y, work, busy, count, microbatches, table):
-    """As `reference.single_stage`; returns the most that passes hold."""
+    """As `reference_stages.single_stage`; returns the most that passes hold."""
     again = microbatches - 1
     forward = forward_s(x, 0, count, True) + again * forward_s(x, 0, count, False)
     backward = backward_s(x, 0, count, True, table) + again * backward_s(x, 0, count, False, table)

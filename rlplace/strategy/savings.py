@@ -18,8 +18,7 @@ from rlplace.schedule import LOOP, LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import FORWARD_PASS, FULL, kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree
-from rlplace.strategy.reference_blocks import Block
-from rlplace.strategy.reference_memory import static_bytes
+from rlplace.strategy.placed_blocks import Block, static_bytes
 from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, keeping
 from rlplace.strategy.tries import Question
 

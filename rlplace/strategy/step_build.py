@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,16 @@ from numpy.typing import NDArray
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Collective, Device, Links, Problem
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.order import grouped
+from rlplace.strategy.stage_ops import Part
 
 PHASE_OF_PART = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "U": UPDATE}
+
+UPDATE_RUN = "U"
+"""Of `Run.kind`: updates."""
+
+SEND, TIE, GATHER = "send", "tie", "gather"
+"""First words of the keys of exchanges: what stages send each other goes on with lane, stage, the other stage,
+micro-batch and bytes; a tie with a number; all others with the place, then with the block, or the number of a bucket."""
 
 LONGEST = 100
 """Characters of a device's name; many devices have one together."""
@@ -27,6 +36,26 @@ class _Exchange:
     phase: int
 
 
+class Run(NamedTuple):
+    """Ops that a device runs one after another.
+
+    Attributes:
+        device: Number of the device.
+        kind: As in `rlplace.actions`, or `UPDATE_RUN`, with an op a block of the device.
+        stage: -1 for updates; likewise `microbatch`.
+        microbatch: Number of the micro-batch.
+        first: Its first op.
+        part: What its ops are, in order; None for updates.
+    """
+
+    device: int
+    kind: str
+    stage: int
+    microbatch: int
+    first: int
+    part: Part | None
+
+
 @dataclass
 class StepBuild:
     """Tasks of a step on some devices. Every op runs once; what a device runs, it runs in the order in which it was added.
@@ -35,11 +64,15 @@ class StepBuild:
         devices: How many there are.
         waiting: For each device the ops that its next op waits for.
         last: For each device its last op, -1 before the first.
+        runs: What devices run beside collectives with one another.
+        exchanges: Of these collectives, in the order of the problem's, the keys that `exchange` was given.
     """
 
     devices: int
     waiting: list[list[int]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    exchanges: dict[Hashable, _Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.waiting, self.last = [[] for _ in range(self.devices)], [-1] * self.devices
@@ -49,7 +82,6 @@ class StepBuild:
         self._names: list[str] = []
         self._tensors: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         self._edges: list[tuple[int, int, int]] = []
-        self._exchanges: dict[Hashable, _Exchange] = {}
         self._channels: dict[Hashable, int] = {}
 
     def run(
@@ -83,7 +115,7 @@ class StepBuild:
         """A device's op of the collective that all devices which give this key make together."""
         op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
         held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
-        self._exchanges.setdefault(key, _Exchange([], held, PHASE_OF_PART[part])).ops.append(op)
+        self.exchanges.setdefault(key, _Exchange([], held, PHASE_OF_PART[part])).ops.append(op)
         return op
 
     def edge(self, source: int, target: int, size_bytes: int = 0) -> None:
@@ -121,7 +153,7 @@ class StepBuild:
         counts = [len(item[0]) for item in self._ops]
         seconds = np.concatenate([item[0] for item in self._ops])
         device, phase = (np.repeat([item[at] for item in self._ops], counts) for at in (2, 3))
-        collectives = [item.ops for item in self._exchanges.values()]
+        collectives = [item.ops for item in self.exchanges.values()]
         members = np.array([op for ops in collectives for op in ops], dtype=np.int64)
         kinds = np.full(self._count, "", dtype=object)
         kinds[members] = COLLECTIVE
@@ -153,6 +185,6 @@ class StepBuild:
             consumer_ptr=ptr,
             consumers=consumers.astype(np.int32),
             op_kind=tuple(kinds.tolist()),
-            collectives=tuple(Collective(tuple(item.ops), item.channels) for item in self._exchanges.values()),
+            collectives=tuple(Collective(tuple(item.ops), item.channels) for item in self.exchanges.values()),
         )  # fmt: skip
         return problem, [np.concatenate(rows).tolist() if rows else [] for rows in self._order]

@@ -18,8 +18,8 @@ from rlplace.strategy.drafts import Draft, Place, draft_of
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.experts import IMBALANCE
 from rlplace.strategy.meshes import lanes
+from rlplace.strategy.placed_blocks import place_blocks
 from rlplace.strategy.price import PricedBlocks
-from rlplace.strategy.reference_blocks import place_blocks
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.traffic import Traffic

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_costs import random_costs, random_draft
+from reference_executor import evaluate_reference
 from test_executor_twin import FIELDS
 
 from rlplace.cluster import Cluster
@@ -18,7 +19,6 @@ from rlplace.problem.collectives import collective_s
 from rlplace.strategy.drafts import Draft, Place, draft_of_strategy
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.kinds import UNLIKE, kind_of
-from rlplace.strategy.reference import evaluate_reference
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question

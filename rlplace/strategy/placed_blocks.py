@@ -22,7 +22,7 @@ from rlplace.strategy.meshes import (
     tensor_groups,
     tie_groups,
 )
-from rlplace.strategy.rules import FULL_OFFLOAD, WHOLE, keeping
+from rlplace.strategy.rules import EACH_BACKWARD, FULL_OFFLOAD, ONCE, WHOLE, keeping
 from rlplace.strategy.traffic import Traffic, table_s
 
 
@@ -106,6 +106,28 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
             whole_bytes = float(held.weight_bytes[number_of])
             block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
     return blocks
+
+
+def static_bytes(block: Block, stages: int, microbatches: int) -> float:
+    """What a block holds from its first gather to the end of the step."""
+    weights, gradients, optimizer = block.shared_bytes
+    total = 0.0 if block.offload else optimizer
+    total += 0.0 if block.offload == FULL_OFFLOAD else weights
+    if block.keeping in (ONCE, EACH_BACKWARD):
+        total += block.weight_bytes
+    if block.keeping == WHOLE or (block.keeping == ONCE and (microbatches > 1 or stages > 1)):
+        total += block.gradient_bytes
+    elif block.offload != FULL_OFFLOAD:
+        total += gradients
+    return total
+
+
+def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
+    """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
+    inside = draft.ranges[stage]
+    received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0
+    returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
+    return microbatches * (received + returned)
 
 
 def _add_pass(

@@ -1,6 +1,6 @@
 """The block executor, plainly: what a step of one stage takes, and what an action of a pipeline's stage takes.
 
-The rules are those of docs/cost-model/strategy.md; `reference` puts them together.
+The rules are those of docs/cost-model/strategy.md; `reference_executor` puts them together.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, Floats
-from rlplace.strategy.events import EXCHANGE, Events
-from rlplace.strategy.reference_blocks import Block
+from rlplace.strategy.placed_blocks import Block
 from rlplace.strategy.rules import (
     BUCKET,
     EACH_BACKWARD,
@@ -102,20 +101,13 @@ def exchange_s(blocks: Sequence[Block]) -> float:
     return max(reduced, copied)
 
 
-def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats, events: Events | None = None) -> Work:
+def single_stage(blocks: Sequence[Block], microbatches: int, all_reduce: Floats) -> Work:
     """The passes of one stage, one after another."""
     forwards = forward_s(blocks, True), forward_s(blocks, False)
     backwards = backward_s(blocks, True, all_reduce), backward_s(blocks, False, all_reduce)
     forward = forwards[0] + (microbatches - 1) * forwards[1]
     backward = backwards[0] + (microbatches - 1) * backwards[1]
     work = Work(end_s=forward + backward)
-    if events is not None:
-        now = 0.0
-        for number in range(microbatches):
-            for kind, took in (("F", forwards[number > 0]), ("B", min(backwards))):
-                events.add(0, kind, 0, number, now, now + took, stage_pieces(blocks, kind))
-                now += took
-        events.add(0, EXCHANGE, 0, -1, now, work.end_s)
     plain = [[0.0, 0.0], [0.0, 0.0]]
     gathered, reduced = 0.0, 0.0
     for block in blocks:

@@ -10,20 +10,12 @@ from collections.abc import Sequence
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import Lane, stage_actions
-from rlplace.strategy.reference_blocks import Block
-from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE
+from rlplace.strategy.placed_blocks import Block, received_bytes, static_bytes
+from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE
 
 
 def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]) -> float:
-    """The most that a device of a place holds, reserved bytes apart; see `action_bytes`."""
-    total, actions = action_bytes(draft, place, lane, blocks, leaving)
-    return total + max((during for during, _ in actions), default=0.0)
-
-
-def action_bytes(
-    draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]
-) -> tuple[float, list[tuple[float, float]]]:
-    """What a device of a place holds all step long, and on top of it, for its actions in order, the most during and after each.
+    """The most that a device of a place holds, reserved bytes apart.
 
     Args:
         draft: The draft.
@@ -40,28 +32,26 @@ def action_bytes(
             total += sum(static_bytes(block, draft.stages, lane.microbatches) for block in own)
             total += received_bytes(draft, stage, lane.microbatches, blocks)
             holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
-    held, found = 0.0, []
+    held, peak = 0.0, 0.0
     left = {stage: lane.microbatches for stage in holds}
     for (stage, kind, _), sends in zip(stage_actions(draft, lane.microbatches)[place], leaving, strict=True):
         kept, forward, backward, half, between, weight, exchange = holds[stage]
-        during = 0.0
         if kind == "F":
-            during = held + sends + forward
+            peak = max(peak, held + sends + forward)
             held += kept
         elif kind in "BI":
-            during = held + sends - kept + (backward if kind == "B" else half)
+            peak = max(peak, held + sends - kept + (backward if kind == "B" else half))
         if kind == "I":
             held += between - kept
         if kind == "W":
-            during = held + sends + weight
+            peak = max(peak, held + sends + weight)
             held += kept - between
         if kind in "BW":
             held -= kept
             left[stage] -= 1
             if left[stage] == 0:
-                during = max(during, held + exchange)
-        found.append((during, held))
-    return total, found
+                peak = max(peak, held + exchange)
+    return total + peak
 
 
 def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> list[float]:
@@ -82,33 +72,11 @@ def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> li
     return found
 
 
-def static_bytes(block: Block, stages: int, microbatches: int) -> float:
-    """What a block holds from its first gather to the end of the step."""
-    weights, gradients, optimizer = block.shared_bytes
-    total = 0.0 if block.offload else optimizer
-    total += 0.0 if block.offload == FULL_OFFLOAD else weights
-    if block.keeping in (ONCE, EACH_BACKWARD):
-        total += block.weight_bytes
-    if block.keeping == WHOLE or (block.keeping == ONCE and (microbatches > 1 or stages > 1)):
-        total += block.gradient_bytes
-    elif block.offload != FULL_OFFLOAD:
-        total += gradients
-    return total
-
-
 def host_bytes(block: Block) -> float:
     """What of a block a device has in its host's memory."""
     if block.offload == FULL_OFFLOAD:
         return sum(block.shared_bytes)
     return block.shared_bytes[2] if block.offload else 0.0
-
-
-def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
-    """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
-    inside = draft.ranges[stage]
-    received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0
-    returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
-    return microbatches * (received + returned)
 
 
 def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """The block executor, plainly: step time of a draft, rule by rule as docs/cost-model/strategy.md states them.
 
-`rlplace.strategy.kernel` is its compiled twin and agrees to rounding. `reference_blocks` says what blocks take on their places,
-`reference_memory` has the rules for memory.
+`rlplace.strategy.kernel` is compiled and agrees to rounding. `rlplace.strategy.placed_blocks` says what blocks take on their
+places, `reference_memory` has the rules for memory.
 """
 
 from __future__ import annotations
@@ -10,24 +10,22 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from reference_memory import device_bytes, host_bytes, stage_bytes
+from reference_stages import Work, exchange_s, single_stage, stage_action
+
 from rlplace.actions import Action
 from rlplace.cluster import Cluster
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation, bytes_over
-from rlplace.strategy.events import EXCHANGE, SEND, TIES, UPDATE, Events
 from rlplace.strategy.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
-from rlplace.strategy.reference_blocks import Block, place_blocks, tie_exchanges
-from rlplace.strategy.reference_memory import action_bytes, device_bytes, host_bytes, stage_bytes
-from rlplace.strategy.reference_stages import Work, exchange_s, single_stage, stage_action, stage_pieces
+from rlplace.strategy.placed_blocks import Block, place_blocks, tie_exchanges
 from rlplace.strategy.traffic import Traffic, Way
 
 
-def evaluate_reference(
-    draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None, events: Events | None = None
-) -> Evaluation:
-    """Step time and memory of a draft; `events` is told what happens when.
+def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:
+    """Step time and memory of a draft.
 
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
@@ -46,14 +44,12 @@ def evaluate_reference(
     for lane in lanes(draft):
         rows = [place_blocks(draft, place, lane, costs, cluster, traffic) for place in places]
         busy = [0.0] * draft.stages
-        if events is not None:
-            events.begin(lane)
         if draft.stages == 1:
-            ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])), events)]
+            ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])))]
             busy = [ran[0].compute + ran[0].tensor + ran[0].gather + ran[0].exchange]
             leaving = [[0.0] * (2 * lane.microbatches)]
         else:
-            ran, leaving = pipeline(draft, lane, rows, ways, busy, events)
+            ran, leaving = pipeline(draft, lane, rows, ways, busy)
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
         stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
@@ -65,8 +61,6 @@ def evaluate_reference(
             if ran[place].compute + ran[place].tensor > works[place].compute + works[place].tensor:
                 works[place] = ran[place]
             used = device_bytes(draft, place, lane, rows[place], leaving[place])
-            if events is not None:
-                events.remember(place, *action_bytes(draft, place, lane, rows[place], leaving[place]))
             for _, devices in lane.replicas[place]:
                 for device in devices:
                     peaks[device] = cluster.devices[device].reserved_bytes + used
@@ -74,15 +68,9 @@ def evaluate_reference(
     for seconds, involved in tie_exchanges(draft, costs, traffic):
         together = max(ends[place] for place in involved) + seconds
         for place in involved:
-            if events is not None:
-                events.add(place, TIES, -1, -1, together - seconds, together)
             ends[place] = together
             works[place].exchange += seconds
     step = max(end + sum(update) for end, update in zip(ends, updates, strict=True))
-    if events is not None:
-        for place in places:
-            pieces = [(seconds, 0.0) for seconds in updates[place]]
-            events.add(place, UPDATE, -1, -1, ends[place], ends[place] + sum(updates[place]), pieces)
     busiest = max(places, key=lambda place: works[place].compute + works[place].tensor)
     stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
     work = works[busiest]
@@ -109,7 +97,6 @@ def pipeline(
     rows: Sequence[Sequence[Block]],
     ways: Mapping[tuple[int, int], Way],
     stage_busy: list[float],
-    events: Events | None = None,
 ) -> tuple[list[Work], list[list[float]]]:
     """Runs the actions of all places: one at a time on each, as soon as what it reads has come.
 
@@ -122,7 +109,6 @@ def pipeline(
         rows: For each place all blocks.
         ways: How places hand tensors over.
         stage_busy: For each stage its seconds; this lane's are added.
-        events: Told what happens when.
 
     Returns:
         What places spend, and for each of their actions the bytes of gradients that they are still sending.
@@ -157,8 +143,6 @@ def pipeline(
         arrived[target, way, microbatch] = start + took, took
         if way == "B":
             going[here].append((start + took, size))
-        if events is not None:
-            events.add(here, SEND, source, microbatch, start, start + took, target=there, size_bytes=size)
 
     while True:
         ends = []
@@ -177,8 +161,6 @@ def pipeline(
         while going[place] and going[place][0][0] <= (now if kind == "F" else now - (compute + tensor + gather)):
             going[place].popleft()
         leaving[place].append(sum(size for _, size in going[place]))
-        if events is not None:
-            events.add(place, kind, stage, microbatch, max(work.end_s, ready), now, stage_pieces(stages[stage], kind))
         work.compute += compute
         work.tensor += tensor
         work.gather += gather
@@ -191,8 +173,6 @@ def pipeline(
             backwards[stage] -= 1
             if backwards[stage] == 0:
                 exchange = exchange_s(stages[stage])
-                if events is not None:
-                    events.add(place, EXCHANGE, stage, -1, now, now + exchange)
                 now += exchange
                 work.exchange += exchange
                 stage_busy[stage] += exchange

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -102,6 +102,10 @@ class Packer:
         self.costed = Rows(self.costs, self.cluster, self.traffic)
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        self._ints: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        self._places: dict[tuple[int, ...], Floats] = {}
+        self._roomy: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._ties: dict[object, Ties] = {}
         self._lists: dict[object, tuple[NDArray[np.int32], list[int]]] = {}
         self._action_bytes = 0
         self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
@@ -125,7 +129,12 @@ class Packer:
         """The ties of a draft."""
         held = tuple([tuple([places_of(draft, (block,))[0] for block in tie.blocks]) for tie in self.costs.ties])
         if held not in frame.known_ties:
-            frame.known_ties[held] = self._tie(draft, held)
+            involved = [draft.places[number] for number in sorted({number for placed in held for number in placed})]
+            seats = tuple([self.costed.seat(place) for place in involved])
+            key = held, seats, self.traffic.seats.alike(tuple([place.devices for place in involved]))
+            if key not in self._ties:
+                self._ties[key] = self._tie(draft, held)
+            frame.known_ties[held] = self._ties[key]
         return frame.known_ties[held]
 
     def _make(self, draft: Draft) -> Frame:
@@ -140,23 +149,36 @@ class Packer:
         counts = tuple(key[0] for key in differ)
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
-        rooms = [self._rooms(own) for own in devices]
         ways, way_ptr, way_channels = self._ways_of(draft)
+        room_bytes, room_count, room_ptr = self._rooms(devices)
         return Frame(
-            stage_place=np.array(draft.place_of_stage, dtype=np.int64),
-            places=np.array([self.costed.place(place) for place in draft.places]),
-            microbatches=np.array(counts, dtype=np.int64),
+            stage_place=self._kept_ints(draft.place_of_stage),
+            places=self._places_of(draft),
+            microbatches=self._kept_ints(counts),
             row=np.array([key[1] for key in differ], dtype=np.int64),
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
             way_ptr=way_ptr,
             way_channels=way_channels,
-            room_bytes=np.array([size for room in rooms for size in room]),
-            room_count=np.array([count for room in rooms for count in room.values()], dtype=np.int64),
-            room_ptr=_starts(rooms),
+            room_bytes=room_bytes,
+            room_count=room_count,
+            room_ptr=room_ptr,
             devices=tuple(devices),
         )
+
+    def _kept_ints(self, values: tuple[int, ...]) -> NDArray[np.int64]:
+        """The values, made once."""
+        if values not in self._ints:
+            self._ints[values] = np.array(values, dtype=np.int64)
+        return self._ints[values]
+
+    def _places_of(self, draft: Draft) -> Floats:
+        """float64 [P, PLACE]; places that are alike have rows that are."""
+        key = tuple([self.costed.seat(place) for place in draft.places])
+        if key not in self._places:
+            self._places[key] = np.array([self.costed.place(place) for place in draft.places])
+        return self._places[key]
 
     def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
         """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`; chains that lie alike do it alike."""
@@ -174,11 +196,17 @@ class Packer:
             self._ways[key] = ways, _starts(channels), flat
         return self._ways[key]
 
-    def _rooms(self, devices: tuple[int, ...]) -> Mapping[float, int]:
-        """How many of the devices have how much room."""
+    def _rooms(self, devices: Sequence[tuple[int, ...]]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """How many of the devices of each place and lane have how much room, as in `Frame`."""
         if self._one_room is not None:
-            return {self._one_room: len(devices)}
-        return Counter([self._room[device] for device in devices])
+            key: tuple[tuple[tuple[float, int], ...], ...] = tuple([((self._one_room, len(own)),) for own in devices])
+        else:
+            key = tuple([tuple(Counter([self._room[device] for device in own]).items()) for own in devices])
+        if key not in self._roomy:
+            flat = [pair for room in key for pair in room]
+            sizes, counts = np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64)
+            self._roomy[key] = sizes, counts, _starts(key)
+        return self._roomy[key]
 
     def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""

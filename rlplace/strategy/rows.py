@@ -31,6 +31,7 @@ class Rows:
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
         self.costs, self.traffic = costs, traffic
         self._kind = kind_numbers(costs, cluster)
+        self._one_kind = set(self._kind) == {0}
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
         self._passes: dict[object, Floats] = {}
@@ -44,7 +45,7 @@ class Rows:
         """What is kept."""
         return self.rows.nbytes * (1 + len(self._passes) / len(self.rows))
 
-    def _seat(self, place: Place) -> int:
+    def seat(self, place: Place) -> int:
         """A number that places alike in axes, devices and links have in common."""
         if place not in self._seat_of:
             axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
@@ -53,7 +54,7 @@ class Rows:
         return self._seat_of[place]
 
     def place(self, place: Place) -> list[float]:
-        seat = self._seat(place)
+        seat = self.seat(place)
         if seat not in self._place:
             traffic = self.traffic
             row = [0.0] * c.PLACE
@@ -73,7 +74,10 @@ class Rows:
 
     def number(self, place: Place, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> int:
         """Number of the row of a place's replicas in a lane."""
-        passes = {(samples, kind) for samples, devices in replicas for kind in {self._kind[device] for device in devices}}
+        if self._one_kind:
+            passes = {(samples, 0) for samples, _ in replicas}
+        else:
+            passes = {(samples, self._kind[device]) for samples, devices in replicas for device in devices}
         grouped = place.tensor * place.context * place.expert > 1
         key = (
             frozenset(passes), place.tensor, place.sequence_parallel, place.context, place.expert,
@@ -90,7 +94,7 @@ class Rows:
 
     def _tensor_tables(self, place: Place) -> tuple[int, ...]:
         """Number of the table of each kind of collective inside blocks."""
-        seat = self._seat(place)
+        seat = self.seat(place)
         if seat not in self._tables:
             self._tables[seat] = self.traffic.tables_inside(place)
         return self._tables[seat]

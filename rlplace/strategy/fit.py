@@ -64,6 +64,15 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
     return _repaired(tries, tried if tried.fits else last)
 
 
+def least(tries: Tries, draft: Draft) -> Tried:
+    """The draft whose blocks give up all that they may."""
+    choices = _choices(tries)
+    if not choices:
+        return tries.score(draft)
+    ladders = [steps(tries.question, draft, place, _runnable(tries, draft, choices)) for place in range(len(draft.places))]
+    return tries.score(_at(_all(draft, choices[0]), ladders, [len(ladder) for ladder in ladders]))
+
+
 def _repaired(tries: Tries, tried: Tried) -> Tried:
     """What fits, bettered block by block if it is nearly as quick as the best: the last step may save more than is missing."""
     while tries.best is not None and tried.step_s < NEAR * tries.best.step_s:

@@ -23,7 +23,7 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, try_one, try_rivals, try_uniform
+from rlplace.strategy.uniform import all_options, try_one, try_rivals, try_smallest, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
@@ -87,6 +87,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
     uniform: Tried | None = None
     try:
+        try_smallest(tries, options, balance)
         for tried in try_rivals(tries, options, balance):
             uniform = _better(uniform, tried)
         all_kinds = tries.timed = True

@@ -9,6 +9,7 @@ that no draft of the shape can beat, and the rest is left out when that bound is
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, plain_draft
-from rlplace.strategy.fit import fitted
+from rlplace.strategy.fit import fitted, least
 from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.shapes import Shape, device_sets, shapes, stage_order
 from rlplace.strategy.shares import equal_shares, unlike_shares
@@ -108,6 +109,9 @@ def _unlike(question: Question, shape: Shape, balance: Balance) -> Iterator[Spre
             yield sizes, counts, float(taken_s.max()) / shape.places
 
 
+SMALLEST = 3
+"""Drafts at most that are tried because they keep least."""
+
 RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
 
@@ -118,6 +122,25 @@ def try_one(tries: Tries, balance: Balance) -> None:
     for shape in shapes(tries.question, (0,)):
         for option in options(tries.question, shape, balance, known):
             tries.score(option.draft(balance))
+            return
+
+
+def try_smallest(tries: Tries, options: Sequence[Option], balance: Balance) -> None:
+    """Where one device does not fit: what keeps least on a device, so that few calls do not end without a plan.
+
+    Raises:
+        OutOfBudgetError: The budget ended before.
+    """
+    if tries.fitting():
+        return
+
+    def keeps(option: Option) -> tuple[int, ...]:
+        axes = option.shape.axes
+        parts = option.shape.places * axes.tensor * (axes.shard * axes.context if axes.sharding else 1)
+        return -parts, option.shape.places, -axes.sharding, max(option.sizes)
+
+    for option in heapq.nsmallest(SMALLEST, options, key=keeps):
+        if least(tries, option.draft(balance)).fits:
             return
 
 

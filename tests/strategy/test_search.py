@@ -15,7 +15,7 @@ from random_costs import random_costs
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.cuts import Balance, balanced_bounds
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.kinds import kind_of
@@ -219,3 +219,16 @@ def test_the_budget_ends_it() -> None:
     tries.score(first)  # known: costs nothing
     with pytest.raises(OutOfBudgetError):
         tries.score(second)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_calls_find_what_fits_a_tight_cluster(seed: int) -> None:
+    """Room for little more than level 3 with everything recomputed and in the host: the first calls go there."""
+    roomy = question(seed, "a100-80g:8")
+    costs, everywhere = roomy.costs, Place(tuple(range(8)), shard=8, sharding=3)
+    draft = Draft((0, 5), (everywhere,), (0,), bytes([2] * 5), bytes([2] * 5), (1,), (1,))
+    least = max(roomy.scores.evaluate(draft).peak_memory_bytes)
+    devices = tuple(dataclasses.replace(d, memory_bytes=int(1.02 * least)) for d in roomy.cluster.devices)
+    cluster = dataclasses.replace(roomy.cluster, devices=devices)
+    asked = Question(Evaluator(costs, cluster), 8, Space())
+    assert search(asked, calls=5).ranked[0].fits

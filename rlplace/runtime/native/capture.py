@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError, show
@@ -110,9 +111,28 @@ def _shapes(value: Any) -> tuple[Any, ...]:
 
 
 def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """From a run on fake tensors: by unit, what it returns by the shapes of its arguments, and what it is first called with."""
+    """By unit, what it returns by the shapes of its arguments, and what it is first called with.
+
+    Known from a run on fake tensors; where a unit looks at values, from a run of the model itself on zeros.
+    """
     mode = new_fake_mode()
-    copied = fake_copy(model, mode)
+    try:
+        return _observe(fake_copy(model, mode), fake_inputs(dict(inputs), mode), found, mode)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in model.parameters()):
+            raise
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    where = next(model.parameters()).device
+    zeros = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=where), dict(inputs))
+    with torch.random.fork_rng(devices=[]):
+        seen = _observe(model, zeros, found, contextlib.nullcontext())
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return seen
+
+
+def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     results: dict[str, Any] = {name: {} for name in found}
     calls: dict[str, Any] = {}
 
@@ -123,13 +143,16 @@ def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tup
 
         return hook
 
-    for name in found:
-        copied.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-    # The run is on fake processor tensors, which CUDA's autocast does not reach: they follow its rules by another way.
+    hooks = [model.get_submodule(name).register_forward_hook(note(name), with_kwargs=True) for name in found]
+    # On fake processor tensors, which CUDA's autocast does not reach, the run follows its rules by another way.
     cuda = torch.is_autocast_enabled("cuda")
     region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
-    with any_dtype_grouped_mm(), torch.enable_grad(), region, mode:
-        copied(**fake_inputs(dict(inputs), mode))
+    try:
+        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode:
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return results, calls
 
 

@@ -86,6 +86,7 @@ def _aligned(node: fx.Node, trail: Trail, block: BlockGraph, dims: int) -> int:
 
 def _reshaped(node: fx.Node, shape: Any, dim: int, made: tuple[int, ...], trail: Trail) -> int:
     """The cut dimension stays outermost of what it is split into, or of what it is merged with."""
+    given: Any = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else ()
     ahead = 1
     for size in shape[:dim]:
         ahead *= size
@@ -95,6 +96,8 @@ def _reshaped(node: fx.Node, shape: Any, dim: int, made: tuple[int, ...], trail:
             if shape[dim] % size and size % shape[dim]:
                 break
             trail.sizes.add(min(size, shape[dim]))
+            if -1 in given and given.index(-1) != position:  # a whole number of heads would be made up for elsewhere
+                trail.stored.append((module_path(node), "num_heads"))
             return position
         done *= size
     raise RefusedError(f"{node.name} takes the cut dimension apart")

@@ -50,8 +50,8 @@ class Region:
         source: What the columns read.
         entry: Path of a module around all columns that is handed the source and uses it for them only; "" where there is none.
         sizes: Sizes of the cut dimensions on the way; the degree must divide all.
-        stored: Attributes (module path, name) that hold the size of a packed part.
-        nodes: Nodes whose values are cut.
+        stored: Attributes (module path, name) that hold the size of a packed part, or a number of heads.
+        nodes: Nodes whose values are cut, and the dimension.
     """
 
     columns: tuple[Product, ...]
@@ -61,7 +61,7 @@ class Region:
     entry: str
     sizes: frozenset[int]
     stored: tuple[tuple[str, str], ...]
-    nodes: frozenset[fx.Node]
+    nodes: Mapping[fx.Node, int]
 
     @property
     def draws(self) -> bool:
@@ -180,10 +180,10 @@ def _region(block: BlockGraph, source: fx.Node, columns: list[fx.Node]) -> tuple
     starts = tuple(block.products[node] for node in columns)
     for product in (*starts, *(block.products[node] for node in rows)):
         _check_module(block, product)
-    entry = _entry(source, columns, [product.module for product in starts])
+    entry = _entry(block, source, columns, [product.module for product in starts])
     ends = tuple(block.products[node] for node in rows)
-    stored, nodes = tuple(trail.stored), frozenset(trail.cut)
-    return Region(starts, trail.packed, ends, source, entry, frozenset(trail.sizes), stored, nodes), rows
+    stored = tuple(dict.fromkeys(trail.stored))
+    return Region(starts, trail.packed, ends, source, entry, frozenset(trail.sizes), stored, trail.cut), rows
 
 
 def _check_module(block: BlockGraph, product: Product) -> None:
@@ -193,26 +193,35 @@ def _check_module(block: BlockGraph, product: Product) -> None:
         raise RefusedError(f"{product.module} is more than a product with a weight")
 
 
-def _entry(source: fx.Node, columns: list[fx.Node], modules: list[str]) -> str:
-    """The innermost module around all columns, where the source comes from outside and nothing else inside reads it."""
+def _entry(block: BlockGraph, source: fx.Node, columns: list[fx.Node], modules: list[str]) -> str:
+    """The outermost module around all columns that is handed the source, and neither another activation nor another use of it.
+
+    It is the outermost because code between two modules may read shapes of what the outer one is handed.
+    """
     common: list[str] = []
     for parts in zip(*(path.split(".") for path in modules), strict=False):
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    path = ".".join(common)
-    if not path or _inside(module_path(source), path):
-        return ""
-    readers, seen = [source], set(columns)
+    outwards = (".".join(common[: depth + 1]) for depth in range(len(common)))
+    return next((path for path in outwards if _reads_alone(block, source, columns, path)), "")
+
+
+def _reads_alone(block: BlockGraph, source: fx.Node, columns: list[fx.Node], path: str) -> bool:
+    if _inside(module_path(source), path):
+        return False
+    readers, seen = [source], {source, *columns}
     while readers:
         for user in readers.pop().users:
             if user in seen or not _inside(module_path(user), path):
                 continue
             if getattr(user.target, "_opname", "") not in _SAME_VALUE:
-                return ""
+                return False
             seen.add(user)
             readers.append(user)
-    return path
+    own = [node for node in block.graph.nodes if node.op != "get_attr" and _inside(module_path(node), path)]
+    handed = {value for node in own for value in node.all_input_nodes if value in block.live and value.op != "get_attr"}
+    return all(value in seen or _inside(module_path(value), path) for value in handed)
 
 
 def _inside(path: str, module: str) -> bool:

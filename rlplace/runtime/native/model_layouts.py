@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from rlplace.graph.export import module_path
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.follow import RefusedError, draws
-from rlplace.runtime.native.layouts import Region, block_graph, common_parts, regions
+from rlplace.runtime.native.layouts import BlockGraph, Region, block_graph, common_parts, regions
 from rlplace.runtime.native.sequence import sequence_modules
 from rlplace.runtime.native.streams import check_draws
 from rlplace.runtime.native.tensor import Layouts, Trial
+
+_VIEWS = ("view", "reshape")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -160,7 +164,7 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     degree = next((n for n in range(2, common_parts(found) + 1) if common_parts(found) % n == 0), None)
     if degree is None:
         return BlockLayout((), reasons=("its heads and widths have no divisor in common",))
-    if (failed := _trial(block, call, found, (), degree, sequence=False)) is not None:
+    if (failed := _trial(block, call, graph, found, (), degree, sequence=False)) is not None:
         return BlockLayout((), reasons=(failed,))
     try:
         positions = sequence_modules(block, graph, found)
@@ -168,7 +172,7 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
         return BlockLayout(tuple(found), (), 0, drawn, tuple(reasons), str(error))
     hidden = _activation(call)
     fits = hidden.shape[1] % degree == 0
-    problem = _trial(block, call, found, positions, degree, sequence=True) if fits else None
+    problem = _trial(block, call, graph, found, positions, degree, sequence=True) if fits else None
     return BlockLayout(tuple(found), positions, hidden.shape[-1], drawn, tuple(reasons), problem)
 
 
@@ -178,8 +182,44 @@ def _activation(call: Call) -> torch.Tensor:
     return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
 
 
+class _Views(TorchFunctionMode):
+    """Notes the shapes of views whose code says them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _VIEWS:
+            self.shapes.append(list(made.shape))
+        return made
+
+
+def _same_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[list[int]], degree: int) -> bool:
+    """Whether views of what is cut have the shapes that parts have: a ``-1`` hides a number of heads that is not divided."""
+    replaced = {product.module for region in found for product in (*region.columns, *region.rows)}
+    views = [node for node in graph.graph.nodes if getattr(node.target, "_opname", "") in _VIEWS]
+    views = [node for node in views if module_path(node) not in replaced]
+    cut = {node: dim for region in found for node, dim in region.nodes.items()}
+    if len(shapes) != len(views):
+        return False
+    for node, shape in zip(views, shapes, strict=True):
+        whole = list(node.meta["val"].shape)
+        if node in cut and shape != [size // degree if dim == cut[node] else size for dim, size in enumerate(whole)]:
+            return False
+    return True
+
+
 def _trial(
-    block: nn.Module, call: Call, found: Sequence[Region], positions: Sequence[str], degree: int, *, sequence: bool
+    block: nn.Module,
+    call: Call,
+    graph: BlockGraph,
+    found: Sequence[Region],
+    positions: Sequence[str],
+    degree: int,
+    *,
+    sequence: bool,
 ) -> str | None:
     """Runs a block on the shapes that one process has; says what goes wrong."""
     mode = new_fake_mode()
@@ -194,11 +234,15 @@ def _trial(
                     leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
                 )
                 layouts.split(copied, hidden.shape[-1])
-            made, wanted = (pytree.tree_leaves(module(*args, **kwargs))[0] for module in (copied, whole))
+            wanted = pytree.tree_leaves(whole(*args, **kwargs))[0]
+            with _Views() as views:
+                made = pytree.tree_leaves(copied(*args, **kwargs))[0]
         shape = [size // degree if sequence and dim == 1 else size for dim, size in enumerate(wanted.shape)]
     except Exception as error:  # the block's own code runs
         return f"its code does not run on parts ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
-    return None if list(made.shape) == shape else f"on parts it makes {list(made.shape)}, not {shape}"
+    if list(made.shape) != shape:
+        return f"on parts it makes {list(made.shape)}, not {shape}"
+    return None if _same_views(graph, found, views.shapes, degree) else "on parts its views have other shapes than a part has"
 
 
 def lay_out(layouts: Layouts, found: ModelLayouts, units: Mapping[str, nn.Module], degree: int) -> None:

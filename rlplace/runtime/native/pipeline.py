@@ -83,10 +83,40 @@ class StageModule(nn.Module):
         one, leaves = self.passes[self.number], self.leaves[self.number]
         values = self.body(*taken, *(leaves[position] for position in self._inputs))
         if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
+            trained = [value for value in taken if value.requires_grad]
+            values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
             return tuple(value.clone() if value._is_view() else value for value in values)
         if self.loss is None:
             return values
         return self.loss(pytree.tree_unflatten(values, self._out_spec), one.part).reshape(1) * one.weight
+
+
+class _Join(torch.autograd.Function):
+    """Hands a value on as if it came from another: a split backward has no gradients for weights behind any other value."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+_join: Callable[..., torch.Tensor] = _Join.apply
+
+
+def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient flows back from a value, and to nothing that was taken."""
+    nodes, seen = [value.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if any(getattr(node, "variable", None) is leaf for leaf in taken):
+            return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(before for before, _ in node.next_functions)
+    return value.grad_fn is not None
 
 
 class _Stage(pipelining.PipelineStage):
@@ -193,8 +223,13 @@ class PipelineRun:
             root.begin(number, recorded, passes, leaves, loss)
 
     def _schedule(self, recorded: Recorded, microbatches: int) -> Any:
-        made = []
+        made, splits = [], SCHEDULES[self._name(microbatches)].splits_backward
         for number, root in self._roots.items():
+            if splits and number and not any(value.requires_grad for value in recorded.stages[number].taken):
+                raise InputError(
+                    f"native: no gradient flows back from stage {number}, and torch then makes none of its weights in a split "
+                    f"backward; take a schedule that does not split it, such as {LOOPED_BFS}"
+                )
             given = recorded.stages[number].given or (torch.empty(1, requires_grad=True),)
             stage = _Stage(
                 root,

@@ -60,7 +60,8 @@ class Layouts:
                 module.forward = partial(_row, module, product.out_dim == 1, self._leave)
             for path, name in region.stored:
                 owner = block.get_submodule(path)
-                setattr(owner, name, getattr(owner, name) // self._degree)
+                if hasattr(owner, name):
+                    setattr(owner, name, getattr(owner, name) // self._degree)
         for path in positions if self._sequence else ():
             self._whole(block.get_submodule(path))
 

@@ -83,9 +83,24 @@ class Own(nn.Module):
         return x * self.scale
 
 
-def test_blocks_that_export_cannot_follow_say_so():
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_blocks_that_look_at_values_run_as_themselves(sign):
+    torch.manual_seed(0)
+    model, x = Own(), sign * torch.rand(2, 4)
+    captured = capture(model, {"x": torch.empty(2, 4)})
+    stages = cut(captured, [["layers.0"], ["layers.1", "layers.2"]])
+    staged(captured, stages, {"x": x}).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    made = model(x)
+    torch.testing.assert_close(staged(captured, stages, {"x": x}), made)
+    made.sum().backward()
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
+
+
+def test_blocks_that_look_at_values_need_values():
     with pytest.raises(InputError, match="strategies without a pipeline run it as it is"):
-        capture(Own(), {"x": torch.ones(2, 4)})
+        capture(Own().to("meta"), {"x": torch.ones(2, 4)})
 
 
 def test_a_later_block_cannot_stand_in_an_earlier_stage():

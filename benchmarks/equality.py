@@ -1,0 +1,331 @@
+"""Twelve kinds of models under strategies of every kind on eight processes, compared with the plain model.
+
+    python benchmarks/equality.py                          all cells, several hours of one core
+    python benchmarks/equality.py --kinds gpt2 llama       cells of some models; rows of others stay
+    python benchmarks/equality.py --table                  the table of the docs from the rows
+
+A cell is a model and a strategy in double precision, with AdamW: the loss and every gradient of the first step, parameters and
+buffers after three. Its figures are largest differences, relative to the largest element of the tensor; gradients that are
+nothing but rounding (the bias of keys) are compared with 1e-8 of the largest, and what they train with the learning rate. One
+launch of eight gloo processes runs all cells of a model; where a cell fails or hangs, the rest run in another launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.equality_models import BATCH, KINDS, batch_of, build
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.distributed.state.whole_state import own_part
+from rlplace.runtime.native import examine, prepare
+from rlplace.runtime.native.why_not import ModelFacts
+
+PROCESSES, STEPS, RATE = 8, 3, 1e-2
+ROWS = Path(__file__).with_suffix(".jsonl")
+PAGE = Path(__file__).parents[1] / "docs/runtime/equality.md"
+MOST = {"loss": 1e-12, "gradient": 1e-9, "trained": 1e-8}
+"""Differences that count as equal."""
+
+FEW = (
+    ("llama", "hybrid|full"), ("llama", "TP+SP+FSDP|selective"), ("llama", "PP zbv+TP+SP|"), ("gpt2", "FSDP 3|selective"),
+    ("gpt2", "PP+TP+FSDP|full"), ("gpt2", "PP zbv|"), ("bert", "TP+SP|"), ("bert", "PP+FSDP|selective"),
+    ("t5", "PP zbv+FSDP|"), ("t5", "TP|"), ("vit", "FSDP 2|"), ("vit", "PP 1f1b|full"), ("mixtral", "FSDP 3|"),
+    ("mixtral", "PP gpipe|"), ("mlp", "replicate|selective"), ("mlp", "PP interleaved|"), ("opt", "TP|full"),
+    ("gpt_neox", "TP+SP|selective"), ("qwen2", "FSDP 3|offload"), ("distilbert", "hybrid|"),
+)  # fmt: skip
+"""Cells of the tests."""
+
+Cells = Mapping[tuple[str, str], dict[str, Any]]
+Plan = Callable[[Sequence[str]], dict[str, Any]]
+HOW = ("", "full", "selective")
+
+
+def _layers(blocks: Sequence[str]) -> list[str]:
+    """The repeated blocks."""
+    return [block for block in blocks if block.rpartition(".")[2].isdigit()]
+
+
+def _flat(mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
+    """One stage on all processes."""
+
+    def plan(blocks: Sequence[str]) -> dict[str, Any]:
+        return _strategy([_stage(blocks, range(PROCESSES), mesh, sharding, options)], mesh, 1, None)
+
+    return plan
+
+
+def _chain(places: int, chunks: int, schedule: str, mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
+    """A pipeline; each place holds so many stages, in a v where the schedule wants it."""
+
+    def plan(blocks: Sequence[str]) -> dict[str, Any]:
+        wide = PROCESSES // places
+        devices = [range(wide * place, wide * (place + 1)) for place in range(places)]
+        turns = [devices, devices[::-1] if schedule in ("zbv", "dualpipev") else devices]
+        order = [device for turn in turns[:chunks] for device in turn]
+        starts = [blocks.index(block) for block in _layers(blocks)]
+        bounds = [starts[round(n * len(starts) / len(order))] for n in range(1, len(order))]
+        parts = [blocks[a:b] for a, b in pairwise([0, *bounds, len(blocks)])]
+        stages = [_stage(part, own, mesh, sharding, options) for part, own in zip(parts, order, strict=True)]
+        return _strategy(stages, mesh, 1, schedule)
+
+    return plan
+
+
+def _stage(blocks: Sequence[str], devices: Any, mesh: Any, sharding: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    by_block = {key: dict.fromkeys(_layers(blocks), how) for key, how in options.items() if isinstance(how, str) and how}
+    kept = {key: value for key, value in options.items() if not isinstance(value, str)}
+    stage = {"blocks": list(blocks), "devices": list(devices), "mesh": dict(mesh), "sharding": sharding}
+    return stage | by_block | kept
+
+
+def _strategy(stages: list[Any], mesh: Mapping[str, int], microbatch: int, schedule: str | None) -> dict[str, Any]:
+    replicas = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    counts = {"batch": BATCH, "microbatch": [microbatch], "microbatches": [BATCH // replicas // microbatch]}
+    return counts | ({} if schedule is None else {"schedule": schedule}) | {"stages": stages}
+
+
+def plans() -> Iterator[tuple[str, str, Plan]]:
+    """Column of the table, recomputation or offload, and what makes the strategy from a model's blocks."""
+    pair, both = {"shard": 2}, {"shard": 2, "tensor": 2}
+    copies, four = {"replicate": 2}, {"replicate": 2, "shard": 4}
+    for how in HOW:
+        yield "replicate", how, _flat({"replicate": 8}, 0, recompute=how)
+        yield "FSDP 3", how, _flat({"shard": 8}, 3, recompute=how)
+        yield "hybrid", how, _flat(four, 3 if how else 1, recompute=how)
+        yield "TP", how, _flat({"replicate": 2, "tensor": 4}, 0, recompute=how)
+        yield "TP+SP", how, _flat({"replicate": 4, "tensor": 2}, 0, recompute=how, sequence_parallel=True)
+        yield "TP+SP+FSDP", how, _flat({"shard": 4, "tensor": 2}, 3, recompute=how, sequence_parallel=True)
+        yield "PP 1f1b", how, _chain(4, 1, "1f1b", copies, 0, recompute=how)
+        yield "PP zbv", how, _chain(2, 2, "zbv", {"replicate": 4}, 0, recompute=how)
+        yield "PP+FSDP", how, _chain(4, 1, "1f1b", pair, 1, recompute=how)
+        yield "PP+TP+FSDP", how, _chain(2, 1, "1f1b", both, 1, recompute=how)
+    yield "FSDP 1", "", _flat({"shard": 8}, 1)
+    yield "FSDP 2", "", _flat({"shard": 8}, 2)
+    yield "FSDP 3", "offload", _flat({"shard": 8}, 3, offload="all")
+    yield "hybrid", "offload", _flat(four, 3, offload="all", recompute="full")
+    yield "PP gpipe", "", _chain(4, 1, "gpipe", copies, 0)
+    yield "PP interleaved", "", _chain(2, 2, "interleaved_1f1b", {"replicate": 4}, 0)
+    yield "PP zbv+FSDP", "", _chain(2, 2, "zbv", {"shard": 4}, 1)
+    yield "PP zbv+TP+SP", "", _chain(2, 2, "zbv", {"replicate": 2, "tensor": 2}, 0, sequence_parallel=True)
+
+
+def cells(kind: str) -> dict[str, dict[str, Any]]:
+    """The strategies of a model by name."""
+    blocks = _facts(kind).blocks
+    return {f"{column}|{how}": plan(blocks) for column, how, plan in plans()}
+
+
+def _facts(kind: str) -> ModelFacts:
+    return examine(build(kind), {name: value[:1] for name, value in batch_of(kind).items()})
+
+
+def _plain(kind: str, model: nn.Module, passes: int) -> dict[str, Any]:
+    """Loss and gradients of a first step, parameters and buffers after three."""
+    loss, optimizer = KINDS[kind].loss, torch.optim.AdamW(model.parameters(), lr=RATE)
+    batch = batch_of(kind)
+    found: dict[str, Any] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        values = []
+        for number in range(passes):
+            part = {name: value.chunk(passes)[number] for name, value in batch.items()}
+            values.append(loss(model(**part), part) / passes)
+            values[-1].backward()  # type: ignore[no-untyped-call]
+        if step == 0:
+            found = {"loss": sum(value.item() for value in values), "gradient": _gradients(model)}
+        optimizer.step()
+    return found | {"trained": _values(model)}
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
+    return {name: value.grad.clone() for name, value in named if value.grad is not None}
+
+
+def _values(model: Any) -> dict[str, torch.Tensor]:
+    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
+    return {name: value.detach().clone() for name, value in (*named, *model.named_buffers())}
+
+
+def _difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float) -> float:
+    """Largest over what this process holds, relative to the largest element of a tensor, or to `floor` where that is more."""
+    if missing := own.keys() - wanted.keys():
+        raise AssertionError(f"the plain model has no {sorted(missing)[:3]}")
+    largest = 0.0
+    for name, value in own.items():
+        other = wanted[name]
+        most = max(float(other.abs().max()), floor)
+        if isinstance(value, DTensor):
+            value, other = value.to_local(), own_part(other, value).to_local()
+        if value.numel():
+            largest = max(largest, float((value.double() - other.double()).abs().max()) / most)
+    return largest
+
+
+def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """One cell, on every process."""
+    strategy, batch = Strategy.from_dict(data), batch_of(kind)
+    size = strategy.pipelines[0].microbatch[0]
+    try:
+        native = prepare(model, strategy, {name: value[:size] for name, value in batch.items()})
+    except InputError as error:
+        return {"refused": str(error).removeprefix("native: ")}
+    optimizer = torch.optim.AdamW(native.parameter_groups(), lr=RATE, foreach=True)
+    found: dict[str, Any] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = native.step(native.own_samples(batch), KINDS[kind].loss).item()
+        if step == 0:
+            if missing := [name for name, p in native.named_parameters() if p.grad is None and name in plain["gradient"]]:
+                raise AssertionError(f"no gradient: {missing[:3]}")
+            found["loss"] = abs(value - plain["loss"]) / abs(plain["loss"])
+            most = max(float(gradient.abs().max()) for gradient in plain["gradient"].values())
+            found["gradient"] = _difference(_gradients(native), plain["gradient"], 1e-8 * most)
+        optimizer.step()
+    return found | {"trained": _difference(_values(native), plain["trained"], RATE)}
+
+
+def _worker(rank: int, folder: str, models: Mapping[str, nn.Module], todo: Cells, plain: Any, limit_s: float) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=limit_s), world_size=PROCESSES, rank=rank)
+    for number, ((kind, _), data) in enumerate(todo.items()):
+        found: dict[str, Any]
+        try:
+            found = _run(kind, copy.deepcopy(models[kind]), data, plain[kind, _passes(kind, data)])
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {str(error)[:300]}", "where": traceback.format_exc()}
+        path = Path(folder, f"{rank}.{number}")
+        path.with_suffix(".part").write_text(json.dumps(found))
+        path.with_suffix(".part").rename(path)
+        if "failed" in found:
+            time.sleep(limit_s)  # until it is ended
+        dist.barrier()
+
+
+def _passes(kind: str, data: Mapping[str, Any]) -> int:
+    """Passes that the plain model takes: BatchNorm sees one micro-batch at a time."""
+    return int(data["microbatches"][0]) if kind == "resnet" else 1
+
+
+def run_cells(todo: Cells, limit_s: float = 300.0) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    """Runs cells; yields model and name of each with its figures, ``refused`` or ``failed``."""
+    left, models = dict(todo), {kind: build(kind) for kind, _ in todo}
+    wanted = {(kind, _passes(kind, data)) for (kind, _), data in left.items()}
+    plain = {(kind, passes): _plain(kind, copy.deepcopy(models[kind]), passes) for kind, passes in wanted}
+    context = multiprocessing.get_context("fork")
+    while left:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (folder, models, dict(left), plain, limit_s)
+            processes = [context.Process(target=_worker, args=(rank, *arguments)) for rank in range(PROCESSES)]
+            for process in processes:
+                process.start()
+            found: dict[str, Any] = {}
+            try:
+                for number, key in enumerate(list(left)):
+                    found = _collect(folder, number, limit_s)
+                    yield key, found
+                    del left[key]
+                    if "failed" in found:
+                        break
+            finally:
+                for process in processes:
+                    process.join(0 if "failed" in found else 10)
+                    process.kill()
+                    process.join()
+
+
+def _collect(folder: str, number: int, limit_s: float) -> dict[str, Any]:
+    """What all processes found of one cell, the largest of each figure."""
+    paths, end = [Path(folder, f"{rank}.{number}") for rank in range(PROCESSES)], time.monotonic() + limit_s
+    while time.monotonic() < end:
+        here = [json.loads(path.read_text()) for path in paths if path.exists()]
+        bad = [found for found in here if "failed" in found]
+        if bad or len(here) == PROCESSES:
+            refused = [found for found in here if "refused" in found]
+            return (bad or refused or [{key: max(found[key] for found in here) for key in here[0]}])[0]
+        time.sleep(0.02)
+    return {"failed": f"nothing after {limit_s:.0f} s"}
+
+
+def holds(row: Mapping[str, Any]) -> bool:
+    """Whether a cell equals the plain model."""
+    return all(row.get(figure, float("inf")) <= most for figure, most in MOST.items())
+
+
+def rows() -> list[dict[str, Any]]:
+    """What was found last, by model and cell."""
+    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    found = {(row["kind"], row["cell"]): row for row in map(json.loads, lines)}
+    order = [(kind, f"{column}|{how}") for kind in KINDS for column, how, _ in plans()]
+    return [found[key] for key in order if key in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names, such as 'PP*|full'")
+    parser.add_argument("--missing", action="store_true", help="only cells without a row that holds or is refused")
+    parser.add_argument("--few", action="store_true", help="the cells of the tests; no row is kept")
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.table:
+        from benchmarks.equality_table import page
+
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+        PAGE.write_text(page(rows()))
+        return 0
+    torch.set_num_threads(1)
+    if chosen.few:
+        by_kind = {kind: cells(kind) for kind, _ in FEW}
+        return _report(run_cells({(kind, name): by_kind[kind][name] for kind, name in FEW}), None)
+    for kind in chosen.kinds:
+        todo = {n: d for n, d in cells(kind).items() if any(fnmatch(n, pattern) for pattern in chosen.cells)}
+        if chosen.missing:
+            done = {row["cell"] for row in rows() if row["kind"] == kind and (holds(row) or "refused" in row)}
+            todo = {name: data for name, data in todo.items() if name not in done}
+        _report(run_cells({(kind, name): data for name, data in todo.items()}), ROWS)
+    return 0
+
+
+def _report(results: Iterator[tuple[tuple[str, str], dict[str, Any]]], path: Path | None) -> int:
+    """Prints rows, and adds them to a file; returns how many neither hold nor are refused."""
+    wrong = 0
+    for (kind, name), found in results:
+        row = {"kind": kind, "cell": name, "torch": torch.__version__, **found}
+        where = row.pop("where", "")
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+        if not holds(row) and "refused" not in row:
+            wrong += 1
+            print(f"does not hold: {kind} {name}\n{where}", file=sys.stderr, flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -153,13 +153,12 @@ class PlanTimer:
         start = time.perf_counter()
         output = placed(**batch) if isinstance(batch, dict) else placed(*batch)
         loss_of(output, None).backward()  # type: ignore[no-untyped-call]
-        with recorder.interval("update"):
-            if optimizer is not None:
-                optimizer.step()
-            elif self.replay:
-                sleep_until(
-                    time.perf_counter() + sum(e.update_seconds() for e in placed.engines() if isinstance(e, ReplayEngine))
-                )
+        recorder.mark("update")
+        if optimizer is not None:
+            optimizer.step()
+        elif self.replay:
+            sleep_until(time.perf_counter() + sum(e.update_s for e in placed.engines() if isinstance(e, ReplayEngine)))
+        recorder.mark(None)
         self._synchronize()
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.device)
         for parameter in placed.parameters():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,28 +109,6 @@ class Agent:
         from rlplace.agents.setup import adapt
 
         return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start, **execution)
-
-    def finetune(self, problems: Sequence[Problem], *, steps: int = 4096, seed: int = 0, out: str | Path) -> Agent:
-        """Continues training on `problems` in the simulator and returns the new agent, saved in the folder `out`.
-
-        Args:
-            problems: What to train on.
-            steps: PPO decisions after the labels.
-            seed: Seed of everything random.
-            out: Run folder.
-        """
-        from rlplace.agents.cases import Case
-        from rlplace.agents.config import TrainConfig
-        from rlplace.agents.problems.sources import CaseSource
-        from rlplace.agents.train import train
-
-        cases = [Case(f"given-{number}", "given", problem) for number, problem in enumerate(problems)]
-        config = TrainConfig.load(
-            steps=steps, seed=seed, cases=max(8, 2 * len(cases)), fit_steps=1000,
-            **self.checkpoint.network.config.to_dict(),
-        )  # fmt: skip
-        train(CaseSource("given problems", cases.__getitem__, len(cases)), config, out, start=self.checkpoint)
-        return load_agent(out)
 
 
 def _warm_up() -> None:

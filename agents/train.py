@@ -21,7 +21,6 @@ from rlplace.agents import ppo
 from rlplace.agents.card import card_of, versions
 from rlplace.agents.checkpoint import (
     STATE,
-    Checkpoint,
     check_sizes,
     load_state,
     load_weights,
@@ -49,7 +48,6 @@ def train(
     config: TrainConfig,
     out: str | Path,
     *,
-    start: Checkpoint | None = None,
     resume: bool = False,
     progress_bar: bool = False,
     report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
@@ -60,7 +58,6 @@ def train(
         source: What to train on.
         config: Hyperparameters.
         out: Run folder.
-        start: Checkpoint whose weights to start from; labels then only make them better.
         resume: Continue the run in `out`.
         progress_bar: Show a progress bar of PPO on stderr.
         report: Called with lines that tell what happens.
@@ -73,7 +70,7 @@ def train(
         KeyboardInterrupt: After a line that tells how to go on.
     """
     torch.set_num_threads(1)
-    run = _Run(source, config, Path(out), start, resume, progress_bar, report)
+    run = _Run(source, config, Path(out), resume, progress_bar, report)
     try:
         if not resume:
             run.begin()
@@ -93,7 +90,6 @@ class _Run:
         source: CaseSource,
         config: TrainConfig,
         out: Path,
-        start: Checkpoint | None,
         resume: bool,
         progress_bar: bool,
         report: Callable[[str], None],
@@ -108,11 +104,6 @@ class _Run:
         self.network = PlacerNetwork(config.network, features=FEATURES)
         self.fitted = self.decisions = self.parts = 0
         self.notes: dict[str, Any] = {"seconds": 0.0}
-        if start is not None:
-            if start.network.config != config.network or start.network.features != FEATURES:
-                raise InputError("the checkpoint's network has other sizes or features than the hyperparameters ask for")
-            self.network.load_state_dict(start.network.state_dict())
-            self.notes["start"] = start.name
         self._moments: dict[str, Any] | None = None
         if resume:
             self._resume()
@@ -141,7 +132,7 @@ class _Run:
         if not files:
             raise InputError("no labels: no case has two devices and a plan that can run")
         held, fitted = files[: min(_HELD, len(files) // 8)], files[min(_HELD, len(files) // 8) :]
-        if self.fitted == 0 and "start" not in self.notes:
+        if self.fitted == 0:
             set_standard(self.network, fitted)
         optimizer = torch.optim.Adam(self.network.parameters())
         if self._moments is not None:

@@ -1,10 +1,10 @@
-"""Op graph files: ``rlplace.graph`` version 1, and the networkx exchange."""
+"""Op graph files: ``rlplace.graph`` version 1."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -14,9 +14,6 @@ from rlplace.errors import InputError
 from rlplace.files import check_header, read_record
 from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, OpKind, Parameter, Phase, TensorRole
 from rlplace.records import Record, Whole, build, plain
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 FORMAT = "rlplace.graph"
 VERSION = 1
@@ -78,47 +75,6 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
     if graph.source is not None:
         data["source"] = dict(graph.source)
     return data
-
-
-def graph_to_networkx(graph: OpGraph) -> nx.DiGraph:
-    """One node per op with all its attributes, one edge per producer and consumer.
-
-    Edge attributes are `bytes` and `tensor`; several tensors between the same two ops add their bytes and keep the first
-    tensor's number. Parameters, buffers and inputs have no producing op and appear as the graph attribute `parameters`.
-    """
-    import networkx as nx
-
-    result: nx.DiGraph = nx.DiGraph(
-        name=graph.name, samples=graph.samples, parameters=[msgspec.structs.asdict(p) for p in graph.parameters]
-    )
-    for index, name in enumerate(graph.op_names):
-        parameter = int(graph.op_parameter[index])
-        result.add_node(
-            name,
-            target=graph.op_target[index],
-            kind=graph.op_kind[index],
-            module=graph.op_module[index],
-            phase=PHASES[graph.op_phase[index]],
-            forward=graph.op_names[graph.op_forward[index]] if graph.op_forward[index] >= 0 else None,
-            parameter=graph.parameters[parameter].name if parameter >= 0 else None,
-            dtype=graph.op_dtype[index],
-            flops=float(graph.op_flops[index]),
-            bytes=int(graph.op_bytes[index]),
-            temporary_bytes=int(graph.op_temporary_bytes[index]),
-            colocate=int(graph.op_colocate[index]),
-            dims=dict(graph.op_dims.get(index, {})),
-        )
-    for tensor, consumer in zip(graph.edge_tensor.tolist(), graph.consumers.tolist(), strict=True):
-        producer = int(graph.tensor_producer[tensor])
-        if producer < 0:
-            continue
-        ends = graph.op_names[producer], graph.op_names[consumer]
-        size = int(graph.tensor_bytes[tensor])
-        if result.has_edge(*ends):
-            result.edges[ends]["bytes"] += size
-        else:
-            result.add_edge(*ends, bytes=size, tensor=tensor)
-    return result
 
 
 _Index = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]

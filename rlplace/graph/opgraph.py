@@ -22,8 +22,6 @@ from rlplace.files import fingerprint, write_json
 from rlplace.records import Bytes, Record
 
 if TYPE_CHECKING:
-    import networkx as nx
-
     from rlplace.graph.indices import Traced
 
 Phase = Literal["forward", "backward", "backward_weight", "update"]
@@ -175,9 +173,3 @@ class OpGraph:
         from rlplace.graph.io import load_graph
 
         return load_graph(path)
-
-    def to_networkx(self) -> nx.DiGraph:
-        """One node per op with all its attributes, one edge per producer and consumer with `bytes` and `tensor`."""
-        from rlplace.graph.io import graph_to_networkx
-
-        return graph_to_networkx(self)

@@ -1,4 +1,4 @@
-"""rlplace inside other tools: transformers' Trainer, accelerate, torch pipelining, torchtitan (docs/plugins.md).
+"""rlplace inside other tools: transformers' Trainer and accelerate (docs/plugins.md).
 
 Names are loaded on first use.
 """
@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlplace.integrations.device_maps import complete_device_map, plan_from_device_map
-    from rlplace.integrations.stages import StageSplit, split_points, split_spec
 
 _PUBLIC = {
-    "StageSplit": "rlplace.integrations.stages:StageSplit",
     "complete_device_map": "rlplace.integrations.device_maps:complete_device_map",
     "plan_from_device_map": "rlplace.integrations.device_maps:plan_from_device_map",
-    "split_points": "rlplace.integrations.stages:split_points",
-    "split_spec": "rlplace.integrations.stages:split_spec",
 }
 
-__all__ = [
-    "StageSplit",
-    "complete_device_map",
-    "plan_from_device_map",
-    "split_points",
-    "split_spec",
-]
+__all__ = ["complete_device_map", "plan_from_device_map"]
 
 
 def __getattr__(name: str) -> Any:

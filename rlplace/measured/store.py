@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sqlite3
 import threading
@@ -208,51 +207,12 @@ class TrialStore:
         selected = self._select(conditions, include_running=True)
         return [(number, trial) for number, _, trial in selected]
 
-    def merge(self, other_path: str | Path) -> int:
-        """Copies what another store holds and this one does not.
-
-        A trial is the same in two files when it was written once and then copied with its file; two measurements of one plan
-        are two trials. Of the same trial the one stored here is kept, unless it is still running and the other has ended.
-        Trials that run in the other store are left there.
-
-        Args:
-            other_path: The other store's file, which is not changed. All of it is checked before anything is copied.
-
-        Returns:
-            How many trials came over.
-        """
-        with TrialStore(other_path, create=False) as other:
-            for _ in other._select({}):
-                pass
-            for fingerprint in other.problems():
-                other.problem(fingerprint)
-            for site in other.sites():
-                self.add_site(site)
-            for fingerprint in other.problems():
-                self.add_problem(other.problem(fingerprint))
-            rows, count = other._select({}), 0
-            while part := list(itertools.islice(rows, _CHUNK)):
-                with self._writing() as database:
-                    count += sum(self._take(database, uid, trial) for _, uid, trial in part)
-            return count
-
     # Rows
 
     def _add(self, trial: Trial, *, running: bool) -> int:
         row, trial = _checked(trial, running=running)
         with self._writing() as database:
             return self._insert_trial(database, uuid.uuid4().bytes, row, trial)
-
-    def _take(self, database: sqlite3.Connection, uid: bytes, trial: Trial) -> bool:
-        row, trial = _checked(trial, running=False)
-        same = database.execute("SELECT id, status, plan_key FROM trials WHERE uid = ?", (uid,)).fetchone()
-        if same is None:
-            self._insert_trial(database, uid, row, trial)
-        elif same[1:] == ("running", plan_key(trial.key)):
-            _replace(database, same[0], row)
-        else:
-            return False
-        return True
 
     def _insert_trial(self, database: sqlite3.Connection, uid: bytes, row: tuple[Any, ...], trial: Trial) -> int:
         _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)

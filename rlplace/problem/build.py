@@ -5,8 +5,7 @@ Problems as networkx graphs, so that any directed acyclic graph a person has can
 Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or one per device, None where it cannot
 run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a group that has them), `kind`. Edge
 attributes: `bytes` and `tensor`: edges out of one node with equal `tensor` are the same tensor (sent once per device);
-without the attribute every edge is a tensor of its own, parallel edges of a multigraph too. Owner tensors have no producing
-node and do not survive the trip.
+without the attribute every edge is a tensor of its own, parallel edges of a multigraph too.
 """
 
 from __future__ import annotations
@@ -123,43 +122,6 @@ def build_problem(
         op_kind=tuple(COLLECTIVE if op in members else "" for op in range(ops)) if members else None,
         collectives=tuple(Collective(tuple(took), tuple(held)) for took, held in collectives),
     )
-
-
-def problem_to_networkx(problem: Problem) -> nx.DiGraph:
-    """One node per op and one edge per producer and consumer; parallel tensors between two ops add their bytes.
-
-    Raises:
-        InputError: The problem has owner tensors, which a graph of ops cannot express.
-    """
-    import networkx as nx
-
-    if (problem.tensor_owner >= 0).any():
-        raise InputError("to_networkx: the problem has owner tensors; save it as JSON instead")
-    graph: nx.DiGraph = nx.DiGraph(name=problem.name)
-    for index, name in enumerate(problem.op_names):
-        group = int(problem.op_group[index])
-        fixed = int(problem.group_device[group])
-        graph.add_node(
-            name,
-            group=problem.group_names[group],
-            phase=PHASES[problem.op_phase[index]],
-            time_s=[None if t != t else t for t in problem.time_s[index].tolist()],
-            temporary_bytes=int(problem.temporary_bytes[index]),
-            resident_bytes=int(problem.resident_bytes[group]),
-            device=None if fixed < 0 else fixed,
-            kind=problem.op_kind[index] if problem.op_kind is not None else None,
-        )
-    for edge, consumer in enumerate(problem.consumers.tolist()):
-        tensor = int(problem.edge_tensor[edge])
-        producer = problem.op_names[problem.tensor_producer[tensor]]
-        target = problem.op_names[consumer]
-        size = int(problem.tensor_bytes[tensor])
-        if graph.has_edge(producer, target):
-            graph.edges[producer, target]["bytes"] += size
-            graph.edges[producer, target].pop("tensor", None)
-        else:
-            graph.add_edge(producer, target, bytes=size, tensor=tensor)
-    return graph
 
 
 def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "networkx") -> Problem:

@@ -265,12 +265,6 @@ class Problem:
 
         return load_problem(path)
 
-    def to_networkx(self) -> nx.DiGraph:
-        """The ops as a networkx graph; see `rlplace.problem.build`."""
-        from rlplace.problem.build import problem_to_networkx
-
-        return problem_to_networkx(self)
-
     @staticmethod
     def from_networkx(graph: nx.DiGraph, cluster: Any, *, name: str = "networkx") -> Problem:
         """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.build`."""

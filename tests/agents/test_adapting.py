@@ -10,13 +10,12 @@ from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import setup as adapting
 from rlplace.agents.cases import Case
-from rlplace.agents.planner import Agent
 from rlplace.agents.pretrain import ranking_loss
 from rlplace.agents.tuning import learn
 from rlplace.agents.tuning.belief import with_less_room
 from rlplace.comparing.closing import compare_agent, format_rows
 from rlplace.envs import make_instance
-from rlplace.errors import InfeasibleError, InputError
+from rlplace.errors import InfeasibleError
 from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import PLAIN, Execution, count_calls
@@ -122,21 +121,6 @@ def test_the_table(agents):
     assert by_name["single"].ratio >= 1.0 and by_name["single"].feasible == 2
     text = format_rows(rows, "title")
     assert text.startswith("title") and "3/4" in text and "nan" not in text
-
-
-def test_finetuning(agents, tmp_path, monkeypatch, tiny):
-    problems = [random_problem(seed, num_groups=8, num_devices=2) for seed in range(2)]
-    agent = agents["refinement"]
-    fast = tiny(**agent.checkpoint.network.config.to_dict())
-    monkeypatch.setattr("rlplace.agents.config.TrainConfig.load", lambda **changes: fast)
-    tuned = agent.finetune(problems, steps=64, out=tmp_path / "tuned")
-    assert isinstance(tuned, Agent) and tuned.checkpoint.network.config == agent.checkpoint.network.config
-    training = tuned.checkpoint.training
-    assert training["notes"]["start"] == agent.checkpoint.name and training["steps_done"] == 64
-    plan = tuned.place(problems[0], calls=20)
-    assert plan.predicted.agent == "tuned"
-    with pytest.raises(InputError, match="no problem"):
-        agent.finetune([], out=tmp_path / "none")
 
 
 PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)

@@ -212,19 +212,6 @@ def test_a_run_that_does_not_say_where_it_stands(tmp_path, tiny, change):
         train(small(), tiny(steps=0), tmp_path / "nothing", resume=True, report=quiet)
 
 
-def test_start_from_a_checkpoint(tmp_path, tiny):
-    train(small(), tiny(steps=0), tmp_path / "first", report=quiet)
-    start = load_checkpoint(tmp_path / "first")
-    train(small(), tiny(steps=0, fit_steps=0), tmp_path / "same", start=start, report=quiet)
-    with pytest.raises(InputError, match="other sizes"):
-        train(small(), tiny(hidden=24), tmp_path / "other", start=start, report=quiet)
-    train(small(3), tiny(steps=0), tmp_path / "second", start=start, report=quiet)
-    after = load_checkpoint(tmp_path / "second")
-    assert torch.equal(after.network.mean, start.network.mean)  # its weights mean what they meant
-    assert not torch.equal(after.network.first.weight, start.network.first.weight)
-    assert after.training["notes"]["start"] == "first"
-
-
 def test_labels_of_other_problems_are_not_taken(tmp_path, tiny):
     """The same run folder again, for other problems, other moves or another seed."""
     one, two = small(), given(random_problem(50, num_groups=11, num_devices=3))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -45,20 +44,6 @@ def test_fingerprint_ignores_name_and_source_only(data):
     assert graph_from_dict(data).fingerprint == first
     data["ops"]["flops"][0] += 1
     assert graph_from_dict(data).fingerprint != first
-
-
-def test_networkx(graph):
-    exchanged = graph.to_networkx()
-    assert exchanged.number_of_nodes() == graph.num_ops
-    assert nx.is_directed_acyclic_graph(exchanged)
-    first = graph.op_names[0]
-    assert exchanged.nodes[first]["flops"] == graph.op_flops[0]
-    assert exchanged.nodes[first]["phase"] == "forward"
-    update = exchanged.nodes["0.weight/update"]
-    assert update["parameter"] == "0.weight"
-    total = sum(size for _, _, size in exchanged.edges(data="bytes"))
-    made = graph.tensor_producer[graph.edge_tensor] >= 0
-    assert total == graph.tensor_bytes[graph.edge_tensor[made]].sum()
 
 
 def _broken(data, where, value):

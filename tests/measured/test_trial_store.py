@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 import threading
 
 import msgspec
@@ -343,61 +342,3 @@ def test_another_process_that_holds_the_file_too_long(tmp_path, monkeypatch):
             store.add(done(0))
         store.add(done(0))
         assert other.trials() == [done(0)]
-
-
-# Merging
-
-
-def test_merge_copies_what_is_missing(tmp_path):
-    with new_store(tmp_path / "a.sqlite") as first:
-        first.add(done(0))
-    with TrialStore(tmp_path / "b.sqlite") as second:
-        assert second.merge(tmp_path / "a.sqlite") == 1
-        second.add(done(1))
-        second.add(done(0))  # measured again: another trial
-        second.begin(begun(2))
-    with TrialStore(tmp_path / "a.sqlite") as first:
-        assert first.merge(tmp_path / "b.sqlite") == 2
-        assert first.merge(tmp_path / "b.sqlite") == 0
-        assert first.merge(tmp_path / "a.sqlite") == 0
-        assert first.trials(include_running=True) == [done(0), done(1), done(0)]
-        assert first.sites() == [SITE, OTHER_SITE]
-    with TrialStore(tmp_path / "b.sqlite") as second:
-        assert second.merge(tmp_path / "a.sqlite") == 0
-        assert second.trials() == [done(0), done(1), done(0)]
-        assert second.problem(PROBLEM.fingerprint).fingerprint == PROBLEM.fingerprint
-
-
-def test_merge_finishes_what_a_copy_took_while_it_ran(tmp_path):
-    with new_store(tmp_path / "a.sqlite") as first:
-        numbers = [first.begin(begun(number)) for number in range(2)]
-    shutil.copy(tmp_path / "a.sqlite", tmp_path / "copy.sqlite")
-    with TrialStore(tmp_path / "a.sqlite") as first:
-        for number, trial in zip(numbers, (done(0), done(1)), strict=True):
-            first.finish(number, trial)
-    with TrialStore(tmp_path / "copy.sqlite") as copy:
-        mine = done(1, status="crashed", step_s=(), places=(), reason="mine")
-        copy.finish(numbers[1], mine)
-        assert copy.merge(tmp_path / "a.sqlite") == 1
-        assert copy.trials(include_running=True) == [done(0), mine]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("missing.sqlite", "no such file"), ("text.sqlite", "not a SQLite database"), (".", "is a folder")]
-)
-def test_merge_of_nothing(tmp_path, name, message):
-    (tmp_path / "text.sqlite").write_text("no database at all, but long enough to be looked at" * 20)
-    with TrialStore(None) as store, pytest.raises(InputError, match=message):
-        store.merge(tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["text.sqlite"]
-
-
-def test_merge_of_a_damaged_store_changes_nothing(tmp_path):
-    with new_store(tmp_path / "a.sqlite") as first:
-        for number in range(3):
-            first.add(done(number))
-        first._database.execute("UPDATE trials SET step_s = '[-1]' WHERE id = 3")
-    with TrialStore(None) as store:
-        with pytest.raises(InputError, match="trial 3"):
-            store.merge(tmp_path / "a.sqlite")
-        assert (store.trials(), store.sites(), store.problems()) == ([], [], {})

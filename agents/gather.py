@@ -125,7 +125,7 @@ def _tell(count: int, wanted: int, begin_s: float, moves: int, report: Callable[
 
 
 def _file(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}.npz"
+    return folder / f"{number:05d}.safetensors"
 
 
 def _none(folder: Path, number: int) -> Path:

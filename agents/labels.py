@@ -6,17 +6,14 @@ the answers of the one-shot planners, near them, along descents from there, and 
 
 from __future__ import annotations
 
-import io
-import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.random import Generator
 from numpy.typing import NDArray
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
 
 from rlplace.agents.cases import Case
 from rlplace.envs.guide.features import NUM_FEATURES
@@ -57,8 +54,8 @@ class Labels:
     change: NDArray[np.float32]
 
     def save(self, path: Path) -> None:
-        """Writes a compressed file, atomically."""
-        write_arrays(path, {item.name: getattr(self, item.name) for item in fields(self)})
+        """Writes a file, atomically."""
+        write_bytes(path, save_arrays({"features": self.features, "change": self.change}))
 
     @staticmethod
     def load(path: Path) -> Labels:
@@ -67,7 +64,19 @@ class Labels:
         Raises:
             InputError: The file is damaged, or holds arrays of other types or shapes.
         """
-        return Labels(**read_arrays(path))
+        payload = read_bytes(path)
+        try:
+            arrays = load_arrays(payload)
+            labels = Labels(arrays["features"], arrays["change"])
+        except Exception as error:  # safetensors raises its own type for every kind of damage
+            raise InputError(f"{path}: not a file of labels ({type(error).__name__}); remove it to have it made anew") from None
+        features, change = labels.features, labels.change
+        fits = features.ndim == 3 and features.shape[2] == NUM_FEATURES and change.shape == features.shape[:2]
+        if not fits or (features.dtype, change.dtype) != (np.float16, np.float32):
+            raise InputError(f"{path}: its arrays are not of the shapes and types of labels; remove it to have it made anew")
+        if not np.isfinite(features).all() or np.isinf(change).any():
+            raise InputError(f"{path}: holds numbers that are not finite; remove it to have it made anew")
+        return labels
 
 
 def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels | None:
@@ -162,67 +171,3 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
         move = int(which[rng.choice(len(which), p=weight / weight.sum())])
         plan = guide.moved(plan, move)
     return rows
-
-
-MAX_ARRAY_BYTES = 1 << 28
-"""Of one array when decompressed."""
-
-_TYPES = {"features": "float16", "change": "float32"}
-_MAX_HEADER = 1000
-
-
-def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes arrays by name as one compressed file, atomically."""
-    stream = io.BytesIO()
-    named: dict[str, Any] = dict(arrays)
-    np.savez_compressed(stream, **named)
-    write_bytes(path, stream.getvalue())
-
-
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of `rlplace.agents.labels.Labels` by name.
-
-    Raises:
-        InputError: The file is damaged, or its arrays have other types, shapes or values than labels have.
-    """
-    payload = read_bytes(path)
-    try:
-        with zipfile.ZipFile(io.BytesIO(payload)) as archive:
-            arrays = {name: _array(archive, name) for name in _TYPES}
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    except Exception as error:  # zipfile, zlib and numpy raise anything for a damaged archive
-        raise InputError(f"{path}: not a file of labels ({type(error).__name__}); remove it to have it made anew") from None
-    _check(arrays, path)
-    return arrays
-
-
-def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    entry = archive.getinfo(f"{name}.npy")
-    if entry.file_size > MAX_ARRAY_BYTES:
-        raise InputError(f"{name} has {entry.file_size} bytes, the limit is {MAX_ARRAY_BYTES}")
-    with archive.open(entry) as member:
-        data = member.read(MAX_ARRAY_BYTES + 1)
-    stream = io.BytesIO(data)
-    version = npy.read_magic(stream)
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-    if read is None:
-        raise InputError(f"{name} is of version {version} of numpy's format")
-    shape, columns_first, dtype = read(stream, max_header_size=_MAX_HEADER)
-    if dtype != np.dtype(_TYPES[name]) or columns_first:
-        raise InputError(f"{name} is not an array of {_TYPES[name]}")
-    body = data[stream.tell() :]
-    count = 1
-    for size in shape:  # Python's integers do not overflow
-        count *= int(size)
-    if any(size < 0 for size in shape) or count * dtype.itemsize != len(body):
-        raise InputError(f"{name} does not hold what its shape says")
-    return np.frombuffer(body, dtype=dtype).reshape(shape).copy()
-
-
-def _check(arrays: dict[str, NDArray[Any]], path: Path) -> None:
-    features, change = (arrays[name] for name in _TYPES)
-    if features.ndim != 3 or features.shape[2] != NUM_FEATURES or change.shape != features.shape[:2]:
-        raise InputError(f"{path}: its arrays are not of the shapes of labels; remove it to have it made anew")
-    if not np.isfinite(features).all() or np.isinf(change).any():
-        raise InputError(f"{path}: holds numbers that are not finite; remove it to have it made anew")

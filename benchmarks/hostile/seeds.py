@@ -317,7 +317,7 @@ def _agent(folder: Path, problem: Any) -> None:
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
     save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
-    Labels(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.npz")
+    Labels(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.safetensors")
     _training(folder)
 
 

@@ -377,7 +377,7 @@ TARGETS: dict[str, Target] = {
     "agent weights": Target(TENSORS, ("bare/policy.safetensors", "agent/policy.safetensors"), _agent),
     "resume config": Target(JSON, ("agent/config.json",), _resume),
     "resume state": Target(TENSORS, ("agent/optimizer.safetensors",), _resume),
-    "labels": Target(BYTES, ("labels.npz",), _labels, 0.5),
+    "labels": Target(BYTES, ("labels.safetensors",), _labels, 0.5),
     "training facts": Target(JSON, ("training/step-00000003/rlplace.json",), _training, 0.5),
     "training index": Target(BYTES, ("training/step-00000003/.metadata",), _training, 0.5),
     "training tensors": Target(BYTES, ("training/step-00000003/__0_0.distcp",), _training, 0.5),

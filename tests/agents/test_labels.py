@@ -73,14 +73,14 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
 def test_equal_for_a_seed_and_different_for_another(tmp_path):
     case = Case("x", "x", random_problem(4, num_groups=12, num_devices=3))
     one, two, other = (collect_labels(case, states=6, moves=12, seed=seed) for seed in (1, 1, 2))
-    one.save(tmp_path / "one.npz")
-    loaded = Labels.load(tmp_path / "one.npz")
+    one.save(tmp_path / "one.safetensors")
+    loaded = Labels.load(tmp_path / "one.safetensors")
     for item in fields(Labels):
         np.testing.assert_array_equal(getattr(one, item.name), getattr(two, item.name))
         np.testing.assert_array_equal(getattr(one, item.name), getattr(loaded, item.name))
         assert getattr(one, item.name).dtype == getattr(loaded, item.name).dtype
     assert not np.array_equal(one.features, other.features)
-    assert list(tmp_path.iterdir()) == [tmp_path / "one.npz"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "one.safetensors"]
 
 
 def without_link(problem):
@@ -158,7 +158,7 @@ def assert_equal(one, two):
 def test_files_are_made_once(tmp_path, monkeypatch):
     lines = []
     files = run(tmp_path, report=lines.append)
-    assert [path.name for path in files] == ["00000.npz", "00001.npz", "00003.npz", "00004.npz"]
+    assert [path.name for path in files] == ["00000.safetensors", "00001.safetensors", "00003.safetensors", "00004.safetensors"]
     assert "5/5" in lines[-1]
     before = {path: path.stat().st_mtime_ns for path in files}
     monkeypatch.setattr(gathering, "collect_labels", lambda *args, **options: pytest.fail("made twice"))
@@ -180,7 +180,7 @@ def test_what_was_cut_goes_on(tmp_path, monkeypatch, error):
     monkeypatch.setattr(gathering, "collect_labels", cut)
     with pytest.raises(error):
         run(tmp_path / "cut")
-    assert len(list((tmp_path / "cut").glob("*.npz"))) == 2
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 2
     begun = []
     monkeypatch.setattr(gathering, "collect_labels", lambda case, **options: begun.append(case.name) or made(case, **options))
     files = run(tmp_path / "cut")
@@ -190,9 +190,9 @@ def test_what_was_cut_goes_on(tmp_path, monkeypatch, error):
 
 def test_half_a_file_is_made_again(tmp_path):
     """A process that was killed while it wrote leaves no file that looks whole."""
-    (tmp_path / ".00000.npz.x.tmp").write_bytes(b"half")
+    (tmp_path / ".00000.safetensors.x.tmp").write_bytes(b"half")
     files = run(tmp_path, cases=2)
-    assert content(files).keys() == {"00000.npz", "00001.npz"}
+    assert content(files).keys() == {"00000.safetensors", "00001.safetensors"}
 
 
 def test_two_processes_equal_one(tmp_path):

@@ -22,7 +22,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("labels")
     for number in range(10):
         case = Case("x", "x", random_problem(number, num_groups=10 + number, num_devices=2 + number % 3))
-        collect_labels(case, states=10, moves=20, seed=number).save(folder / f"{number}.npz")
+        collect_labels(case, states=10, moves=20, seed=number).save(folder / f"{number}.safetensors")
     return sorted(folder.iterdir())
 
 
@@ -76,11 +76,13 @@ def test_captured_gain_by_hand(tmp_path):
     change = -gains
     change[0, 10:] = np.nan  # nothing there, however well it scores
     features[0, 15, 3] = 8.0
-    labels_of(features, change).save(tmp_path / "a.npz")
-    share = captured_gain(network, [tmp_path / "a.npz"])
+    labels_of(features, change).save(tmp_path / "a")
+    share = captured_gain(network, [tmp_path / "a"])
     assert share == pytest.approx({1: 0.03 / 0.08, 4: 0.07 / 0.08, 16: 0.07 / 0.08}, rel=1e-5)
     network.linear.weight.data[0, 3] = -1.0
-    assert captured_gain(network, [tmp_path / "a.npz"]) == pytest.approx({1: 0.0, 4: 0.05 / 0.08, 16: 0.08 / 0.08}, rel=1e-5)
+    assert captured_gain(network, [tmp_path / "a"]) == pytest.approx(
+        {1: 0.0, 4: 0.05 / 0.08, 16: 0.08 / 0.08}, rel=1e-5
+    )
 
 
 def test_features_are_standardised(files):
@@ -129,12 +131,12 @@ def test_a_fit_learns_to_rank(files):
 
 
 def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
-    (tmp_path / "a.npz").write_bytes(files[0].read_bytes())
-    one = pretrain._labels(tmp_path / "a.npz")
-    assert pretrain._labels(tmp_path / "a.npz") is one
-    (tmp_path / "a.npz").write_bytes(files[5].read_bytes())
-    os.utime(tmp_path / "a.npz", ns=(1, 1))
-    assert not np.array_equal(pretrain._labels(tmp_path / "a.npz").features, one.features)
+    (tmp_path / "a").write_bytes(files[0].read_bytes())
+    one = pretrain._labels(tmp_path / "a")
+    assert pretrain._labels(tmp_path / "a") is one
+    (tmp_path / "a").write_bytes(files[5].read_bytes())
+    os.utime(tmp_path / "a", ns=(1, 1))
+    assert not np.array_equal(pretrain._labels(tmp_path / "a").features, one.features)
 
 
 def test_the_window_of_files_is_bounded_and_moves():

@@ -172,7 +172,7 @@ def test_what_a_run_folder_holds(tmp_path, tiny):
     assert "torch" in config["training"]["versions"]
     card = (tmp_path / "card.md").read_text()
     assert "64 decisions" in card and "20 steps" in card
-    assert len(list((tmp_path / "labels").glob("*.npz"))) == 16
+    assert len(list((tmp_path / "labels").glob("*.safetensors"))) == 16
     assert list((tmp_path / "tensorboard").glob("part*/events.out.tfevents*"))
     assert str(tmp_path) not in (tmp_path / "config.json").read_text() + card
 
@@ -182,7 +182,7 @@ def test_problems_with_micro_batches_and_missing_plans(tmp_path, tiny):
     problems = (random_problem(0, num_groups=8, num_devices=1), impossible(), random_problem(2, num_groups=8, num_devices=3))
     source = given(*problems, execution=Execution(4, "1f1b"))
     assert train(source, tiny(), tmp_path, report=quiet) == 64
-    assert len(list((tmp_path / "labels").glob("*.npz"))) == 1
+    assert len(list((tmp_path / "labels").glob("*.safetensors"))) == 1
 
 
 def test_a_source_without_use(tmp_path, tiny):

@@ -64,7 +64,7 @@ def pickles(tmp_path):
     plain, torch_file, zipped = pickle.dumps(Evil()), tmp_path / "t.pt", tmp_path / "z.npz"
     torch.save({"x": torch.ones(2)}, torch_file)
     with zipfile.ZipFile(zipped, "w") as archive:
-        for name in ("features", "change", "group", "nodes", "edges", "edge_values"):
+        for name in ("features", "change"):
             array = np.array([Evil()], dtype=object)
             with archive.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array, allow_pickle=True)
@@ -84,27 +84,10 @@ def test_pickles_and_other_files_in_place_of_these(agent, tmp_path, monkeypatch,
 @pytest.mark.parametrize("number", range(4))
 def test_labels_that_are_pickles(tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.npz").write_bytes(pickles(tmp_path)[number])
-    with pytest.raises(InputError, match=r"not a file of labels|is not an array of float16") as caught:
-        Labels.load(tmp_path / "x.npz")
+    (tmp_path / "x.safetensors").write_bytes(pickles(tmp_path)[number])
+    with pytest.raises(InputError, match="not a file of labels") as caught:
+        Labels.load(tmp_path / "x.safetensors")
     assert str(caught.value).isprintable() and not (tmp_path / "ran").exists()
-
-
-def test_labels_that_unpack_to_more_than_they_are(tmp_path):
-    """A header that asks for a terabyte, and zeros that shrink to nothing."""
-    path = tmp_path / "x.npz"
-    header = (
-        b"\x93NUMPY\x01\x00\x76\x00{'descr': '<f2', 'fortran_order': False, 'shape': (1099511627776,), }".ljust(127) + b"\n"
-    )
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("features.npy", header)
-    with pytest.raises(InputError, match="does not hold what its shape says"):
-        Labels.load(path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        archive.writestr("features.npy", bytes((1 << 28) + 1))
-    assert path.stat().st_size < 1 << 21
-    with pytest.raises(InputError, match="the limit is 268435456"):
-        Labels.load(path)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ seeds, out, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 problem = dataclasses.replace(Problem.load(seeds / "toy.problem.json"), name=f"writer{number}" * 200)
 plan = dataclasses.replace(PlacementPlan.load(seeds / "stages.plan.json"), seed=number)
 cluster = Cluster.preset(f"l4:{number + 1}")
-labels = Labels.load(seeds / "labels.npz")
+labels = Labels.load(seeds / "labels.safetensors")
 network = load_checkpoint(seeds / "agent").network
 with torch.no_grad():
     for value in network.parameters():
@@ -49,7 +49,7 @@ for turn in range(25):
     problem.save(out / "x.problem.json")
     plan.save(out / "x.plan.json")
     cluster.save(out / "x.toml")
-    labels.save(out / "x.npz")
+    labels.save(out / "x.safetensors")
     rows.add_row(row)
     save_checkpoint(out / "agent", network, environment="rlplace/Refinement-v0", training={"writer": number},
                     card=f"writer{number}")
@@ -99,12 +99,12 @@ def test_every_read_is_whole(seeds, tmp_path):
                 writer.kill()
             writer.communicate()
     look(tmp_path)
-    Labels.load(tmp_path / "x.npz")
+    Labels.load(tmp_path / "x.safetensors")
     assert seen == {1, 2} and reads > 3
     store = Store(Settings(calls=4), tmp_path / "rows.jsonl", resume=True)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 + 50, "a line of each turn of each writer"
     assert {row.step_time_s for row in store.rows.values() if row.planner == "heft"} <= {1.0, 2.0}
-    left = {"x.problem.json", "x.plan.json", "x.toml", "x.npz", "rows.jsonl", "agent"}
+    left = {"x.problem.json", "x.plan.json", "x.toml", "x.safetensors", "rows.jsonl", "agent"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
 

@@ -1,4 +1,4 @@
-"""``rlplace report``: a plan as an HTML page, a trace and pictures."""
+"""``rlplace report``: a plan as an HTML page and pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlplace.reporting.tables import MeasuredRow
 
 HELP = "write an HTML report of a plan"
-EXAMPLE = "example: rlplace report bert.plan.json --out report.html --trace bert.trace.json"
+EXAMPLE = "example: rlplace report bert.plan.json --out report.html"
 NONE = "none"
 
 
@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measurements", metavar="FILE", action="append",
         help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune",
     )  # fmt: skip
-    parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
     parser.add_argument("--pictures", metavar="DIR", help="write PDF, SVG and PNG pictures for papers (needs matplotlib)")
 
 
@@ -64,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
         measurements=_measured(options.measurements or (), problem, plan),
         seed=options.seed,
         time_limit_s=options.time_limit,
-        trace=options.trace,
         pictures=options.pictures,
         progress=lambda name: say(f"planning with {name}"),
     )
@@ -79,9 +77,8 @@ def _strategy(options: argparse.Namespace) -> ReportData:
     from rlplace.reporting.report import write_page
     from rlplace.reporting.tables import measured_rows
 
-    for option in ("problem", "trace"):
-        if getattr(options, option):
-            raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --{option} out")
+    if options.problem:
+        raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
     plan = PlacementPlan.load(options.plan)
     measured = [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
     data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=measured)
@@ -91,7 +88,7 @@ def _strategy(options: argparse.Namespace) -> ReportData:
 
 def _show(options: argparse.Namespace, data: ReportData) -> int:
     """Says what was written."""
-    written = [options.out, *([options.trace] if options.trace else []), *([options.pictures] if options.pictures else [])]
+    written = [options.out, *([options.pictures] if options.pictures else [])]
     line = data.timeline
     if options.json:
         print_json(

@@ -1,4 +1,4 @@
-"""`rlplace.report`: a plan as an HTML page that needs no network, with a trace and pictures beside it."""
+"""`rlplace.report`: a plan as an HTML page that needs no network, with pictures beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rlplace.reporting.data import ReportData, report_data
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.reporting.pictures import check_pictures, write_pictures
 from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
-from rlplace.simulator import write_trace
 
 
 def report(
@@ -34,7 +33,6 @@ def report(
     measurements: PlanTimings | Sequence[MeasuredRow] | None = None,
     seed: int = 0,
     time_limit_s: float | None = 2.0,
-    trace: str | Path | None = None,
     pictures: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ReportData:
@@ -48,7 +46,6 @@ def report(
         measurements: Step times of plans on real devices, as `rlplace measure --plans` writes them.
         seed: Seed of the planners.
         time_limit_s: Time limit of each planner, in seconds.
-        trace: A file for the timeline as a trace, to open at ui.perfetto.dev.
         pictures: A folder for pictures of timeline and memory (PDF, SVG and PNG); needs matplotlib.
         progress: Is told the name of a planner that begins.
 
@@ -56,14 +53,12 @@ def report(
         What the report shows.
 
     Raises:
-        InputError: The plan is for another problem, a path cannot be written, or a planner is unknown. With `trace` or
-            `pictures` also when the step does not complete, after the page is written.
+        InputError: The plan is for another problem, a path cannot be written, or a planner is unknown. With `pictures` also
+            when the step does not complete, after the page is written.
         MissingError: Pictures without matplotlib; nothing is written then.
     """
     check_arguments(problem, plan, planners)
     check_output(path)
-    if trace is not None:
-        check_output(trace)
     if pictures is not None:
         check_pictures(pictures)
     measured = measured_rows(measurements, plan) if isinstance(measurements, PlanTimings) else tuple(measurements or ())
@@ -71,8 +66,6 @@ def report(
     rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     data = dataclasses.replace(data, planners=rows)
     write_page(data, path, pictures)
-    if trace is not None:
-        write_trace(data.problem, data.timeline, trace)
     return data
 
 

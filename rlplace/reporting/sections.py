@@ -13,7 +13,6 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
-from rlplace.reporting.scatter import scatter
 from rlplace.reporting.tables import MeasuredRow
 from rlplace.text import bytes_text, percent, seconds_text
 
@@ -168,9 +167,6 @@ def measured(data: ReportData) -> str:
         )
     head = ["Plan", "Engine", "Ops", "Steps", "Measured", "Spread", "Predicted", "Error", ""]
     body = _table("Predicted against measured step times", head, rows)
-    picture = scatter(data.measured)
-    if picture:
-        body = f'<div class="pair"><div>{body}</div>{picture}</div>'
     errors = [abs(row.error) for row in data.measured if row.error is not None]
     said = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")

@@ -80,9 +80,7 @@ def test_captured_gain_by_hand(tmp_path):
     share = captured_gain(network, [tmp_path / "a"])
     assert share == pytest.approx({1: 0.03 / 0.08, 4: 0.07 / 0.08, 16: 0.07 / 0.08}, rel=1e-5)
     network.linear.weight.data[0, 3] = -1.0
-    assert captured_gain(network, [tmp_path / "a"]) == pytest.approx(
-        {1: 0.0, 4: 0.05 / 0.08, 16: 0.08 / 0.08}, rel=1e-5
-    )
+    assert captured_gain(network, [tmp_path / "a"]) == pytest.approx({1: 0.0, 4: 0.05 / 0.08, 16: 0.08 / 0.08}, rel=1e-5)
 
 
 def test_features_are_standardised(files):

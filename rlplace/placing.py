@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def place(
         space: What may be chosen: a `Space` or its text such as ``"tensor=1,2 sharding=0,1"``; None or ``"auto"``: all that the
             runtime can execute for this model; ``"all"``: also what cannot run yet; ``"placement"`` asks for placements.
         planner: Name of a planner; ``plan.planner`` says who answered.
-        time_limit_s: Wall time of the planner; capture and pricing come on top.
+        time_limit_s: Wall time from the end of the first capture; covers the other captures, pricing, search and the check op
+            by op. Of placements: of the planner alone.
         calls: Evaluations at most; with it and without a time limit the answer is the same from run to run.
         seed: Seed of everything random.
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
@@ -118,10 +120,11 @@ def place(
         if reason is None:
             allowed = allowed_space(space, options, planner)
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
+            began_s = time.monotonic()
             return strategy_of(
                 graph, capture_at, machine, batch, allowed, engine=space != EVERYTHING,
                 module=None if isinstance(target, OpGraph) else target, inputs=example_inputs, curve=batch_curve, calls=calls,
-                time_limit_s=time_limit_s, seed=seed, costs=costs, host=host, planner=answers(planner),
+                time_limit_s=time_limit_s, began_s=began_s, seed=seed, costs=costs, host=host, planner=answers(planner),
             )  # fmt: skip
         if batch_curve is not None:
             raise InputError(
@@ -251,4 +254,6 @@ def _captured(
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, optimizer=optimizer)
-    return whole, lambda samples: capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer)
+    return whole, lambda samples: capture(
+        target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer, like=whole
+    )

@@ -187,6 +187,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
                 master_weights=options.master_weights,
                 name=loaded.name,
                 source=source,
+                like=None if batch == samples else capture_at(samples),
             )
 
     def load() -> LoadedModel:

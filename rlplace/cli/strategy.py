@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Iterator, Sequence
 
 from rlplace.cli.common import (
@@ -51,12 +52,13 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     model = captured.load()
     return strategy_of(
         captured.graph, captured.capture_at, machine, batch, space, engine=options.space != EVERYTHING, module=model.module,
-        inputs=model.example_inputs, curve=curve, calls=options.calls, time_limit_s=options.time_limit, seed=options.seed,
-        costs=options.costs, host=options.host_mode, planner=answers(options.planner),
+        inputs=model.example_inputs, curve=curve, calls=options.calls, time_limit_s=options.time_limit, began_s=began_s,
+        seed=options.seed, costs=options.costs, host=options.host_mode, planner=answers(options.planner),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterable
 from typing import cast
 
@@ -78,9 +79,11 @@ class OpLevel:
 
     Args:
         question: What was asked, with costs that are known op by op.
+        ends_s: By `time.monotonic`, when only what must be checked still is: the one that is answered.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, ends_s: float = math.inf) -> None:
+        self._ends_s = ends_s
         self._question, self._traffic = question, Traffic(question.cluster)
         self._costs = cast(OpCosts, question.costs)
         self._known: dict[Draft, Evaluation] = {}
@@ -129,7 +132,7 @@ class OpLevel:
 
     def _rival(self, tried: Tried, others: Iterable[Tried]) -> Tried:
         """The best of a kind, as far as tasks are left."""
-        if not tried.fits or self._tasks > TASKS_OF_RIVALS:
+        if not tried.fits or self._tasks > TASKS_OF_RIVALS or time.monotonic() > self._ends_s:
             return tried
         return next(iter(self._fitting([tried, *others], 1)), self._tried(tried))
 
@@ -142,7 +145,7 @@ class OpLevel:
         found: list[Tried] = []
         devices = self._question.cluster.devices
         for tried in ranked:
-            if len(found) == count:
+            if len(found) == count or (found and time.monotonic() > self._ends_s):
                 break
             said = self._question.scores.evaluate(tried.draft)
             sizes, larger = zip(said.peak_memory_bytes, devices, strict=True), self._larger.get(tried.draft.schedule, 1.0)

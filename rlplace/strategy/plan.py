@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
 
+SEARCH_PART, LEAST_PART = 0.85, 0.25
+"""Of the time that is left, for the search before the check op by op; and of the whole limit, what the search gets at least."""
+
 RANKED = 3
 """Strategies beside the best that a plan lists, before the best of each kind; see `unlike`."""
 
@@ -45,6 +50,7 @@ def plan_strategy(
     why_not: Callable[[Strategy], str | None] | None = None,
     calls: int | None = None,
     time_limit_s: float | None = None,
+    began_s: float | None = None,
     seed: int = 0,
     only: Collection[str] | None = None,
     costs: CostTable | str | Path | None = None,
@@ -63,7 +69,9 @@ def plan_strategy(
         space: What may be chosen; None: everything.
         why_not: Why a strategy cannot run, for example `rlplace.runtime.native.why_not`; None: all may.
         calls: Evaluations at most.
-        time_limit_s: Seconds of search at most.
+        time_limit_s: Seconds at most, of pricing, search, first use of a kernel and check op by op together. The search gets at
+            least `LEAST_PART` of them, and nothing is answered that was not checked.
+        began_s: When they began, by `time.monotonic`; None: now.
         seed: Written into the plan; the search draws nothing.
         only: Paths of modules whose weights a tensor group may cut; None: all.
         costs: See `rlplace.price`; so is `host`.
@@ -79,14 +87,17 @@ def plan_strategy(
         InfeasibleError: Nothing fits.
     """
     pricing: dict[str, Any] = {"other": other, "only": only, "costs": costs, "host": host}
+    limit_s = math.inf if time_limit_s is None else time_limit_s
+    ends_s = (time.monotonic() if began_s is None else began_s) + limit_s
     question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
     names = question.costs.names
     extra: dict[str, Any] = {}
+    search_s = max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s)
     if curve is None:
-        answer = search(question, calls=calls, time_limit_s=time_limit_s)
+        answer = search(question, calls=calls, time_limit_s=search_s)
     else:
-        question, answer, extra["batches"] = search_batches(question, curve, calls=calls, time_limit_s=time_limit_s)
-    finer = OpLevel(question)
+        question, answer, extra["batches"] = search_batches(question, curve, calls=calls, time_limit_s=search_s)
+    finer = OpLevel(question, ends_s)
     answer = finer.checked(answer)
     source = {
         "graph": None if graph.source is None else dict(graph.source),

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from rlplace.cluster import Cluster
@@ -42,7 +43,8 @@ class Question:
         batch: Samples a step.
         space: What may be chosen.
         devices: Which devices may be used; None: all.
-        why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can.
+        why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
+            blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
 
     scores: Scores
@@ -96,7 +98,7 @@ class Tried:
 
 
 class Tries:
-    """Evaluates drafts within a budget; seconds run from the end of the first evaluation, which may compile the executor.
+    """Evaluates drafts within a budget; its seconds run from the beginning.
 
     Attributes:
         question: What is asked.
@@ -114,17 +116,14 @@ class Tries:
         self.timed = True
         self._most = math.inf if calls is None else calls
         self._limit_s = math.inf if time_limit_s is None else time_limit_s
-        self._end_s = math.inf
+        self._end_s = time.monotonic() + self._limit_s
         self._known: dict[Draft, Tried] = {}
+        self._runs: dict[object, str | None] = {}
 
     def within(self, question: Question, part: float) -> Tries:
         """Tries of another question with a part of the budget that is left; the caller adds their calls."""
-        own = Tries(question)
+        own = Tries(question, time_limit_s=max(self._end_s - time.monotonic(), 0.0) * part)
         own._most = (self._most - self.calls) * part
-        if math.isfinite(self._end_s):
-            now = time.monotonic()
-            own._limit_s = max(self._end_s - now, 0.0) * part
-            own._end_s = now + own._limit_s
         return own
 
     def left(self) -> bool:
@@ -137,8 +136,8 @@ class Tries:
 
     def spent(self) -> float:
         """The part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
-        seconds = 0.0 if math.isinf(self._end_s) else 1.0 - (self._end_s - time.monotonic()) / self._limit_s
-        return max(self.calls / self._most, seconds)
+        left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)
+        return max(self.calls / self._most, 1.0 - left)
 
     def known(self) -> list[Tried]:
         """All that were evaluated, the best first."""
@@ -158,10 +157,14 @@ class Tries:
         cuts = {place.cut(size) for one in draft.pipelines for place in one.places for size in one.microbatch}
         if why := next((why for cut in cuts if (why := question.costs.why_not(cut)) is not None), None):
             return why
-        try:
-            return None if question.why_not is None else question.why_not(draft)
-        except InputError as error:  # it is no strategy at all
-            return str(error)
+        if question.why_not is None:
+            return None
+        if (look := tuple(map(_look, draft.pipelines))) not in self._runs:
+            try:
+                self._runs[look] = question.why_not(draft)
+            except InputError as error:  # it is no strategy at all
+                self._runs[look] = str(error)
+        return self._runs[look]
 
     def score(self, draft: Draft) -> Tried:
         """What a draft takes; one that is refused takes for ever.
@@ -184,8 +187,12 @@ class Tries:
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
                 tried = Tried(draft, math.inf, 0.0, reason)
         self._known[draft] = tried
-        if self.calls == 1 and math.isinf(self._end_s):
-            self._end_s = time.monotonic() + self._limit_s
         if self.best is None or tried.key < self.best.key:
             self.best = tried
         return tried
+
+
+def _look(draft: Draft) -> object:
+    """What an engine tells drafts of one pipeline apart by."""
+    chosen = [frozenset(zip(draft.recompute[a:b], draft.offload[a:b], strict=True)) for a, b in pairwise(draft.bounds)]
+    return (draft.bounds, draft.places, draft.place_of_stage, draft.microbatch, draft.microbatches, draft.schedule, *chosen)

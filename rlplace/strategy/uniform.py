@@ -112,12 +112,15 @@ def _unlike(question: Question, shape: Shape, balance: Balance) -> Iterator[Spre
 SMALLEST = 3
 """Drafts at most that are tried because they keep least."""
 
+FIRST = 2
+"""Drafts of every family that are evaluated before more of any."""
+
 RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
 
 
 def try_one(tries: Tries, balance: Balance) -> None:
-    """Evaluates a strategy of the first device alone, if there is one: compiles the executor, and starts the clock."""
+    """Evaluates a strategy of the first device alone, if there is one."""
     known: dict[object, list[Spread]] = {}
     for shape in shapes(tries.question, (0,)):
         for option in options(tries.question, shape, balance, known):
@@ -158,12 +161,35 @@ def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Ite
 
 
 def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
-    """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise."""
+    """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
+
+    The first few of every family come first, families being of one kind and unlike tensor and pipeline degrees; then twice as
+    many of the better half of them, and so on; then all others.
+    """
+    families: dict[object, list[Option]] = {}
     for option in options:
-        best = tries.best
-        below_s = best.step_s if best is not None and best.fits else math.inf
-        if option.bound_s < below_s:
-            yield fitted(tries, option.draft(balance), below_s)
+        shape = option.shape
+        families.setdefault((shape.kind, shape.axes.tensor, shape.places), []).append(option)
+    alive, count, looked_at = list(families), FIRST, set[int]()
+    while len(alive) > 1:
+        found_s = dict.fromkeys(alive, math.inf)
+        for family in alive:
+            for option in [option for option in families[family] if id(option) not in looked_at][:count]:
+                looked_at.add(id(option))
+                for tried in _try(tries, option, balance):
+                    found_s[family] = min(found_s[family], math.inf if tried is None else tried.step_s)
+                    yield tried
+        alive, count = sorted(alive, key=lambda family: found_s[family])[: len(alive) // 2], 2 * count
+    for option in options:
+        if id(option) not in looked_at:
+            yield from _try(tries, option, balance)
+
+
+def _try(tries: Tries, option: Option, balance: Balance) -> Iterator[Tried | None]:
+    """The option, if it can be quicker than the best."""
+    below_s = tries.best.step_s if tries.best is not None and tries.fitting() else math.inf
+    if option.bound_s < below_s:
+        yield fitted(tries, option.draft(balance), below_s)
 
 
 def all_options(question: Question, balance: Balance) -> Iterator[Option]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 
 from rlplace.plan.strategy import Pipeline, Strategy
@@ -55,7 +56,7 @@ def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: 
         facts: Of the model (`model_facts`); without them only what is wrong for every model is found.
         torch_version: Such as ``"2.13.0"``; None takes the installed one.
     """
-    number = minor_version(torch_version or version("torch"))
+    number = minor_version(torch_version or _installed())
     if number < OLDEST:
         return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
     if len(strategy.pipelines) > 1:
@@ -63,6 +64,11 @@ def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: 
     rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model)
     reasons = (reason for rule in rules for reason in rule(strategy.pipelines[0], facts or ModelFacts(), number))
     return next(reasons, None)
+
+
+@cache
+def _installed() -> str:
+    return version("torch")
 
 
 def minor_version(text: str) -> tuple[int, int]:
@@ -128,12 +134,12 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
 
 
 def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
-    named = [block for stage in pipeline.stages for block in stage.blocks]
     if len(pipeline.stages) > 1:
+        named = {block for stage in pipeline.stages for block in stage.blocks}
         if facts.no_cut is not None:
             yield f"the model cannot be cut into stages: {facts.no_cut}"
         for block in facts.blocks:
-            if not any(block == name or block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
+            if block not in named and not any(block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
                 yield f"no stage names the block {block}"
     degree = pipeline.stages[0].axis("tensor")
     if degree > 1:

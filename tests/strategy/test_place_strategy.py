@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from torch import nn
 
 import rlplace
 from rlplace.cli.main import main
+from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.kinds import KINDS
+from rlplace.strategy.plan import plan_strategy
 from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
@@ -53,6 +56,12 @@ def test_a_model_gets_a_whole_strategy(plan: rlplace.PlacementPlan, tmp_path: Pa
     assert all(Strategy.from_dict(rival["strategy"]).batch == 32 for rival in rivals if rival["strategy"])
     plan.save(tmp_path / "x.plan.json")
     assert rlplace.PlacementPlan.load(tmp_path / "x.plan.json").strategy == plan.strategy
+
+
+def test_a_limit_that_captures_used_up_leaves_an_answer_checked_op_by_op(graph: OpGraph) -> None:
+    answer = plan_strategy(graph, parse(CLUSTER), 16, time_limit_s=1.0, began_s=time.monotonic() - 100.0).predicted
+    assert answer.feasible and answer.executor != "blocks" and not answer.extra["complete"]
+    assert set(KINDS) <= {entry["kind"] for entry in answer.strategies}
 
 
 def test_the_first_three_are_unlike(plan: rlplace.PlacementPlan) -> None:

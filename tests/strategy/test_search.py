@@ -96,6 +96,23 @@ def test_the_answer_is_no_worse_than_any_uniform_strategy(text: str, seed: int) 
         assert tried.draft.strategy(asked.costs.names).batch == asked.batch  # a strategy that contradicts itself is refused
 
 
+def test_a_few_of_every_family_come_first() -> None:
+    """Tensor and pipeline parallelism together on 64 devices, though thousands of others have lower bounds."""
+    asked = question(1, "h100:8x8,ib=400g", batch=128)
+    assert "pipeline x tensor parallel x fully sharded" in search(asked, calls=150).of_kinds
+
+
+def test_an_engine_is_asked_once_for_what_it_cannot_tell_apart() -> None:
+    """Which blocks of a stage recompute makes no difference to it; whether some do, does."""
+    seen: list[Draft] = []
+    tries = Tries(dataclasses.replace(question(1), why_not=lambda draft: seen.append(draft)))
+    bare = next(draft for draft in all_drafts(tries.question) if draft.stages == 1)
+    seen.clear()
+    for recompute in ((0, 0, 0, 0, 0), (2, 0, 0, 0, 0), (0, 2, 0, 0, 0), (2, 2, 2, 2, 2)):
+        tries.refused(dataclasses.replace(bare, recompute=bytes(recompute)))
+    assert [draft.recompute.count(2) for draft in seen] == [0, 1, 5]
+
+
 def test_calls_make_the_answer_exact() -> None:
     one, other = (search(question(2), calls=30) for _ in range(2))
     assert one == other

@@ -337,12 +337,9 @@ def _comparison(folder: Path) -> None:
     from rlplace.comparing import Settings, Store
     from rlplace.comparing.records import ComparisonRow, ProblemInfo
 
-    for name in ("rows.jsonl", "rows.json"):
-        store = Store(Settings(calls=4), folder / name)
-        problem, row = _filled(ProblemInfo), _filled(ComparisonRow)
-        store.add_problem(problem)
-        store.add_row(row)
-        store.finish((), complete=False)
+    store = Store(Settings(calls=4), folder / "rows.jsonl")
+    store.add_problem(_filled(ProblemInfo))
+    store.add_row(_filled(ComparisonRow))
 
 
 def _records(folder: Path, problem: Any) -> None:

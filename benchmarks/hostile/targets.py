@@ -63,11 +63,10 @@ def _simulated(problem: Any, plan: Any) -> None:
 
 def _problem(path: Path, seeds: Path) -> None:
     from rlplace.problem import Problem, problem_from_dict, problem_to_dict
-    from rlplace.problem.collectives import collective_channels, collective_s
+    from rlplace.problem.collectives import collective_s
 
     problem = Problem.load(path)
     everywhere = range(problem.num_devices)
-    collective_channels(problem.links, everywhere)
     for kind in ("all_reduce", "broadcast", "all_to_all"):
         _check(collective_s(problem.links, kind, everywhere, 1e6) >= 0, f"a time of {kind}")
     device = min(1, problem.num_devices - 1)
@@ -243,8 +242,6 @@ def _curve(path: Path, seeds: Path) -> None:
 def _rows(path: Path, seeds: Path) -> None:
     from rlplace.comparing import Settings, Store
 
-    store = Store(Settings(calls=4), path, resume=True)
-    store.finish((), complete=False)
     Store(Settings(calls=4), path, resume=True)
 
 
@@ -370,7 +367,6 @@ TARGETS: dict[str, Target] = {
     "timings": Target(JSON, ("job.timings.json",), _timings),
     "trials": Target(BYTES, ("trials.sqlite",), _trials, 0.5),
     "batch curve": Target(JSON, tuple(f"curve{n}.curve.json" for n in range(3)), _curve),
-    "comparison": Target(JSON, ("rows.json",), _rows, 0.5),
     "comparison lines": Target(LINES, ("rows.jsonl",), _rows, 0.5),
     "cases": Target(JSON, ("cases/cases.json", "cases/toy.problem.json"), _cases),
     "agent config": Target(JSON, ("agent/config.json",), _agent),

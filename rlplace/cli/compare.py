@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
-    parser.add_argument("--out", metavar="FILE.json[l]", help="write every row as soon as it is there")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write every row as soon as it is there")
     parser.add_argument("--resume", action="store_true", help="go on with the rows that --out has")
     add_model_options(parser)
 
@@ -105,7 +105,6 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     comparison = gather(store, cases, names, views)
-    store.finish(comparison.summaries, complete=comparison.complete)
     if options.csv:
         write_text(options.csv, to_csv(comparison))
     if options.json:

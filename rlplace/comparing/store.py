@@ -1,7 +1,7 @@
 """The file of a comparison: every row is on disk as soon as it is there, and a comparison goes on where it stopped.
 
-``*.jsonl``: a header line, then a line a problem and a row, appended. A last line that was cut off is dropped. ``*.json``: one
-object, written anew and atomically for every row. Without a path nothing is written.
+``*.jsonl``: a header line, then a line a problem and a row, appended. A last line that was cut off is dropped. Without a path
+nothing is written.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from rlplace.comparing.records import FORMAT, VERSION, ComparisonRow, ProblemInfo, Settings, Summary, document
+from rlplace.comparing.records import FORMAT, VERSION, ComparisonRow, ProblemInfo, Settings
 from rlplace.errors import InputError, show
-from rlplace.files import check_header, check_keys, check_output, parse_json, read_json, read_text, write_json, write_text
+from rlplace.files import check_header, check_keys, check_output, parse_json, read_text, write_text
 from rlplace.limits import FORMAT_BYTES
 from rlplace.records import build
 
@@ -114,7 +114,7 @@ class Store:
 
         Args:
             settings: What every row was made under.
-            path: ``*.json`` or ``*.jsonl``; None keeps everything in memory.
+            path: ``*.jsonl``; None keeps everything in memory.
             resume: Go on with the file if there is one.
 
         Raises:
@@ -126,23 +126,15 @@ class Store:
         self.path = None if path is None else Path(path)
         if self.path is None:
             return
-        if self.path.suffix not in (".json", ".jsonl"):
-            raise InputError(f"{path}: a comparison is written as *.json or *.jsonl; choose one of these names")
-        check_output(self.path)
-        self._lines = RowFile(self.path, FORMAT, VERSION, ("problem", "row")) if self.path.suffix == ".jsonl" else None
+        if self.path.suffix != ".jsonl":
+            raise InputError(f"{path}: rows are written as *.jsonl; choose such a name (--json prints one object)")
+        self._lines = RowFile(self.path, FORMAT, VERSION, ("problem", "row"))
         if self.path.exists():
             if not resume:
                 raise InputError(f"{path}: exists; --resume goes on with it, or choose another name")
             self._load()
-        elif self._lines is not None:
+        else:
             self._lines.rewrite(asdict(settings))
-
-    def finish(self, summaries: Sequence[Summary], *, complete: bool) -> None:
-        """Writes the summaries, which only a ``*.json`` file has a place for."""
-        if self.path is not None and self._lines is None:
-            write_json(
-                self.path, document(self.settings, self.problems.values(), self.rows.values(), summaries, complete=complete)
-            )
 
     def add_problem(self, info: ProblemInfo) -> None:
         """Adds a problem; one that is known must be the same.
@@ -166,15 +158,11 @@ class Store:
         self._write("row", row)
 
     def _write(self, kind: str, record: ProblemInfo | ComparisonRow) -> None:
-        if self.path is None:
-            return
-        if self._lines is None:
-            self.finish((), complete=False)
-        else:
+        if self.path is not None:
             self._lines.append(kind, asdict(record))
 
     def _load(self) -> None:
-        settings, entries = self._read_object() if self._lines is None else self._lines.read()
+        settings, entries = self._lines.read()
         self._check_settings(settings)
         for kind, data, where in entries:
             if kind == "problem":
@@ -185,18 +173,6 @@ class Store:
             if (row.model, row.cluster, row.view) not in self.problems:
                 raise InputError(f"{where}: its problem {row.model!r} is not in the file; start another file")
             self.rows[row.key] = row
-
-    def _read_object(self) -> tuple[Any, list[Entry]]:
-        assert self.path is not None
-        data = read_json(self.path, FORMAT, VERSION)
-        problems, rows = data.get("problems", []), data.get("rows", [])
-        if not isinstance(problems, list) or not isinstance(rows, list):
-            raise InputError(f"{self.path}: problems and rows must be lists")
-        rows = [{k: v for k, v in row.items() if k != "feasible"} if isinstance(row, dict) else row for row in rows]
-        kinds = (("problem", problems), ("row", rows))
-        return data.get("settings"), [
-            (kind, item, f"{self.path}: {kind} {number}") for kind, items in kinds for number, item in enumerate(items)
-        ]
 
     def _check_settings(self, data: Any) -> None:
         check_keys(data, asdict(self.settings), (), f"{self.path}: settings")

@@ -81,24 +81,6 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
-def collective_channels(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
-    """Channels that a collective among these devices holds while it runs, in increasing order.
-
-    Inside a fabric those of every pair that it joins; without one, and between fabrics, those of the ring's hops.
-    """
-    group = _checked(links, devices)
-    channels = links.effective_channels
-    pairs: set[tuple[int, int]] = set()
-    parts = _parts(links, group)
-    for fabric, members in parts:
-        if fabric is not None:
-            direct = {(i, j) for i, j, _ in fabric.links} | {(j, i) for i, j, _ in fabric.links}
-            pairs |= {(i, j) for i in members for j in members if i != j and (not direct or (i, j) in direct)}
-    if len(parts) > 1 or parts[0][0] is None:
-        pairs |= set(_ring_hops(links, group, parts))
-    return tuple(sorted({c for i, j in pairs for c in channels[i][j]}))
-
-
 def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
     """How many times the bytes of a collective its channels carry when it runs in all these groups at once.
 

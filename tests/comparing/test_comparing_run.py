@@ -207,20 +207,19 @@ def test_interrupted_comparisons_go_on(monkeypatch, tmp_path):
     register(monkeypatch, counted=counted)
     problems = [random_problem(seed, 9 + seed, 2) for seed in range(3)]
     cases = [case(problem, f"toy{number}") for number, problem in enumerate(problems)]
-    for suffix in ("json", "jsonl"):
-        path = tmp_path / f"rows.{suffix}"
-        made.clear()
-        with pytest.raises(KeyboardInterrupt):
-            compare(cases, ["counted", "heft"], Store(Settings(), path))
-        first = Store(Settings(), path, resume=True)
-        rows = dict(first.rows)
-        part = gather(first, cases, ["counted", "heft"])
-        assert not part.complete and len(part.rows) == 7 and made == [6, 9, 10, 11]  # 6: the warm-up
-        made[:] = [0] * 10
-        compare(cases, ["counted", "heft"], first)
-        assert made[10:] == [6, 11] and all(first.rows[key] is row for key, row in rows.items())
-        again = gather(Store(Settings(), path, resume=True), cases, ["counted", "heft"])
-        assert again.complete and again == gather(first, cases, ["counted", "heft"])
+    path = tmp_path / "rows.jsonl"
+    made.clear()
+    with pytest.raises(KeyboardInterrupt):
+        compare(cases, ["counted", "heft"], Store(Settings(), path))
+    first = Store(Settings(), path, resume=True)
+    rows = dict(first.rows)
+    part = gather(first, cases, ["counted", "heft"])
+    assert not part.complete and len(part.rows) == 7 and made == [6, 9, 10, 11]  # 6: the warm-up
+    made[:] = [0] * 10
+    compare(cases, ["counted", "heft"], first)
+    assert made[10:] == [6, 11] and all(first.rows[key] is row for key, row in rows.items())
+    again = gather(Store(Settings(), path, resume=True), cases, ["counted", "heft"])
+    assert again.complete and again == gather(first, cases, ["counted", "heft"])
 
 
 def test_planners_may_be_added_to_a_file(tmp_path):

@@ -94,9 +94,9 @@ def stored(planner, step=0.5, **changes):
     return ComparisonRow("m", "c", "tasks", planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
 
 
-@pytest.fixture(params=["rows.json", "rows.jsonl"])
-def path(request, tmp_path):
-    return tmp_path / request.param
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rows.jsonl"
 
 
 def filled(path):
@@ -177,10 +177,10 @@ def test_damaged_files_are_refused(tmp_path, change, message):
 
 
 def test_other_names_and_folders_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"\*\.json or \*\.jsonl"):
+    with pytest.raises(InputError, match=r"rows are written as \*\.jsonl"):
         Store(Settings(), tmp_path / "rows.txt")
     with pytest.raises(InputError, match="no folder"):
-        Store(Settings(), tmp_path / "nowhere" / "rows.json")
+        Store(Settings(), tmp_path / "nowhere" / "rows.jsonl")
 
 
 def test_records_survive_json():

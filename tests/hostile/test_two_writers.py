@@ -150,8 +150,7 @@ TRAIN = ["train", "--problems", *TOY, "--cases", "1", "--fit-steps", "0", "--ste
 QUICK = {
     "place": ["place", *TOY, "--planner", "heft", "--out", "{o}/p.plan.json"],
     "simulate": [*PLAN, "--trace", "{o}/t.json"],
-    "compare": ["compare", *TOY, "--planners", "heft", "--seeds", "1", "--out", "{o}/c.json"],
-    "compare lines": ["compare", *TOY, "--planners", "heft", "--seeds", "1", "--out", "{o}/c.jsonl"],
+    "compare": ["compare", *TOY, "--planners", "heft", "--seeds", "1", "--out", "{o}/c.jsonl"],
     "compare csv": ["compare", *TOY, "--planners", "heft", "--seeds", "1", "--csv", "{o}/c.csv"],
     "calibrate": ["calibrate", "{s}/mlp.measure.json", "--cluster", "cpu:1", "--out", "{o}/c.cost.json"],
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Links
-from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_channels, collective_s, ring_order
+from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_s, ring_order
 from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
 
 GIB = 1 << 30
@@ -32,7 +32,6 @@ def bus_bandwidth(text, kind, devices, size=8 * GIB):
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_one_device_takes_no_time(kind):
     assert collective_s(uniform(3), kind, [1], 1e9) == 0.0
-    assert collective_channels(uniform(3), [1]) == ()
 
 
 def test_ring_by_hand():
@@ -208,24 +207,6 @@ def test_group_sizes_between_measured_ones():
     assert 1.5 * 8 * GIB / collective_s(dataclasses.replace(links, fabrics=(fabric,)), "all_reduce", range(4), 8 * GIB) == (
         pytest.approx(85.5e9, rel=0.07)
     )
-
-
-def test_channels_that_a_collective_holds():
-    links = Cluster.preset("a100-80g:8").links
-    half, other = collective_channels(links, range(4)), collective_channels(links, range(4, 8))
-    assert set(half).isdisjoint(other)
-    assert len(half) == 8  # a port in and a port out each
-    for i in range(4):
-        for j in range(4):
-            assert set(links.channels[i][j]) <= set(half)
-    cube = Cluster.preset("v100:8").links
-    assert len(collective_channels(cube, range(8))) == 2 * 32  # both ends of every NVLink pair, no PCIe
-    rails = Cluster.preset("h100:2x8").links
-    held = collective_channels(rails, range(16))
-    assert set(collective_channels(rails, range(8))) < set(held)
-    assert set(rails.channels[3][11]) <= set(held)
-    assert collective_channels(uniform(4), range(4)) == tuple(sorted(c for i, j in ((0, 1), (1, 2), (2, 3), (3, 0))
-                                                                   for c in uniform(4).effective_channels[i][j]))  # fmt: skip
 
 
 @pytest.mark.parametrize(

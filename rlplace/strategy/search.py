@@ -41,6 +41,9 @@ BEAM = 8
 SLACK = 1.1
 """Neighbours that take so many times as long may lead on."""
 
+FEW_CALLS = 100
+"""Below so many, a search first tries what keeps least; else it finds what fits on its way, and the clock waits for that."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -87,7 +90,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
     uniform: Tried | None = None
     try:
-        try_smallest(tries, options, balance)
+        if calls is not None and calls < FEW_CALLS:
+            try_smallest(tries, options, balance)
         for tried in try_rivals(tries, options, balance):
             uniform = _better(uniform, tried)
         all_kinds = tries.timed = True

@@ -11,11 +11,11 @@ import argparse
 import numpy as np
 
 import rlplace
+from benchmarks.chain_order import schedule_order
 from benchmarks.recompute import recompute
-from rlplace.schedule import SCHEDULES, V
+from rlplace.schedule import FREE_SCHEDULES, SCHEDULES, V
 from rlplace.simulator import default_priority
 from rlplace.simulator.reference import simulate_reference
-from rlplace.simulator.schedules import schedule_order
 from rlplace.zoo import load_model
 
 MODEL = (
@@ -71,7 +71,7 @@ def main():
         order = np.arange(devices)
         device = np.concatenate([order, order[::-1] if SCHEDULES[schedule].layout == V else order][:parts])[stages]
         how = {"schedule": schedule, "stage_of_group": stages}
-        if name.endswith("'s list"):
+        if name.endswith("'s list") or schedule not in FREE_SCHEDULES:
             how = {"order": schedule_order(problem, device, schedule, count, stages, default_priority(problem))}
         line = simulate_reference(problem, device, microbatches=count, **how)
         peaks = " ".join(f"{peak / 1e9:.2f}" for peak in line.peak_memory_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlplace.errors import unknown_name
+from rlplace.errors import InputError, unknown_name
 
 NO_GATES, BACKWARD_GATES, FORWARD_GATES = range(3)
 """What holds tasks back (`rlplace.simulator.stages`; compiled code reads these numbers): nothing; a stage's backward waits for
@@ -99,9 +99,18 @@ def schedule_named(name: str, known: Iterable[str] | None = None, what: str = "s
     return SCHEDULES[name]
 
 
-def free_schedule(name: str, otherwise: str = ONE_F_ONE_B) -> str:
-    """The schedule if it runs any plan, so that planners may choose devices for it; else `otherwise`."""
-    return name if SCHEDULES[name].free else otherwise
+def free_schedule(name: str) -> Schedule:
+    """The schedule of that name, which runs any plan.
+
+    Raises:
+        InputError: There is none, or it is for chains.
+    """
+    found = schedule_named(name)
+    if not found.free:
+        raise InputError(
+            f"schedule {name} is for chains of stages, which whole strategies have; placements take {', '.join(FREE_SCHEDULES)}"
+        )
+    return found
 
 
 def stages_a_device(layout: str, device_of_stage: Sequence[int]) -> int:

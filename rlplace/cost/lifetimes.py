@@ -19,7 +19,6 @@ from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, Problem
 from rlplace.schedule import LIST
 from rlplace.simulator.reference import ReferenceRun, stuck_reason
-from rlplace.simulator.schedules import followed_order
 from rlplace.simulator.tasks import task_graph
 from rlplace.simulator.timeline import placement_violations
 
@@ -80,7 +79,6 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     reasons = placement_violations(problem, devices)
     if reasons:
         raise InputError("memory: the step does not complete: " + "; ".join(reasons))
-    order = followed_order(problem, devices, schedule, count, stages, priority, order)
     run = _Recorder(problem, task_graph(problem, count), devices, priority, order, schedule, stages)
     run.run()
     if run.done < len(run.op):

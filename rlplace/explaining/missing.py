@@ -14,7 +14,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
+from rlplace.schedule import LIST, ONE_F_ONE_B
 from rlplace.simulator import simulate
 from rlplace.text import bytes_text
 
@@ -56,7 +56,7 @@ class Tester:
         time_limit_s: Seconds of each planner.
         seed: Seed of the search.
         microbatches: Micro-batches of the execution that does not fit.
-        schedule: Its schedule; one that planners take.
+        schedule: Its schedule.
     """
 
     calls: int
@@ -64,9 +64,6 @@ class Tester:
     seed: int
     microbatches: int
     schedule: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", free_schedule(self.schedule))
 
     @property
     def execution(self) -> dict[str, Any]:

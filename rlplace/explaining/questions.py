@@ -17,7 +17,7 @@ from rlplace.explaining.bounds import channel_loads, device_loads
 from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.schedule import LIST, ONE_F_ONE_B, free_schedule
+from rlplace.schedule import LIST, ONE_F_ONE_B
 
 AS_IS = "as it is"
 
@@ -42,15 +42,10 @@ class Question:
         """Changed: what is planned anew."""
         return self.same.problem
 
-    @property
-    def schedule(self) -> str:
-        """By which planners plan."""
-        return free_schedule(self.same.plan.schedule)
-
     def step_s(self, devices: NDArray[np.int32]) -> float:
         """Step time of an assignment; inf when it does not fit."""
         plan = dataclasses.replace(
-            self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None, schedule=self.schedule,
+            self.same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None
         )  # fmt: skip
         return fitting_s(run_unchecked(self.problem, plan))
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
-from rlplace.schedule import LIST, SCHEDULES
+from rlplace.schedule import LIST
 from rlplace.simulator import Timeline, simulate
 from rlplace.simulator.tasks import TaskGraph, task_graph
 
@@ -71,7 +71,7 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     schedule = plan.schedule if plan.order is None else LIST
     fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plan.stage_of_group}
     line = simulate(problem, devices, priority=plan.priority, order=plan.order, **fields)
-    ordered = plan.order is not None or not SCHEDULES[schedule].free
+    ordered = plan.order is not None
     return SimulatedPlan(problem, plan, devices, plan.stage_of_group, ordered, schedule, line)
 
 

@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InfeasibleError
 from rlplace.explaining.questions import AS_IS, Question, fitting_s, questions
 from rlplace.explaining.simulated_plan import SimulatedPlan
-from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
-from rlplace.schedule import free_schedule
 
 CALLS = 256
 """Simulations of each search beside the classical floor."""
@@ -70,28 +68,16 @@ def what_if(
         time_limit_s: Seconds of each search.
         seed: Seed of the search.
     """
-    plan, asked = run.plan, list(questions(run))
-    reason = _not_replanned(plan, calls)
+    asked = list(questions(run))
+    reason = "" if calls else "not planned anew: no simulations were allowed"
     steps: list[float | None] = [None] * len(asked)
     if not reason:
         steps = assignments(asked, calls=calls, time_limit_s=time_limit_s, seed=seed)
-    notes = {AS_IS: reason or _execution_note(plan)}
+    notes = {AS_IS: reason}
     return tuple(
         WhatIf(q.change, q.same.line.step_time_s, q.same.line.feasible, q.same.line.samples, step, notes.get(q.change, ""))
         for q, step in zip(asked, steps, strict=True)
     )
-
-
-def _not_replanned(plan: PlacementPlan, calls: int) -> str:
-    if calls == 0:
-        return "not planned anew: no simulations were allowed"
-    return ""
-
-
-def _execution_note(plan: PlacementPlan) -> str:
-    """How what is planned anew runs otherwise than the plan."""
-    schedule = free_schedule(plan.schedule)
-    return "" if schedule == plan.schedule else f"planned anew for schedule {schedule} instead of {plan.schedule}"
 
 
 def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: float | None, seed: int) -> list[float | None]:
@@ -124,7 +110,7 @@ def _least(question: Question, steps: list[float]) -> float | None:
 def _searched(question: Question, starts: list[NDArray[np.int32]], limits: dict[str, Any]) -> list[NDArray[np.int32]]:
     """The floor's plan, and what a search finds from the best plan that is known."""
     problem = question.problem
-    execution = {"microbatches": question.same.plan.microbatches, "schedule": question.schedule}
+    execution = {"microbatches": question.same.plan.microbatches, "schedule": question.same.plan.schedule}
     candidates = [devices for devices in starts if int(devices.max(initial=0)) < problem.num_devices]
     try:
         fixed = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}

@@ -17,7 +17,7 @@ from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import UPDATE, Problem
-from rlplace.schedule import LIST
+from rlplace.schedule import LIST, schedule_named
 
 FORMAT = "rlplace.plan"
 VERSION = 2
@@ -53,7 +53,7 @@ class PlacementPlan:
             micro-batches); excludes `priority` and `schedule`.
         microbatches: Passes over the ops per step.
         samples: Of one of them; None where that is not known (files of version 1).
-        schedule: One of `rlplace.schedule.SCHEDULES`.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a file of before may have one for chains, see `older`.
         stage_of_group: Optional int32 [G]; a group's stage, default its device.
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
@@ -164,12 +164,13 @@ def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
 
 def refuse_older(plan: PlacementPlan) -> None:
     """Refuses a plan whose file asks for what strategies say now, where there is no model to convert it for."""
-    if plan.older is not None:
-        said = ("replicas", "recompute", "optimizer_sharding")
-        words = " and ".join(word for word in said if getattr(plan.older, word))
+    said = ("replicas", "recompute", "optimizer_sharding") if plan.older is not None else ()
+    words = [word for word in said if getattr(plan.older, word)]
+    words += [] if schedule_named(plan.schedule).free else [f"schedule {plan.schedule}"]
+    if plan.strategy is None and words:
         raise InputError(
-            f"plan: its file asks for {words}, which placements no longer do; place the model again with --batch, or run the "
-            "plan on its model ('rlplace run'), which converts it where its stages are whole blocks"
+            f"plan: it asks for {' and '.join(words)}, which placements no longer do; place the model again with --batch, or "
+            "run the file on its model ('rlplace run'), which converts it where its stages are whole blocks"
         )
 
 

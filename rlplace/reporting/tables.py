@@ -14,7 +14,6 @@ from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner, takes_microb
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
-from rlplace.schedule import LIST, free_schedule
 from rlplace.simulator import Timeline, simulate
 
 
@@ -115,7 +114,7 @@ def planner_rows(
         return ()
     rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)), None)]
     microbatches = plan.microbatches
-    schedule = free_schedule(plan.schedule, LIST)
+    schedule = plan.schedule
     for name in dict.fromkeys(names):
         if report is not None:
             report(name)

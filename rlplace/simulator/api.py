@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan, check_plan
+from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
-from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
-from rlplace.simulator.inputs import check_devices, check_priority, check_stages, order_ranks, priority_ranks, stage_words
+from rlplace.schedule import LIST
+from rlplace.simulator.inputs import check_devices, check_stages, order_ranks, priority_ranks, stage_words
 from rlplace.simulator.reference import stuck_reason
-from rlplace.simulator.schedules import followed_order, schedule_order
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
-from rlplace.text import either
+
+if TYPE_CHECKING:
+    from rlplace.simulator.lowering import Lowered
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
@@ -55,7 +57,7 @@ def simulate(
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs when there are several; excludes
             `priority` and `schedule`.
         microbatches: Passes over the forward and backward ops, default 1.
-        schedule: One of `rlplace.schedule.SCHEDULES`, default `list`.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`, default `list`.
         stage_of_group: int [G], default the device; only for schedules.
 
     Raises:
@@ -76,16 +78,14 @@ def simulate(
     else:
         devices = check_devices(plan, (problem.num_groups,), problem)
     microbatches, schedule = 1 if microbatches is None else microbatches, LIST if schedule is None else schedule
-    schedule_named(schedule)
     if order is not None and (priority is not None or schedule != LIST):
         raise InputError("simulate: order excludes priority and schedule; give one of them")
     stage = check_stages(stage_of_group, problem)
     lowered = lower(problem, microbatches, schedule)
     tasks = lowered.tasks
-    key = lowered.priority if priority is None else check_priority(priority, problem)
-    order = followed_order(problem, devices, schedule, microbatches, stage, key, order)
     position = np.zeros(0, dtype=np.uint32)
     if order is not None:
+        check_order(order, devices, problem, microbatches)
         ranks, position = order_ranks(order, lowered)
     else:
         ranks = priority_ranks(problem, lowered, priority)
@@ -143,22 +143,23 @@ def simulate_many(
         device_of_group: int [K, G].
         priority: float [N], for all of them; default `default_priority`.
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.schedule.SCHEDULES`; a group's stage is its device. Those for chains make an order for every
-            plan, which takes longer than to simulate it.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a group's stage is its device.
         threads: Threads to spread the plans over.
     """
     from rlplace.simulator import fast
+    from rlplace.simulator.lowering import lower
 
     devices = check_devices(device_of_group, (-1, problem.num_groups), problem)
     whole_number(threads, "simulate_many: threads", 1)
     count = len(devices)
     results = _results(count, problem.num_devices)
-    runner = _Runner(problem, priority, microbatches, schedule)
+    lowered = lower(problem, microbatches, schedule)
+    ranks = priority_ranks(problem, lowered, priority)
 
     def run(first: int, end: int) -> None:
-        work = runner.lowered.take_work()
-        runner.run(work, devices[first:end], *(array[first:end] for array in results))
-        runner.lowered.give_work(work)
+        work = lowered.take_work()
+        fast.simulate_plans(*_arguments(lowered, ranks, work, devices[first:end], *(array[first:end] for array in results)))
+        lowered.give_work(work)
 
     bounds = np.linspace(0, count, min(threads, max(1, count)) + 1).astype(int).tolist()
     if len(bounds) == 2:
@@ -167,7 +168,7 @@ def simulate_many(
         with ThreadPoolExecutor(len(bounds) - 1) as pool:
             list(pool.map(run, bounds[:-1], bounds[1:]))
     outcome, step, peak, busy = results
-    limit, fixed = runner.lowered.graph.bytes[-problem.num_devices :], problem.group_device
+    limit, fixed = lowered.graph.bytes[-problem.num_devices :], problem.group_device
     fits = ((limit < 0) | (peak <= limit)).all(axis=1)
     at_home = ((fixed < 0) | (devices == fixed)).all(axis=1)
     return TimelineBatch(step, peak, busy, (outcome == fast.DONE) & fits & at_home)
@@ -196,44 +197,40 @@ class Simulator:
             problem: The priced graph.
             priority: float [N], higher starts first; default `default_priority`.
             microbatches: Passes over the forward and backward ops.
-            schedule: One of `rlplace.schedule.SCHEDULES`; a group's stage is its device.
+            schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a group's stage is its device.
             timeline: Whether `work` is to hold the times of tasks and transfers, which takes a little longer.
         """
         from rlplace.simulator import fast
+        from rlplace.simulator.lowering import lower
 
-        runner = _Runner(problem, priority, microbatches, schedule)
+        self._lowered = lower(problem, microbatches, schedule)
+        self._ranks = priority_ranks(problem, self._lowered, priority)
         self.calls = 0
         self._problem, self._groups = problem, problem.num_groups
         self._devices = np.zeros((1, problem.num_groups), dtype=np.int32)
         self._row = self._devices[0]
-        self._runner, self.work = runner, runner.lowered.new_work(timeline=timeline)
+        self.work = self._lowered.new_work(timeline=timeline)
         self._results = _results(1, problem.num_devices)
         self._outcome = self._results[0]
         self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
         self._run, self._bad_device = fast.simulate_plans, fast.BAD_DEVICE
-        self._arguments = () if runner.ordered else runner.arguments(self.work, self._devices, *self._results)
+        self._arguments = _arguments(self._lowered, self._ranks, self.work, self._devices, *self._results)
 
     @property
     def num_tasks(self) -> int:
         """Tasks of a step."""
-        return self._runner.lowered.tasks.num_tasks
+        return self._lowered.tasks.num_tasks
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
         """Bytes of the buffers that belong to this simulator, and of the arrays that all simulators of the problem share."""
-        lowered = self._runner.lowered
+        lowered = self._lowered
         shared = (*lowered.graph, lowered.value, lowered.ranks)
         return sum(array.nbytes for array in self.work), sum(array.nbytes for array in shared)
 
     @property
     def compiled(self) -> tuple[tuple[Any, ...], NDArray[np.int32]]:
-        """For compiled loops: the arguments of `fast.simulate_plans`, and the int32 [G] that it then simulates.
-
-        Raises:
-            InputError: The schedule gives every plan an order of its own.
-        """
-        if self._runner.ordered:
-            raise InputError(f"a compiled loop needs a schedule that runs any plan: {either(FREE_SCHEDULES)}")
+        """For compiled loops: the arguments of `fast.simulate_plans`, and the int32 [G] that it then simulates."""
         return self._arguments, self._row
 
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
@@ -253,8 +250,6 @@ class Simulator:
             raise InputError(f"device_of_group has {len(device_of_group)} entries, the problem {self._groups} groups")
         self.calls += 1
         self._row[:] = device_of_group
-        if self._runner.ordered:
-            return self._runner.run(self.work, self._devices, *self._results)
         step, overflow = self._run(*self._arguments)
         if self._outcome[0] == self._bad_device:
             raise InputError(f"device_of_group names a device outside 0..{len(self.busy_s) - 1}")
@@ -267,52 +262,20 @@ class Simulator:
         devices = check_devices(device_of_group, (-1, self._groups), self._problem)
         self.calls += len(devices)
         outcome, step, peak, busy = _results(len(devices), len(self.busy_s))
-        self._runner.run(self.work, devices, outcome, step, peak, busy)
-        limit = self._runner.lowered.graph.bytes[-len(self.busy_s) :]
+        fast.simulate_plans(*_arguments(self._lowered, self._ranks, self.work, devices, outcome, step, peak, busy))
+        limit = self._lowered.graph.bytes[-len(self.busy_s) :]
         overflow = np.zeros(len(devices))
         for device in np.flatnonzero(limit >= 0):  # one after the other, as the compiled code adds up
             overflow += np.maximum(peak[:, device] - limit[device], 0) / limit[device]
         return np.where(outcome == fast.DONE, step, np.inf), overflow
 
 
-class _Runner:
-    """Compiled runs of many plans under one schedule.
-
-    Attributes:
-        lowered: The problem's arrays.
-        ordered: Every plan needs an order of its own.
-    """
-
-    def __init__(
-        self, problem: Problem, priority: Sequence[float] | NDArray[Any] | None, microbatches: int, schedule: str
-    ) -> None:
-        from rlplace.simulator.lowering import lower
-
-        self.ordered = not schedule_named(schedule).free
-        self.lowered = lower(problem, microbatches, schedule)
-        self._problem, self._schedule = problem, schedule
-        self._ranks = priority_ranks(problem, self.lowered, priority)
-        self._key = self.lowered.priority if priority is None else check_priority(priority, problem)
-
-    def arguments(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[Any, ...]:
-        """What `fast.simulate_plans` takes for the rows of `devices`, or for the only row when the plans are ordered."""
-        none = np.zeros(0, dtype=np.uint32)
-        ranks, position = self._ranks, none
-        if self.ordered:
-            count = self.lowered.tasks.microbatches
-            order = schedule_order(self._problem, devices[0], self._schedule, count, None, self._key)
-            ranks, position = order_ranks(order, self.lowered)
-        return (tuple(self.lowered.graph), tuple(work), ranks, position, devices.view(np.uint32), none, *results)
-
-    def run(self, work: Any, devices: NDArray[np.int32], *results: NDArray[Any]) -> tuple[float, float]:
-        """Simulates the rows of `devices`; returns step time and memory overflow of the last one."""
-        from rlplace.simulator import fast
-
-        last = (float("inf"), 0.0)
-        rows = [slice(row, row + 1) for row in range(len(devices))] if self.ordered else [slice(None)]
-        for part in rows:
-            last = fast.simulate_plans(*self.arguments(work, devices[part], *(array[part] for array in results)))
-        return last
+def _arguments(
+    lowered: Lowered, ranks: NDArray[np.uint32], work: Any, devices: NDArray[np.int32], *results: NDArray[Any]
+) -> tuple[Any, ...]:
+    """What `fast.simulate_plans` takes for the rows of `devices`."""
+    none = np.zeros(0, dtype=np.uint32)
+    return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), none, *results)
 
 
 def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:

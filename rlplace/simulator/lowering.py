@@ -94,7 +94,8 @@ class Lowered:
 
 def lower(problem: Problem, microbatches: int = 1, schedule: str = LIST) -> Lowered:
     """The arrays of a step; built on the first call and kept as long as the problem."""
-    return _lower(problem, microbatches, free_schedule(schedule, LIST))
+    free_schedule(schedule)
+    return _lower(problem, microbatches, schedule)
 
 
 @memoized

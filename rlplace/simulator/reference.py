@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.plan.plan import check_order
 from rlplace.problem import FORWARD, Problem
-from rlplace.schedule import LIST, SCHEDULES
+from rlplace.schedule import LIST, SCHEDULES, free_schedule
 from rlplace.simulator.ledger import Ledger
 from rlplace.simulator.records import TRANSFER
-from rlplace.simulator.schedules import followed_order, task_ranks
+from rlplace.simulator.schedules import task_ranks
 from rlplace.simulator.stages import gates
 from rlplace.simulator.tasks import TaskGraph, order_tasks, task_graph
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
@@ -63,11 +64,13 @@ def simulate_reference(
         priority: float [N], higher starts first; default `default_priority`.
         order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs; excludes `priority` and `schedule`.
         microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.schedule.SCHEDULES`.
+        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
         stage_of_group: int [G], default the device.
     """
     devices = np.asarray(device_of_group, dtype=np.int32)
-    order = followed_order(problem, devices, schedule, microbatches, stage_of_group, priority, order)
+    free_schedule(schedule)
+    if order is not None:
+        check_order(order, devices, problem, microbatches)
     moved = fixed_violations(problem, devices)
     tasks = task_graph(problem, microbatches)
     violations = placement_violations(problem, devices)

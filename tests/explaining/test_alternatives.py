@@ -102,7 +102,7 @@ def test_a_module_moves_as_a_whole(layers):
 
 def test_stages_move_with_their_groups(layers):
     problem = layers(4, devices=2)
-    fields = {"schedule": "interleaved_1f1b", "microbatches": 2, "stage_of_group": [0, 1, 2, 3]}
+    fields = {"schedule": "1f1b", "microbatches": 2, "stage_of_group": [0, 1, 2, 3]}
     (choice,) = choices(problem, [0, 1, 0, 1], {"layer.1.body": [1]}, **fields)
     assert choice.alternatives[0].step_time_s is not None or choice.alternatives[0].reason
 

@@ -152,13 +152,6 @@ def test_what_a_schedule_holds_back_follows_what_opened_it(schedule):
     assert bubble == pytest.approx(2 * 3.0)  # stages - 1 micro-batches of forward and backward
 
 
-def test_schedules_with_an_order_of_their_own():
-    problem = pipeline_chain(4, 2)
-    run, path = path_of(problem, [0, 1, 0, 1], schedule="interleaved_1f1b", microbatches=4, stage_of_group=[0, 1, 2, 3])
-    assert run.ordered
-    check(run, path)
-
-
 def test_links_without_cost():
     problem = random_problem(3, 12, 3)
     free = dataclasses.replace(problem, links=Links(np.full((3, 3), 1e300), np.zeros((3, 3))))

@@ -96,6 +96,13 @@ def test_words_of_older_files_are_checked(changed: dict[str, Any], reason: str, 
         load(FIRST | changed, tmp_path)
 
 
+def test_schedules_for_chains_are_read_and_refused_without_a_model(tmp_path: Path) -> None:
+    plan = load({key: value for key, value in FIRST.items() if key not in OLD} | {"schedule": "interleaved"}, tmp_path)
+    assert plan.schedule == "interleaved_1f1b" and plan.older is None
+    with pytest.raises(InputError, match="asks for schedule interleaved_1f1b, which placements no longer do"):
+        check_plan(plan, PROBLEM)
+
+
 def test_orders_follow_renamed_devices(tmp_path: Path) -> None:
     left_out = {*OLD, "priority", "schedule", "stage_of_group"}
     data = {key: value for key, value in FIRST.items() if key not in left_out}

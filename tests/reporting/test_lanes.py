@@ -268,9 +268,9 @@ def test_the_largest_value_is_the_peak(seed):
         assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
 
 
-def test_plans_with_an_order_or_a_schedule_of_actions():
+def test_plans_with_an_order_or_a_schedule_of_stages():
     problem = random_problem(4, num_groups=16, num_devices=4, shape="chain")
-    fields = {"planner": "hand", "microbatches": 4, "schedule": "interleaved_1f1b", "stage_of_group": np.arange(16) // 2}
+    fields = {"planner": "hand", "microbatches": 4, "schedule": "1f1b", "stage_of_group": np.arange(16) // 2}
     plan = make_plan(problem, np.arange(16) // 2 % 4, **fields)
     line = simulate(problem, plan)
     assert line.step_time_s is not None

@@ -7,13 +7,15 @@ import pytest
 from pipeline_theory import bubble_s, in_flight
 from toys import pipeline_chain
 
+from benchmarks.chain_order import schedule_order
 from rlplace.actions import pipeline_actions
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.schedule import FREE_SCHEDULES
 from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference
-from rlplace.simulator.schedules import reference_priority, schedule_order
+from rlplace.simulator.schedules import reference_priority
 
 LAYOUTS = {
     "one": lambda p: list(range(p)),
@@ -33,11 +35,20 @@ CASES = [
 ]
 
 
+def under(problem, placed, schedule, microbatches, stages):
+    """A step under a schedule: the executor's own, or the order of one for chains."""
+    if schedule in FREE_SCHEDULES:
+        return simulate_reference(problem, placed, microbatches=microbatches, schedule=schedule, stage_of_group=stages)
+    devices, key = np.asarray(placed, dtype=np.int32), reference_priority(problem)
+    order = schedule_order(problem, devices, schedule, microbatches, stages, key)
+    return simulate_reference(problem, placed, microbatches=microbatches, order=order)
+
+
 def run_chain(schedule, layout, split, devices, microbatches, **seconds):
     placed = LAYOUTS[layout](devices)
     problem = pipeline_chain(len(placed), devices, split=split, **seconds)
     stages = np.arange(len(placed), dtype=np.int32)
-    return simulate_reference(problem, placed, microbatches=microbatches, schedule=schedule, stage_of_group=stages)
+    return under(problem, placed, schedule, microbatches, stages)
 
 
 @pytest.mark.parametrize(("schedule", "layout", "split"), CASES)
@@ -76,7 +87,7 @@ def test_torchs_action_lists_replayed_give_the_same_step(schedule, layout, split
             order = [[(k * count + a.stage, a.microbatch) for a in row for k in start[a.kind]] for row in lists]
             replayed = simulate_reference(problem, placed, order=order, microbatches=microbatches)
             stages = np.arange(count, dtype=np.int32)
-            line = simulate_reference(problem, placed, microbatches=microbatches, schedule=schedule, stage_of_group=stages)
+            line = under(problem, placed, schedule, microbatches, stages)
             assert line.step_time_s == replayed.step_time_s
             assert line.peak_memory_bytes.tolist() == replayed.peak_memory_bytes.tolist()
 
@@ -206,7 +217,7 @@ def test_what_an_action_schedule_cannot_run_is_refused(placed, stages, schedule,
     problem = pipeline_chain(len(placed), 2, split=split)
     numbers = None if stages is None else np.array(stages, dtype=np.int32)
     with pytest.raises(InputError, match=message):
-        simulate_reference(problem, placed, microbatches=4, schedule=schedule, stage_of_group=numbers)
+        under(problem, placed, schedule, 4, numbers)
 
 
 def test_a_gradient_that_flows_forward_is_refused_by_action_schedules():
@@ -219,7 +230,10 @@ def test_a_gradient_that_flows_forward_is_refused_by_action_schedules():
         phase=[FORWARD, FORWARD, BACKWARD, BACKWARD],
     )
     with pytest.raises(InputError, match="'op3' sends a gradient to a later stage"):
-        simulate_reference(problem, [0, 1], microbatches=2, schedule="interleaved_1f1b")
+        under(problem, [0, 1], "interleaved_1f1b", 2, None)
+    for run in (simulate, simulate_reference):
+        with pytest.raises(InputError, match="is for chains of stages, which whole strategies have"):
+            run(problem, [0, 1], microbatches=2, schedule="interleaved_1f1b")
 
 
 def test_ops_of_one_action_go_by_priority():

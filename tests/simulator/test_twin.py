@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.random import Generator
 from toys import pipeline_chain
 
+from benchmarks.chain_order import schedule_order
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.schedule import SCHEDULES
@@ -188,13 +189,9 @@ def test_action_schedules_equal_reference(schedule: str, devices: list[int]) -> 
     problem = pipeline_chain(len(devices), 3, split=split, forward_s=1.1, input_s=1.3, weight_s=0.7)
     stages = np.arange(len(devices), dtype=np.int32)
     for microbatches in (6, 9) if schedule == "dualpipev" else (3, 6, 9):
-        options: dict[str, Any] = {"microbatches": microbatches, "schedule": schedule}
-        line = simulate(problem, devices, stage_of_group=stages, **options)
-        assert_same(line, simulate_reference(problem, devices, stage_of_group=stages, **options), microbatches)
-        if len(devices) == 3:  # stages are devices
-            assert Simulator(problem, **options).evaluate(devices)[0] == line.step_time_s
-            batch = simulate_many(problem, [devices, devices[::-1]], **options)
-            assert batch.step_time_s.tolist() == [line.step_time_s] * 2
+        order = schedule_order(problem, np.array(devices), schedule, microbatches, stages, default_priority(problem))
+        options: dict[str, Any] = {"microbatches": microbatches, "order": order}
+        assert_same(simulate(problem, devices, **options), simulate_reference(problem, devices, **options), microbatches)
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,8 @@ def serve_all(path):
     found["replayed"] = replayed(make_plan(problem, chain, planner="t"), Race(repeats=2))
     replayed.release()
     try:
-        chained(make_plan(problem, chain, planner="t", microbatches=2, schedule="looped_bfs"), Race(repeats=1))
+        older = dataclasses.replace(make_plan(problem, chain, planner="t", microbatches=2), schedule="looped_bfs")
+        chained(older, Race(repeats=1))
     except PlanFailed as error:
         found["refused"] = (error.status, str(error))
     found["after"] = chained(make_plan(problem, chain, planner="t", microbatches=2, schedule="1f1b"), Race(repeats=1))

@@ -80,5 +80,11 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a module computes statistics over the samples of its process."""
-    return any(isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    """Whether a module computes statistics over the samples of its process, or keeps running ones."""
+    norms = (module for module in model.modules() if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm))
+    return any(isinstance(module, _BatchNorm) or module.track_running_stats for module in norms)
+
+
+def has_sync_norm(model: nn.Module) -> bool:
+    """Whether a module computes statistics over all processes of the job."""
+    return any(isinstance(module, nn.SyncBatchNorm) and module.process_group is None for module in model.modules())

@@ -11,7 +11,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native.batches import Batch
-from rlplace.runtime.native.blocks import block_names, has_batch_norm, tied_names
+from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import cut
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
@@ -67,7 +67,7 @@ def _needed(model: nn.Module, ties: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -> ModelFacts:
     ties = tied_names(model)
-    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut)
+    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut, sync_norm=has_sync_norm(model))
     if layouts is None:
         return facts
     return replace(

@@ -35,6 +35,7 @@ class ModelFacts:
         no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
         layouts: Layout of each product with a weight that has one, by module path; empty when nobody looked.
         vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
+        sync_norm: A module computes statistics over all processes of the job.
     """
 
     blocks: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class ModelFacts:
     no_sequence: str | None = None
     layouts: Mapping[str, str] = field(default_factory=dict)
     vocabulary: tuple[str, ...] = ()
+    sync_norm: bool = False
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
@@ -119,6 +121,8 @@ def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> It
 def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
     if len(pipeline.stages) == 1:
         return
+    if facts.sync_norm:
+        yield "SyncBatchNorm waits for processes of other stages; give it the process group of its stage's replicas"
     places = pipeline.device_sets
     schedule = SCHEDULES[pipeline.schedule or ""]
     if schedule.layout == V and torch < (2, 13):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.distributed.state.whole_state import whole_tensor
 from rlplace.runtime.native.run import prepare
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 64
@@ -93,7 +94,7 @@ def local(tensor):
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def difference(own, wanted, times=1):

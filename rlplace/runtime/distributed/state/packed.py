@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rlplace.runtime.distributed.state.whole_state import own_part
+from rlplace.runtime.distributed.state.whole_state import own_part, whole_tensor
 
 
 def is_packed(value: Any) -> bool:
@@ -26,7 +26,7 @@ def is_packed(value: Any) -> bool:
 
 def with_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The same, packed ones whole; all processes that have a part of one call it."""
-    return {name: value.full_tensor() if is_packed(value) else value for name, value in tensors.items()}
+    return {name: whole_tensor(value) if is_packed(value) else value for name, value in tensors.items()}
 
 
 @torch.no_grad()

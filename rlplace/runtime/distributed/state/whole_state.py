@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
@@ -51,7 +52,7 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
         source = next((r for r, told in enumerate(ranks) if told.get(name) is not None), None)
         value = own.get(name)
         if isinstance(value, DTensor):
-            value = value.full_tensor()  # all that hold a part take part
+            value = whole_tensor(value)  # all that hold a part take part
         if source is None or rank not in (0, source):
             continue
         if rank != 0:
@@ -66,6 +67,22 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
             dist.recv(buffer, source)
             gathered[name] = buffer.cpu()
     return gathered
+
+
+def whole_tensor(value: DTensor) -> torch.Tensor:
+    """All of it; every process that has a part calls it.
+
+    A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
+    """
+    if not any(isinstance(placement, _StridedShard) for placement in value.placements):
+        return value.full_tensor()
+    whole = value.to_local()
+    for axis, placement in enumerate(value.placements):
+        if isinstance(placement, (Shard, _StridedShard)):  # on unlike dimensions, so that their order does not matter
+            shape = [*whole.shape]
+            shape[placement.dim] = value.shape[placement.dim]
+            whole = placement._to_replicate_tensor(whole, value.device_mesh, axis, shape)
+    return whole
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:

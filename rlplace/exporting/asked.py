@@ -95,7 +95,9 @@ def ask(plan: PlacementPlan) -> Asked:
         raise InputError(
             "export: replicas have unlike micro-batches, which one loop does not say; run it with rlplace.distribute"
         )
-    if recipe.master_weights:
-        raise InputError("export: the plan keeps a copy of the weights in fp32; plan without --master-weights")
+    if recipe.master_weights or recipe.autocast not in (None, "bf16"):
+        raise InputError(
+            "export: copies of the weights in fp32 and losses scaled for fp16 are not written; plan in fp32 or bf16"
+        )
     output = next(iter(results[""].values()))
     return Asked(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts)

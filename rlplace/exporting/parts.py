@@ -41,7 +41,7 @@ class Stage(nn.Module):
             inputs["{hidden}"] = hidden
 {drop}        output = self.model(**inputs)
         if self.last:
-            return {loss}.reshape(1)
+            return {loss}.reshape(1).double()
         return output{value}.clone()  # a split backward cannot detach a view
 '''
 

@@ -24,6 +24,7 @@ from rlplace.runtime.native.mesh import AXES
 from rlplace.schedule import ONE, SCHEDULES
 
 _OPTIMIZERS = {"sgd": "SGD({}, lr=LR)", "momentum": "SGD({}, lr=LR, momentum=0.9)", "adam": "Adam({}, lr=LR)"}
+_SEED = "torch.manual_seed(SEED + 1 + replica)  # dropout is unlike on replicas"
 _OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"
 
 
@@ -69,7 +70,9 @@ def _cut(asked: Asked) -> list[StageGraph]:
     with torch.autocast("cpu", torch.bfloat16, enabled=asked.recipe.autocast is not None):
         stages = cut(capture(asked.model, asked.inputs, list(chain(*named))), named)
     first, hidden = _inputs(asked)
-    one = all(len(stage.taken) == 1 and stage.taken[0].is_floating_point() for stage in stages[1:])
+    one = loss_text(asked) != 'output["loss"]' and all(
+        len(stage.taken) == 1 and stage.taken[0].is_floating_point() for stage in stages[1:]
+    )
     whole = [asked.blocks_of(stage) for stage in asked.pipeline.stages]
     plain = {name: value for name, value in asked.inputs.items() if name != "labels"}
     if not one or not is_cut_by_skipping(asked.model, plain, whole, stages[1].taken[0].shape[-1], first, hidden):
@@ -105,9 +108,7 @@ def _stage_class(asked: Asked) -> str:
     source = re.sub(r": Any| -> torch\.Tensor|: torch\.Tensor", "", inspect.getsource(Elsewhere))
     first, hidden = _inputs(asked)
     loss = loss_text(asked)
-    value = {"output.loss": ".logits", "output": "", "loss_of(output)": ""}.get(loss)
-    if value is None or (loss == "output" and "labels" not in asked.inputs):
-        value = ""
+    value = ".logits" if loss == "output.loss" else ""
     drop = '        if not self.last:\n            del inputs["labels"]\n' if "labels" in asked.inputs else ""
     text = STAGE
     for key, word in (("{first}", first), ("{hidden}", hidden), ("{drop}", drop), ("{loss}", loss), ("{value}", value)):
@@ -201,7 +202,7 @@ def _mesh(asked: Asked) -> tuple[list[str], str]:
 def _main(asked: Asked, wrapped: bool) -> str:
     stage, count = asked.stage, asked.pipeline.microbatches[0]
     mesh, replica = _mesh(asked)
-    lines = [*mesh, f"replica = {replica}", "model = build_model().to(device)"]
+    lines = [*mesh, f"replica = {replica}", "model = build_model().to(device)", _SEED]
     copies = stage.sharding == 0 and stage.data_degree > 1 and stage.axis("tensor") == 1
     if wrapped:
         lines.append(f"parallelize(model, {'mesh' if mesh else 'None'}, device)")
@@ -267,7 +268,8 @@ def _pipeline_main(asked: Asked, stages: list[StageGraph], constants: Mapping[st
         '    """Torch\'s stage; examples of what is handed on, so that no forward has to be run to know it."""',
         "    hidden = torch.empty(**HIDDEN, device=device, requires_grad=True)",
         "    taken = (hidden,) if number else ()",
-        "    given = hidden if number < len(STAGES) - 1 else torch.empty(1, device=device, requires_grad=True)",
+        "    loss = torch.empty(1, dtype=torch.float64, device=device, requires_grad=True)",
+        "    given = hidden if number < len(STAGES) - 1 else loss",
         '    group = mesh["pipeline"].get_group()',
         "    return PipelineStage(module, number, len(STAGES), device, input_args=taken, output_args=(given,), group=group)",
         "",
@@ -276,6 +278,7 @@ def _pipeline_main(asked: Asked, stages: list[StageGraph], constants: Mapping[st
         *mesh,
         f"replica = {replica}",
         'held = {n: make_stage(n, mesh, device) for n in HELD[mesh["pipeline"].get_local_rank()]}',
+        _SEED,
         "stages = [torch_stage(module, n, mesh, device) for n, module in held.items()]",
         f"schedule = {schedule.torch_class}(",
         f"    stages{'[0]' if schedule.layout == ONE else ''}, MICROBATCHES, "

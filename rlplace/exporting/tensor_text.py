@@ -73,6 +73,10 @@ def _rows(module: Any) -> int:
 
 
 def _check(asked: Asked, path: str, layout: BlockLayout) -> None:
+    if layout.draws:
+        raise InputError(
+            f"export: {path} draws random numbers, which torch's tensor-parallel styles draw alike on unlike parts"
+        )
     for region in layout.regions:
         products = [product.module for product in (*region.columns, *region.rows)]
         strange = [name for name in products if type(asked.model.get_submodule(f"{path}.{name}")) is not nn.Linear]

@@ -43,7 +43,8 @@ def plan_losses(script, plan):
     optimizer = torch.optim.SGD(model.parameter_groups(), lr=script.LR)
     losses = []
     for step in range(STEPS):
-        output = model(**script.whole_batch(step))
+        with torch.autocast("cpu", torch.bfloat16, enabled=strategy.source["graph"].get("autocast") == "bf16"):
+            output = model(**script.whole_batch(step))
         loss = getattr(output, "loss", output)
         loss.backward()
         optimizer.step()

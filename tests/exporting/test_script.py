@@ -30,6 +30,7 @@ CASES = {
     "hybrid, gathered once": (LLAMA, flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="selective")),
     "tensor, sequence": (LLAMA, flat("llama", BOTH, 3, sequence_parallel=True, recompute="full")),
     "tensor alone": (LLAMA, flat("llama", {"tensor": 4}, 0)),
+    "mixed precision": (LLAMA, flat("llama", {"shard": 4}, 2), {"autocast": "bf16"}),
     "stages, tied": (GPT2, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
     "stages, shared": (LLAMA, chain("llama", HALVES, "1f1b", **SHARED)),
     "v, tied in one process": (GPT2, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
@@ -37,10 +38,17 @@ CASES = {
 }
 
 
-def plan_of(model, strategy, **graph):
+def plan_of(model, strategy, graph=None):
     nothing = np.zeros(0, dtype=np.int32)
     source = {
-        "graph": {"model": model, "batch": strategy["microbatch"][0], "seq": 8, "dtype": "fp32", "optimizer": "sgd", **graph}
+        "graph": {
+            "model": model,
+            "batch": strategy["microbatch"][0],
+            "seq": 8,
+            "dtype": "fp32",
+            "optimizer": "sgd",
+            **(graph or {}),
+        }
     }
     return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
 

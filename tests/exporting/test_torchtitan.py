@@ -29,7 +29,7 @@ def six_layers(monkeypatch):
 
 
 def job(strategy, model=DEBUG, **graph):
-    return tomllib.loads(rlplace.export(plan_of(model, strategy, **{"optimizer": "adamw", **graph}), "torchtitan"))
+    return tomllib.loads(rlplace.export(plan_of(model, strategy, {"optimizer": "adamw", **graph}), "torchtitan"))
 
 
 def check_fields(found):

@@ -88,7 +88,7 @@ class StageModule(nn.Module):
             return tuple(value.clone() if value._is_view() else value for value in values)
         if self.loss is None:
             return values
-        return self.loss(pytree.tree_unflatten(values, self._out_spec), one.part).reshape(1) * one.weight
+        return self.loss(pytree.tree_unflatten(values, self._out_spec), one.part).reshape(1).double() * one.weight
 
 
 class _Join(torch.autograd.Function):
@@ -230,7 +230,7 @@ class PipelineRun:
                     f"native: no gradient flows back from stage {number}, and torch then makes none of its weights in a split "
                     f"backward; take a schedule that does not split it, such as {LOOPED_BFS}"
                 )
-            given = recorded.stages[number].given or (torch.empty(1, requires_grad=True),)
+            given = recorded.stages[number].given or (torch.empty(1, dtype=torch.float64, requires_grad=True),)
             stage = _Stage(
                 root,
                 number,

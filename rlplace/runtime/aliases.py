@@ -17,9 +17,6 @@ _RUNNING_STATS_WRITERS = {"aten::batch_norm", "aten::instance_norm"}
 _IDENTITY_IN_EVAL = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
 
 
-_VIEW_OR_COPY = {"aten::reshape", "aten::contiguous", "aten::flatten", "aten::ravel"}
-
-
 def shared_memory(nodes: Iterable[fx.Node]) -> UnionFind:
     """Sets of nodes that may share memory."""
     memory = UnionFind()
@@ -53,17 +50,6 @@ def shared_with(node: fx.Node) -> Iterator[fx.Node]:
         if argument.alias_info is not None:
             # A cast makes a new tensor although the schema allows for the same one.
             yield from (other for other in _nodes(value) if argument.alias_info.is_write or _dtype(other) == _dtype(node))
-
-
-def surely_shares(node: fx.Node) -> bool:
-    """Whether an op that may return its input or a copy (`reshape`, `contiguous`) returned its input when it was traced."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name not in _VIEW_OR_COPY:
-        return True
-    value = node.args[0].meta["val"]  # type: ignore[union-attr]
-    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    result = node.target(like, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-    return bool(result.untyped_storage()._cdata == like.untyped_storage()._cdata)
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:

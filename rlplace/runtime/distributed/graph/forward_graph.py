@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ class ForwardGraph:
         loss: Name of the node that makes the scalar loss, None when there is none (a model that is only evaluated).
         op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
         layout: By node name, for every node that makes one tensor.
-        writes: Names of held tensors that the forward writes to, such as running statistics.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
         random_ops: Number of ops that draw random numbers.
         joint: Its joint graphs by kind of device, where they were traced already.
@@ -57,20 +55,9 @@ class ForwardGraph:
     loss: str | None
     op_of_node: Mapping[str, str]
     layout: Mapping[str, Layout]
-    writes: frozenset[str]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
     joint: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def held_of_node(self) -> Mapping[str, str]:
-        """First name of a held tensor by the name of its placeholder."""
-        return dict(zip((n.name for n in self.module.graph.nodes if n.op == "placeholder"), self.held, strict=False))
-
-    @property
-    def loss_dtype(self) -> torch.dtype | None:
-        """The dtype of the loss; None where there is none."""
-        return None if self.loss is None else self.layout[self.loss].dtype
 
     def node(self, name: str) -> fx.Node:
         """The node of that name."""
@@ -159,7 +146,6 @@ def forward_graph(
         loss=_scalar(loss_node, layout),
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         layout=layout,
-        writes=frozenset(_written(graph, held)),
         constants=constants,
         random_ops=random_ops,
     )
@@ -257,9 +243,3 @@ def _scalar(node: fx.Node | None, layout: Mapping[str, Layout]) -> str | None:
     ):
         return None
     return node.name  # type: ignore[union-attr]
-
-
-def _written(graph: fx.Graph, held: Mapping[str, fx.Node]) -> list[str]:
-    memory = aliases.shared_memory(graph.nodes)
-    changed = aliases.changed_memory(graph.nodes, memory)
-    return [name for name, node in held.items() if memory.find(node) in changed]

@@ -139,7 +139,7 @@ class PlacedGraph:
         # Running statistics change before backward reads them.
         before = list(values)
         for index, name in enumerate(self.names):
-            if name in parts.writes:
+            if name in joint.writes:
                 before[index] = values[index].detach().clone()
         key = current_key() or (int(torch.randint(1 << 62, ()).item()), 0, 0)
         if training and joint.differentiable:
@@ -148,7 +148,7 @@ class PlacedGraph:
             results = self.run_forward(parts, key, before)[0]
         outputs, new = results[: len(parts.outputs)], results[len(parts.outputs) :]
         with torch.no_grad():
-            for name, value in zip(parts.writes, new, strict=True):
+            for name, value in zip(joint.writes, new, strict=True):
                 values[self.names.index(name)].copy_(value)
         remaining = iter(outputs)
         return [next(remaining) if isinstance(item, fx.Node) else item for item in joint.outputs]
@@ -159,7 +159,7 @@ class PlacedGraph:
         arguments = [*values[:count], *parts.constants, *(values[count + index] for index in parts.inputs)]
         with running(key):
             results = parts.forward(*(value.detach() for value in arguments))
-        made = len(parts.outputs) + len(parts.writes)
+        made = len(parts.outputs) + len(parts.placement.joint.writes)
         return list(results[:made]), list(results[made:])
 
 
@@ -182,9 +182,10 @@ class _Step(torch.autograd.Function):
         ctx.graph, ctx.parts, ctx.key, ctx.values = graph, parts, key, values
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        differentiable = parts.placement.joint.differentiable
-        numbers = [*parts.outputs, *(-1 for _ in parts.writes)]
-        ctx.mark_non_differentiable(*(r for r, number in zip(results, numbers, strict=True) if number not in differentiable))
+        joint = parts.placement.joint
+        numbers = [*parts.outputs, *(-1 for _ in joint.writes)]
+        constant = (result for result, number in zip(results, numbers, strict=True) if number not in joint.differentiable)
+        ctx.mark_non_differentiable(*constant)
         return tuple(results)
 
     @staticmethod
@@ -200,9 +201,10 @@ class _Step(torch.autograd.Function):
         with running(ctx.key):
             results = parts.backward(*saved, *(incoming[i] for i in parts.placement.joint.tangents))
         of_values: list[torch.Tensor | None] = [None] * len(ctx.values)
-        for name, gradient in zip(parts.gradients, results, strict=False):
+        joint = parts.placement.joint
+        for name, gradient in zip(joint.gradients, results, strict=False):
             of_values[graph.names.index(name)] = gradient
-        for number, gradient in zip(parts.input_gradients, results[len(parts.gradients) :], strict=True):
+        for number, gradient in zip(joint.input_gradients, results[len(joint.gradients) :], strict=True):
             position = len(graph.names) + number
             of_values[position] = gradient.to(ctx.values[position].device)
         return None, None, None, *of_values

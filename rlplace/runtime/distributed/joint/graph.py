@@ -149,7 +149,7 @@ class _Tracer(fx.Interpreter):
             outputs = tuple(
                 _made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped
             )
-            writes = {name: recorder.node(_unwrap(arguments[i])) for i, name in enumerate(source.held) if name in source.writes}
+            writes = {name: recorder.node(_unwrap(arguments[i])) for i, name in enumerate(source.held)}
             loss_node = None if loss is None else recorder.node(_unwrap(loss))
         finally:
             torch._disable_functionalization()  # type: ignore[attr-defined]

@@ -26,14 +26,11 @@ class TwoParts:
         placement: What was split.
         forward: Called with the held tensors, `constants` and the flat tensor inputs; returns the tensor outputs, the new
             values of what is written, and what the backward part reads.
-        backward: Called with the latter and the tangents; returns the gradients of the held tensors in `gradients`, each on its
-            owner's device, and those of the inputs in `input_gradients`.
+        backward: Called with the latter and the tangents; returns the gradients of held tensors, each on its owner's device,
+            and those of inputs, in the order of the joint graph.
         constants: Held tensors that never change, each on its device.
         inputs: Flat input numbers, in calling order.
         outputs: Flat output numbers that the forward part returns.
-        writes: Names of what is written.
-        gradients: Names.
-        input_gradients: Flat input numbers.
         copies: Copies between devices in the forward part.
     """
 
@@ -43,9 +40,6 @@ class TwoParts:
     constants: tuple[torch.Tensor, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    writes: tuple[str, ...]
-    gradients: tuple[str, ...]
-    input_gradients: tuple[int, ...]
     copies: int
 
 
@@ -114,9 +108,6 @@ def two_parts(placement: JointPlacement, devices: Sequence[torch.device], consta
         constants=tuple(value.to(devices[placement.owners[name][0]]) for name, value in constants.items()),
         inputs=inputs,
         outputs=outputs,
-        writes=tuple(joint.writes),
-        gradients=tuple(joint.gradients),
-        input_gradients=tuple(joint.input_gradients),
         copies=forward.copies,
     )
 

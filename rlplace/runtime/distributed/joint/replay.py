@@ -45,10 +45,9 @@ class ReplayEngine(Engine):
         number_of = {str(group.get("name", number)): number for number, (group, _) in enumerate(groups)}
         group_of = {op: number for number, (group, _) in reversed([*enumerate(groups)]) for op in group.get("ops", ())}
         total: dict[tuple[int, str], float] = {}
-        for op, group in enumerate(slept.op_group.tolist()):
-            phase = slept.op_phase[op]
+        for group, phase, time_s in zip(slept.op_group.tolist(), slept.op_phase.tolist(), slept.time_s, strict=True):
             key = group, "update" if phase == UPDATE else "forward" if phase == FORWARD else "backward"
-            total[key] = total.get(key, 0.0) + float(slept.time_s[op, groups[group][1]])
+            total[key] = total.get(key, 0.0) + float(time_s[groups[group][1]])
         nodes: dict[tuple[int, str], list[fx.Node]] = {}
         for node in self._calls:
             op = source.op_of_node.get(node.meta["owner"])

@@ -231,7 +231,7 @@ def _passes(kind: str, data: Mapping[str, Any]) -> int:
     return int(data["microbatches"][0]) if kind == "resnet" else 1
 
 
-def run_cells(todo: Cells, limit_s: float = 300.0) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+def run_cells(todo: Cells, limit_s: float = 1200.0) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
     """Runs cells; yields model and name of each with its figures, ``refused`` or ``failed``."""
     left, models = dict(todo), {kind: build(kind) for kind, _ in todo}
     wanted = {(kind, _passes(kind, data)) for (kind, _), data in left.items()}

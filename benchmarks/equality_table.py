@@ -9,16 +9,16 @@ from benchmarks.equality_models import KINDS
 
 _HEAD = """# Equal to the plain model
 
-Twelve kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
+{kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
 and are compared with the plain model on the whole batch: the loss and every gradient of the first step, parameters and
 buffers after three steps of AdamW. `python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table`
-writes this page); rows are in `benchmarks/equality.jsonl`, and twenty of the cells run in
-`tests/runtime/native/test_native_equality.py`.
+writes this page); rows are in `benchmarks/equality.jsonl`.
 
 A figure is the largest difference of any gradient / any trained parameter or buffer, relative to the largest element of its
 tensor. Gradients that are nothing but rounding, such as those of the bias of keys, are compared with 1e-8 of the model's
 largest, and what they train with the learning rate. Losses differ by {loss:.0e} at most. bert, gpt2, opt, qwen2, distilbert
-and t5 have tied weights; models have no dropout here ([dropout](native.md)); a batch is eight samples of eight positions.
+and t5 have tied weights; mixtral computes experts as batched products; models
+have no dropout here ([dropout](native.md)); a batch is eight samples of eight positions.
 
 {summary}
 
@@ -27,6 +27,7 @@ shares, level 1 plain and 3 otherwise; `TP` groups of 4, 2 copies; `TP+SP` group
 `TP+SP+FSDP` groups of 2, 4 shares, level 3; `PP gpipe` and `PP 1f1b` 4 stages, 2 copies; `PP zbv` and `PP interleaved` 4
 stages on 2 places, 4 copies; `PP+FSDP` 4 stages of 2 shares; `PP zbv+FSDP` 4 stages on 2 places of 4 shares; `PP+TP+FSDP` 2
 stages, groups of 2, 2 shares; `PP zbv+TP+SP` 4 stages on 2 places, groups of 2 with sequence parallelism, 2 copies.
+An empty cell has not been run.
 """
 
 
@@ -40,11 +41,12 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Largest difference of a gradient {max(row['gradient'] for row in run):.0e}, "
         f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
     )
-    parts = [_HEAD.format(loss=max(row["loss"] for row in run), summary=summary)]
+    parts = [_HEAD.format(loss=max(row["loss"] for row in run), kinds=len({row["kind"] for row in rows}), summary=summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
                         ("In host memory", ("offload",))):  # fmt: skip
-        parts.append(_table(title, [row for row in rows if row["cell"].rpartition("|")[2] in hows], reasons))
+        if shown := [row for row in rows if row["cell"].rpartition("|")[2] in hows]:
+            parts.append(_table(title, shown, reasons))
     parts.append("## Refused\n\n" + "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, 1)) + "\n")
     return "\n".join(parts)
 

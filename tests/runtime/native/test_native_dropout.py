@@ -18,6 +18,7 @@ CASES = {
     "sequence, recomputed in part": flat("gpt2", {"tensor": 2, "shard": 2}, 3, sequence_parallel=True, recompute="selective"),
     "pipeline": chain("gpt2", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, microbatch=2, recompute="full"),
 }
+AGAIN = ("replicas, recomputed", "pipeline")
 SAME = {"plain": flat("gpt2", {"tensor": 4}, 0), "kept in part": flat("gpt2", {"tensor": 4}, 0, recompute="selective")}
 
 
@@ -25,7 +26,7 @@ SAME = {"plain": flat("gpt2", {"tensor": 4}, 0), "kept in part": flat("gpt2", {"
 def results():
     from launch import run
 
-    return run(4, dropout_worker.run, CASES, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
+    return run(4, dropout_worker.run, CASES, AGAIN, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
 
 
 def joined(results):
@@ -66,7 +67,7 @@ def test_the_plain_model_with_these_masks(case, results):
     for result in own:
         assert result["loss"] == pytest.approx(wanted.item(), rel=1e-12)
         assert native_worker.difference(result["gradients"], gradients) < 1e-9
-        assert result["again"] == result["loss"] != result["other"]
+        assert case not in AGAIN or result["again"] == result["loss"] != result["other"]
 
 
 def test_masks_are_those_of_dropout(results):

@@ -7,6 +7,7 @@ run to run.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, try_one, try_rivals, try_smallest, try_uniform
+from rlplace.strategy.uniform import all_options, by_sets, try_one, try_rivals, try_smallest, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
@@ -86,13 +87,13 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     balance = Balance(question.costs, question.cluster)
     tries.timed = False
     try_one(tries, balance)
-    options = sorted(all_options(question, balance), key=lambda option: option.bound_s)
+    options, rivals, rest = by_sets(question, balance)
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
     uniform: Tried | None = None
     try:
         if calls is not None and calls < FEW_CALLS:
             try_smallest(tries, options, balance)
-        for tried in try_rivals(tries, options, balance):
+        for tried in try_rivals(tries, rivals, balance):
             uniform = _better(uniform, tried)
         all_kinds = tries.timed = True
         for tried in others:
@@ -104,14 +105,14 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         try_unlike(tries, _explore)
         known = list(starts(tries))
         improve(tries, [*known, *sorted(staged, key=lambda tried: tried.step_s)[:STARTS]], balance)
-        for tried in others:
+        for tried in itertools.chain(others, try_uniform(tries, rest(), balance)):
             uniform = _better(uniform, tried)
     except OutOfBudgetError:
         complete = False
     known = tries.known()
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
-        raise _nothing(tries, bool(options), complete)
+        raise _nothing(tries, bool(options or rivals), complete)
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -112,6 +112,9 @@ def _unlike(question: Question, shape: Shape, balance: Balance) -> Iterator[Spre
 SMALLEST = 3
 """Drafts at most that are tried because they keep least."""
 
+FEW = 32
+"""Devices of a cluster of which all sets are looked at from the beginning."""
+
 FIRST = 2
 """Drafts of every family that are evaluated before more of any."""
 
@@ -192,15 +195,40 @@ def _try(tries: Tries, option: Option, balance: Balance) -> Iterator[Tried | Non
         yield fitted(tries, option.draft(balance), below_s)
 
 
-def all_options(question: Question, balance: Balance) -> Iterator[Option]:
-    """Every uniform strategy, be it too large for the memory."""
+def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
+    """Options by their bound: to begin with, those of kinds with one dimension, and all others, which are made when asked for.
+
+    In large clusters the first leave no device of a kind out unless it leaves out all: the rest has higher bounds, mostly.
+    """
+    cluster, sets = question.cluster, device_sets(question.cluster)
+    kind = [one.name for one in cluster.kinds]
+    whole = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
+    if cluster.num_devices <= FEW:
+        whole = sets
+
+    def sorted_(own: Iterable[tuple[int, ...]], kinds: Collection[str] | None = None) -> list[Option]:
+        return sorted(all_options(question, balance, own, kinds), key=lambda option: option.bound_s)
+
+    first = sorted_(whole)
+    rest = [own for own in sets if own not in whole]
+    return first, sorted_(sets, KINDS) if rest else first, lambda: sorted_(rest)
+
+
+def all_options(
+    question: Question,
+    balance: Balance,
+    sets: Iterable[tuple[int, ...]] | None = None,
+    kinds: Collection[str] | None = None,
+) -> Iterator[Option]:
+    """Every uniform strategy on these sets of devices and of these kinds (None: all), be it too large for the memory."""
     known: dict[object, list[Spread]] = {}
     question = dataclasses.replace(question, space=_runnable(question))
-    for devices in device_sets(question.cluster):
+    for devices in device_sets(question.cluster) if sets is None else sets:
         if question.devices is not None and not set(devices) <= set(question.devices):
             continue
         for shape in shapes(question, devices):
-            yield from options(question, shape, balance, known)
+            if kinds is None or shape.kind in kinds:
+                yield from options(question, shape, balance, known)
 
 
 def _runnable(question: Question) -> Space:

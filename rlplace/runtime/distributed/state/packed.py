@@ -10,18 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from rlplace.runtime.distributed.state.whole_state import own_part, whole_tensor
-
-
-def is_packed(value: Any) -> bool:
-    """Whether the tensor axis cuts it in more places than one."""
-    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
-        return False
-    names = value.device_mesh.mesh_dim_names
-    return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
+from rlplace.runtime.distributed.state.whole_state import is_packed, own_part, whole_tensor
 
 
 def with_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:

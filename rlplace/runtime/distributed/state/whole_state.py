@@ -69,12 +69,20 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
     return gathered
 
 
+def is_packed(value: Any) -> bool:
+    """Whether the tensor axis cuts it in more places than one."""
+    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
+        return False
+    names = value.device_mesh.mesh_dim_names
+    return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
+
+
 def whole_tensor(value: DTensor) -> torch.Tensor:
     """All of it; every process that has a part calls it.
 
     A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
     """
-    if not any(isinstance(placement, _StridedShard) for placement in value.placements):
+    if not is_packed(value):
         return value.full_tensor()
     whole = value.to_local()
     for axis, placement in enumerate(value.placements):

@@ -155,8 +155,8 @@ def _plan(options: argparse.Namespace) -> Explanation:
 
 def _model(options: argparse.Namespace) -> int:
     """The answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the model fit."""
-    from rlplace.cli.place import placement_reason
-    from rlplace.cli.strategy import machine_of, place_strategy
+    from rlplace.cli.place import answer, placement_reason
+    from rlplace.cli.strategy import machine_of
     from rlplace.explaining.explain import explain
     from rlplace.planners import get_planner
 
@@ -164,8 +164,11 @@ def _model(options: argparse.Namespace) -> int:
     asked = argparse.Namespace(**{**vars(options), **others, "calls": None})
     if placement_reason(asked) is None:
         try:
-            _show_strategy(place_strategy(asked), machine_of(asked), options)
-            return 0
+            plan, _ = answer(asked)
+            if plan.strategy is not None:
+                _show_strategy(plan, machine_of(asked), options)
+                return 0
+            options.batch = plan.samples
         except InfeasibleError as error:
             say(f"no whole strategy fits: {error}")
     loaded = load(options.what, options.cluster, options)

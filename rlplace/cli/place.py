@@ -29,6 +29,7 @@ from rlplace.cli.strategy import machine_of, place_strategy, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
+from rlplace.plan.strategy import uniform_words
 from rlplace.problem import Problem
 from rlplace.schedule import FREE_SCHEDULES, PIPELINE_SCHEDULES, schedule_named
 from rlplace.text import gb, ms
@@ -73,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
     check_memory_options(options)
     reason = placement_reason(options)
     if reason is None:
-        plan = place_strategy(options)
-        show: Callable[[], None] = functools.partial(show_strategy, plan, machine_of(options))
+        plan, show = answer(options)
     else:
         plan, show = _place_groups(options, reason)
     if options.out:
@@ -85,6 +85,28 @@ def run(options: argparse.Namespace) -> int:
     else:
         show()
     return 0
+
+
+def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], None]]:
+    """The best strategy, and what prints it; where anything may be chosen and a placement is quicker, that."""
+    from rlplace.cli.branches import quicker_placement
+    from rlplace.placing import AUTO, FIXED, answers
+
+    plan, machine = place_strategy(options), machine_of(options)
+    anything = options.space in (None, AUTO) and options.batch_curve is None and answers(options.planner) != options.planner
+    if not anything or any(getattr(options, name) is not None for name in FIXED):
+        return plan, functools.partial(show_strategy, plan, machine)
+    placed = quicker_placement(plan, options.captured, machine, options)
+    if placed is None:
+        return plan, functools.partial(show_strategy, plan, machine)
+
+    def show() -> None:
+        _show(placed.plan, placed.problem)
+        assert plan.strategy is not None
+        words = uniform_words(plan.strategy)
+        print(f"branches side by side: the best strategy takes {ms(plan.predicted.step_s)} ms ({words}); --space chooses one")
+
+    return placed.plan, show
 
 
 def placement_reason(options: argparse.Namespace) -> str | None:

@@ -33,7 +33,7 @@ def machine_of(options: argparse.Namespace) -> Cluster:
 
 
 def place_strategy(options: argparse.Namespace) -> PlacementPlan:
-    """Plans the whole strategy that the options ask for.
+    """Plans the whole strategy that the options ask for; they keep the model as it was captured.
 
     Raises:
         InputError: They contradict each other.
@@ -51,7 +51,7 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     if batch is None and curve is None:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
-    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    captured = options.captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     model = captured.load()

@@ -113,3 +113,13 @@ def test_a_cost_file_that_cannot_be_used(extra, tmp_path, capsys):
     assert main(["capture", *SMALL, *extra, "--out", str(tmp_path / "x.problem.json")]) == 2
     assert extra[1].rpartition("/")[2] in capsys.readouterr().err
     assert not (tmp_path / "x.problem.json").exists()
+
+
+def test_branches_side_by_side_beat_every_strategy(capsys, tmp_path):
+    """Random cells: a placement of one micro-batch is quicker, so it is the answer; a space asks for the best strategy."""
+    words = ["place", "zoo:nasnet", "--cluster", "a100-80g:4", "--batch", "8", "--calls", "30", "--granularity", "200"]
+    code, out, _ = run(capsys, *words, "--time-limit", "30", "--out", tmp_path / "x.plan.json")
+    placed = PlacementPlan.load(tmp_path / "x.plan.json")
+    assert code == 0 and placed.strategy is None and "branches side by side: the best strategy takes" in out
+    takes_ms = float(out.split("the best strategy takes ")[1].split(" ms")[0])
+    assert (placed.predicted.op_level or placed.predicted).step_s * 1e3 < takes_ms

@@ -69,7 +69,6 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     return ReportData(
         problem=problem,
         plan=asked.plan,
-        drawn=problem,
         timeline=_timeline(asked, said, rows, boxes),
         lanes=Lanes(
             rows=tuple(rows),
@@ -87,7 +86,6 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         modules=module_tree(problem, asked.plan),
         edges=group_edges(problem),
         device_of_group=np.array(first_device, dtype=np.int32),
-        group_of_drawn=np.arange(problem.num_groups),
         executor=EXECUTOR,
         planners=_rivals(asked, said),
         measured=tuple(measured),

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument("--problem", metavar="X.problem.json", nargs="+", help="problems of the plans (built again from them)")
     plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")
     plans.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before timing (2)")
-    plans.add_argument("--trace", metavar="T.json", help="the first plan's step, measured beside predicted, for Perfetto")
+    plans.add_argument("--trace", metavar="T.json", help="a step of the first plan by torch's profiler, for Perfetto")
     add_model_options(parser)
 
 

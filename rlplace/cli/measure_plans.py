@@ -54,37 +54,30 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.measure import plan_timer
-    from rlplace.runtime.distributed.job.measured_trace import write_measured_trace
     from rlplace.runtime.distributed.job.recipe import recipe_of
-    from rlplace.runtime.distributed.job.strategy_timing import time_strategy
+    from rlplace.runtime.distributed.job.training import processes_needed
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     plans = [(path, PlacementPlan.load(path)) for path in options.plans]
-    placements = [plan for _, plan in plans if plan.strategy is None]
-    if len(placements) < len(plans):
-        _refuse_options_of_placements(options)
-    problems = _problems(options, placements)
+    if options.replay and any(plan.strategy is not None for _, plan in plans):
+        raise InputError("measure: --replay goes with plans that place groups; leave it out, or the whole strategies")
     recipe = recipe_of(plans[0][1])
-    limits = {"warmup": options.warmup, "repeats": options.repeats}
-    timer = None
-    if placements:
-        loaded = recipe.build("cpu", 0)
-        timer = plan_timer(loaded, device, optimizer=recipe.optimizer, replay=options.replay, **limits)
-    done: list[PlanTiming] = []
-    environment = _environment(device, options)
     for path, plan in plans:
         if replace(recipe_of(plan), batch=recipe.batch) != recipe:
             raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
+        needed, processes = processes_needed(plan), dist.get_world_size()
+        if plan.strategy is not None and needed != processes:
+            raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
+    problems = _problems(options, [plan for _, plan in plans])
+    limits = {"warmup": options.warmup, "repeats": options.repeats}
+    timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, replay=options.replay, **limits)
+    done: list[PlanTiming] = []
+    environment = _environment(device, options)
+    for path, plan in plans:
         name = Path(path).name.removesuffix(".plan.json")
         try:
-            if timer is None or plan.strategy is not None:
-                timing = time_strategy(plan, device, name, cluster=options.cluster, **limits)
-            else:
-                timed = timer(plan, problems[plan.problem], name)
-                timing = timed.timing
-                if options.trace and path == plans[0][0] and dist.get_rank() == 0:
-                    write_measured_trace(timed, problems[plan.problem], plan, options.trace)
+            timing = timer(plan, problems.get(plan.problem), name, trace=_trace(options, dist.get_rank(), path))
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         done.append(timing)
@@ -94,18 +87,19 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     return PlanTimings(recipe.model, environment, tuple(done))
 
 
-def _refuse_options_of_placements(options: argparse.Namespace) -> None:
-    for option in ("replay", "trace"):
-        if getattr(options, option):
-            raise InputError(f"measure: --{option} goes with plans that place groups; leave it out, or the whole strategies")
+def _trace(options: argparse.Namespace, rank: int, path: str) -> str | None:
+    """Where this process writes the trace of a plan: of the first one, each process a file of its own."""
+    if not options.trace or path != options.plans[0]:
+        return None
+    return str(options.trace) if rank == 0 else str(Path(options.trace).with_suffix(f".rank{rank}.json"))
 
 
 def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[str, Problem]:
-    """The problem of every plan, by fingerprint; rank 0 reads or builds them."""
+    """The problem of every placement, by fingerprint; rank 0 reads or builds them, and checks what strategies are for."""
     import torch.distributed as dist
 
     from rlplace.problem import Problem
-    from rlplace.runtime.distributed.job.recipe import problem_of_plan
+    from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, problem_of_plan
     from rlplace.runtime.distributed.ranks import broadcast_object
 
     by_fingerprint: dict[str, Problem] = {}
@@ -113,7 +107,10 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[s
         loaded = [Problem.load(path) for path in options.problem or ()]
         by_fingerprint = {problem.fingerprint: problem for problem in loaded}
         for plan in plans:
-            if plan.problem not in by_fingerprint:
+            if plan.strategy is not None:
+                cluster_of_plan(plan, options.cluster)
+                check_graph(plan)
+            elif plan.problem not in by_fingerprint:
                 by_fingerprint[plan.problem] = problem_of_plan(plan, options.cluster)
     heard: dict[str, Problem] = broadcast_object(by_fingerprint)
     return heard

@@ -69,16 +69,14 @@ def run(options: argparse.Namespace) -> int:
 def _load(options: argparse.Namespace) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.distributed.job.recipe import recipe_of
+    from rlplace.runtime.distributed.job.training import check_strategy
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):
         raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
     plan = PlacementPlan.load(options.plan)
     check_processes(plan, options.plan)
     recipe_of(plan)
-    if plan.strategy is not None:
-        from rlplace.runtime.distributed.job.job import check_strategy
-
-        check_strategy(plan)
+    check_strategy(plan, "run")
     return plan
 
 
@@ -115,7 +113,7 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     Raises:
         InputError: With the command that starts the right number.
     """
-    from rlplace.runtime.distributed.job.job import processes_needed
+    from rlplace.runtime.distributed.job.training import processes_needed
 
     needed = processes_needed(plan)
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rlplace.errors import InputError, MissingError
+from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
@@ -31,6 +30,7 @@ from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.runtime.environment import own_device
 from rlplace.runtime.held import meta_copy
 
 if TYPE_CHECKING:
@@ -83,9 +83,11 @@ def distribute(
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
-    where = _device(device)
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
+    where = own_device(device, "distribute")
+    if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
+        raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
     if plan.strategy is None and asks_for_strategy(plan):
         args, kwargs = micro_batch(plan, example_inputs)
         plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
@@ -175,25 +177,3 @@ def _by_strategy(
 
 def _with_values(example: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(example, device="cpu") if example.is_meta else example
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    """Where this process computes; a GPU becomes its current one, which exchanges of objects and other kernels go to."""
-    if device is None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        where = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    else:
-        where = torch.device(device)
-    if where.type != "cuda":
-        return where
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (where.index or 0) >= count:
-        raise MissingError(
-            f"distribute: this process is to compute on {where}, but {count} GPUs are here; start as many processes as there "
-            "are GPUs, or give device='cpu'"
-        )
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
-        raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
-    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-    torch.cuda.set_device(where)
-    return where

@@ -75,7 +75,7 @@ def test_other_cluster_and_changed_plan(tmp_path, capsys, alone):
     changed["source"]["graph"]["model"] = MODEL.replace("n_layer=2", "n_layer=3")
     path.write_text(json.dumps(changed))
     line = refusal()
-    assert re.search(r"for problem [0-9a-f]{12}, its model and cluster give [0-9a-f]{12}: its graph is another", line)
+    assert re.search(r"for graph [0-9a-f]{12}, its model gives [0-9a-f]{12}: its graph is another", line)
 
 
 def test_without_torchrun(plan, capsys, alone, monkeypatch):
@@ -117,18 +117,18 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
 
 
 def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
-    from rlplace.runtime.distributed.job import placed
+    from rlplace.runtime.distributed.job.training import Training
 
     path = tmp_path / "one.plan.json"
     place(path, cluster="cpu:1", planner="single")
-    right = placed._step
+    right = Training.step
 
-    def wrong(model, *arguments):
-        loss = right(model, *arguments)
-        dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].grad[0, 0] += 0.01
+    def wrong(self, batch):
+        loss = right(self, batch)
+        dict(self.model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].grad[0, 0] += 0.01
         return loss
 
-    monkeypatch.setattr(placed, "_step", wrong)
+    monkeypatch.setattr(Training, "step", wrong)
     assert main(["run", "--plan", str(path), "--device", "cpu", "--steps", "2", "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^step 2  loss [\d.]+  [\d.]+ ms$", out, re.MULTILINE)

@@ -145,7 +145,7 @@ def test_dropout_is_not_compared_under_a_strategy():
     model = gpt2(1)
     model.transformer.drop.p = 0.1
     reference = Reference(
-        model, torch.device("cpu"), loss=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches=1,
+        model, torch.device("cpu"), loss=None, optimizer="sgd", lr=0.1, microbatches=1,
         seed=0, same_streams=False,
     )  # fmt: skip
     ids = torch.zeros(2, 4, dtype=torch.int64)

@@ -6,7 +6,7 @@ import contextlib
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch.distributed as dist
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.job.placed import MakeOptimizer, Part
-from rlplace.runtime.distributed.job.recipe import recipe_of, synthetic_batch
+from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
+from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
+from rlplace.runtime.distributed.job.training import Training, microbatch_of
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
-from rlplace.runtime.distributed.ranks import broadcast_object, devices_of, gather_objects, start_group
-from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint
+from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group
+from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole_state import gather_tensors
 from rlplace.runtime.environment import own_device, read_clock
-from rlplace.runtime.host_memory import StepMemory, keep_freed_memory
-from rlplace.runtime.measure import OPTIMIZERS
-from rlplace.runtime.native.why_not import why_not
+from rlplace.runtime.host_memory import StepMemory, held_tensors, keep_freed_memory
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -132,41 +131,6 @@ def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.devic
     return device
 
 
-def processes_needed(plan: PlacementPlan) -> int:
-    """One for every device up to the last that a placement uses; one for every device of a strategy."""
-    if plan.strategy is not None:
-        return len(plan.strategy.devices)
-    if plan.older is not None and plan.older.replicas:
-        return 1 + max(device for row in plan.older.replicas for device in row)
-    return devices_of(plan)
-
-
-def check_strategy(plan: PlacementPlan) -> None:
-    """Refuses what `rlplace run` cannot do with a strategy, before any process waits for another.
-
-    Args:
-        plan: With a strategy.
-
-    Raises:
-        InputError: With the reason.
-    """
-    assert plan.strategy is not None
-    reason = why_not(plan.strategy)
-    if reason is not None:
-        raise InputError(f"run: {reason}")
-    devices = sorted(plan.strategy.devices)
-    if devices != list(range(devices[0], devices[0] + len(devices))):
-        raise InputError(
-            f"run: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps; plan for "
-            "a cluster of these devices alone"
-        )
-    if recipe_of(plan).master_weights:
-        raise InputError(
-            "run: the plan keeps optimizer state and a copy of the weights in fp32, which is not run yet for strategies; plan "
-            "without --master-weights, in fp32 with --autocast"
-        )
-
-
 def train(
     plan: PlacementPlan, device: torch.device, options: JobOptions, on_step: Callable[[int, float, float], None] | None = None
 ) -> JobResult:
@@ -184,35 +148,35 @@ def train(
     recipe = recipe_of(plan)
     memory = StepMemory(device)
     name = options.autocast or recipe.autocast
-    autocast = partial(_autocast, device, name)
-    make = _optimizer(options.optimizer or recipe.optimizer, options.lr)
-    part = Part(plan, device, options, make, autocast)
+    settings: dict[str, Any] = {"clip": options.clip, "autocast": partial(_autocast, device, name), "seed": options.seed}
+    settings |= {"optimizer": options.optimizer or recipe.optimizer, "lr": options.lr}
+    if dist.get_rank() == 0:
+        cluster_of_plan(plan, options.cluster)
+        check_graph(plan)
+    broadcast_object(None)  # the others wait for the check
+    loaded = recipe.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    if plan.strategy is None and asks_for_strategy(plan):
+        plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
+    part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, **settings)
     reference = None
     if options.verify and dist.get_rank() == 0:
         whole = recipe.build("cpu", options.seed).module
+        same_streams = plan.strategy is None
         reference = Reference(
-            whole,
-            device,
-            loss=part.loss,
-            optimizer=make,
-            microbatches=part.microbatches,
-            seed=options.seed,
-            clip=options.clip,
-            autocast=autocast(),
-            same_streams=part.same_streams,
+            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=same_streams, **settings
         )
     tolerance = _tolerance(recipe.dtype, name)
-    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.engine)
+    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.model.report)
     comparison = RunComparison(tolerance) if options.verify else None
     seconds: list[float] = []
     if options.resume and _has_checkpoint(options):
-        result.first_step = part.load(str(options.checkpoint))
+        result.first_step = load_checkpoint(str(options.checkpoint), part.model, part.optimizer).step
         if reference is not None:
             reference.resume(load_checkpoint(str(options.checkpoint), reference.model, reference.optimizer).step)
     for step in range(result.first_step, options.steps):
-        batch = synthetic_batch(part.inputs, part.samples, options.seed, step)
+        batch = synthetic_batch(loaded.example_inputs, part.samples, options.seed, step)
         if step == result.first_step + 1:
-            memory.begin(part.held())
+            memory.begin(held_tensors(part.model, part.optimizer))
         if options.verify:
             dist.barrier()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
@@ -226,7 +190,7 @@ def train(
         if on_step is not None and dist.get_rank() == 0:
             on_step(step, loss_value, seconds[-1])
         if options.checkpoint is not None and _is_due(step + 1, options):
-            part.save(options.checkpoint, step + 1)
+            save_checkpoint(options.checkpoint, part.model, part.optimizer, step=step + 1, extra={"problem": plan.problem})
     result.ranks = _ranks(plan, part, device, seconds, memory.peak_bytes)
     result.step_s = max((r["median_step_s"] for r in result.ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
@@ -244,13 +208,13 @@ def _is_due(done: int, options: JobOptions) -> bool:
 
 
 def _ranks(
-    plan: PlacementPlan, part: Part, device: torch.device, seconds: list[float], peak_bytes: int | None
+    plan: PlacementPlan, part: Training, device: torch.device, seconds: list[float], peak_bytes: int | None
 ) -> list[dict[str, Any]]:
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
     facts = {
         "host": platform.node(),
         "device": str(device),
-        "stage": part.device_number,
+        "stage": _device_of_plan(plan, part),
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
@@ -261,20 +225,26 @@ def _ranks(
     ]
 
 
-def _compare(comparison: RunComparison, part: Part, reference: Reference | None, device: torch.device) -> RunComparison:
-    parameters = gather_tensors(part.parameters(), device)
-    gradients = gather_tensors(part.gradients(), device)
+def _compare(comparison: RunComparison, part: Training, reference: Reference | None, device: torch.device) -> RunComparison:
+    parameters = gather_tensors({name: parameter.detach() for name, parameter in part.model.trained()}, device)
+    gradients = gather_tensors({name: parameter.grad for name, parameter in part.model.trained()}, device)
     if reference is not None:
         comparison.streams = reference.streams
         comparison.compare_tensors(gradients, parameters, reference)
     return comparison
 
 
-def _optimizer(name: str, lr: float) -> MakeOptimizer:
-    def make(parameters: list[Any]) -> torch.optim.Optimizer:
-        return OPTIMIZERS[name](parameters, lr=lr)
+def _device_of_plan(plan: PlacementPlan, part: Training) -> int | None:
+    """The plan's device that this process is; None: it has nothing to do."""
+    return part.model.ranks.plan_device if plan.strategy is None else sorted(plan.strategy.devices)[dist.get_rank()]
 
-    return make
+
+def _passes(plan: PlacementPlan) -> int:
+    """In so many micro-batches the whole model runs a step."""
+    if plan.strategy is None:
+        return plan.microbatches
+    pipeline = plan.strategy.pipelines[0]
+    return sum(pipeline.microbatches) * (1 if len(pipeline.microbatches) > 1 else pipeline.data_degree)
 
 
 def _autocast(device: torch.device, name: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -63,18 +63,15 @@ class PlanService:
         broadcast_object(None)
 
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
-        failure = ""
         try:
-            timed = self._timer(plan, self._problem, over=race.over)
+            return self._timer(plan, self._problem, over=race.over)
         except InputError as error:
             failure = str(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
             if dist.get_world_size() > 1:
                 raise
             raise PlanFailed("out_of_memory", str(error).splitlines()[0] if str(error) else "out of memory") from None
-        if failure:
-            raise PlanFailed("refused", failure)
-        return timed.timing
+        raise PlanFailed("refused", failure)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.execution.batches import split_batch
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.held import meta_copy, rewrite_devices
-from rlplace.runtime.measure import loss_of
+from rlplace.runtime.measure import OPTIMIZERS, loss_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
@@ -39,22 +39,23 @@ class Reference:
         device: torch.device,
         *,
         loss: Loss | None,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: str,
+        lr: float,
         microbatches: int,
         seed: int,
         step: int = 0,
         clip: float | None = None,
-        autocast: contextlib.AbstractContextManager[Any] | None = None,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         same_streams: bool = True,
     ) -> None:
         self.model = model.to(device)
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = optimizer([p for p in self.parameters.values() if p.requires_grad])
+        self.optimizer = OPTIMIZERS[optimizer]([p for p in self.parameters.values() if p.requires_grad], lr=lr)
         self.streams = False
         self.slack: dict[str, torch.Tensor] = {}
         self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
         self._microbatches, self._same_streams = microbatches, same_streams
-        self._autocast = autocast or contextlib.nullcontext()
+        self._autocast = autocast
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
     def step(self, batch: Any, tolerance: float) -> float:
@@ -67,7 +68,7 @@ class Reference:
             leaves = [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.leaves]
             (args, kwargs) = pytree.tree_unflatten(leaves, spec)[0]
             key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            with self._autocast:
+            with self._autocast():
                 if key not in self._runs:
                     self._runs[key] = self._runner(args, kwargs)
                 with random_key(self._seed, self._step, part.number):

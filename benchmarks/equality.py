@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.equality_models import BATCH, KINDS, batch_of, build
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.state.whole_state import own_part
+from rlplace.runtime.distributed.state.whole import own_part
 from rlplace.runtime.native import examine, prepare
 from rlplace.runtime.native.why_not import ModelFacts
 

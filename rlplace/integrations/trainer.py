@@ -25,7 +25,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.whole_state import whole_state_dict
+from rlplace.runtime.distributed.state.whole import whole_state_dict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -15,12 +15,8 @@ from torch.distributed.tensor import DTensor
 from rlplace.errors import InputError
 from rlplace.files import parse_json, read_text
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.whole_state import (
-    load_whole_optimizer_state,
-    own_part,
-    whole_optimizer_state,
-    whole_state_dict,
-)
+from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
+from rlplace.runtime.distributed.state.whole import own_part, whole_state_dict
 from rlplace.runtime.held import first_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

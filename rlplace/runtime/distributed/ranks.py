@@ -63,7 +63,7 @@ def start_group(backend: str, timeout_s: float) -> None:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # what the groups of torch's meshes take
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]  # what torch's meshes take
 
 
 @contextlib.contextmanager

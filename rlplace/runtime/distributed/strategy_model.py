@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.graph.inputs import takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.stash import Stash
-from rlplace.runtime.distributed.state.whole_state import own_part
+from rlplace.runtime.distributed.state.whole import own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Share, micro_batches, own_samples, passes_of, share_of

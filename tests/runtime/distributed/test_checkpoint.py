@@ -23,8 +23,8 @@ from rlplace.errors import InputError
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.state import training_state
-from rlplace.runtime.distributed.state.training_index import _Unpickler
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.distributed.state.untrusted import _Unpickler
 
 STEPS = 5
 SAVED = 2

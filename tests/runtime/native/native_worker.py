@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.state.whole_state import whole_tensor
+from rlplace.runtime.distributed.state.whole import whole_tensor
 from rlplace.runtime.native.run import prepare
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 64

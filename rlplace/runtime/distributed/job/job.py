@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.job.training import Training, microbatch_of
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.whole_state import gather_tensors
+from rlplace.runtime.distributed.state.whole import gather_tensors
 from rlplace.runtime.environment import own_device, read_clock
 from rlplace.runtime.host_memory import StepMemory, held_tensors, keep_freed_memory
 

@@ -1,4 +1,9 @@
-"""The state of an optimizer by the names of parameters: what every plan of a model can save and load."""
+"""The state of an optimizer by the names of parameters: what every plan of a model can save and load.
+
+In a checkpoint it is the flat state dict of `torch.distributed.checkpoint.state_dict`. Brought together on one process it is
+what ``optimizer.state_dict()`` returns where the undistributed model is trained, whose parameter groups list parameters in the
+model's order, so that a run can go on from it on one device or by another plan.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.state.training_facts import check_setting
+from rlplace.runtime.distributed.ranks import gather_objects
+from rlplace.runtime.distributed.state.untrusted import check_setting
+from rlplace.runtime.distributed.state.whole import gather_tensors, own_part, tensors_of
 from rlplace.runtime.native.run import NativeModel
 
-_NOTHING = ""
-"""Name of the parameter without elements that a rank without parameters trains."""
+Named = list[tuple[str, nn.Parameter]]
 
 
 def optimizer_tensors(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``."""
     flat: dict[str, Any] = {}
-    for name, parameter in _named(model, optimizer):
-        if name == _NOTHING:
-            continue
-        for key, value in optimizer.state.get(parameter, {}).items():
-            flat[f"state.{name}.{key}"] = value
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
+        for name, parameter in named:
+            flat |= {f"state.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
 
 
@@ -38,18 +42,14 @@ def optimizer_facts(model: nn.Module | NativeModel, optimizer: torch.optim.Optim
         ``groups``: per group its settings and ``parameters``, the names in it; ``numbers``: state that is no tensor, by
         parameter and key.
     """
-    name_of = {id(parameter): name for name, parameter in _named(model, optimizer)}
-    groups = []
-    for group in optimizer.param_groups:
+    groups, numbers = [], {}
+    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        names = [name_of[id(p)] for p in group["params"]]
-        groups.append({"settings": settings, "parameters": [name for name in names if name != _NOTHING]})
-    numbers: dict[str, dict[str, Any]] = {}
-    for name, parameter in _named(model, optimizer):
-        plain = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
-        if plain and name != _NOTHING:
-            numbers[name] = plain
-    return {"groups": groups, "numbers": numbers}
+        groups.append({"settings": settings, "parameters": [name for name, _ in named]})
+        for name, parameter in named:
+            state = optimizer.state.get(parameter, {})
+            numbers[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+    return {"groups": groups, "numbers": {name: found for name, found in numbers.items() if found}}
 
 
 def load_optimizer(
@@ -75,55 +75,138 @@ def load_optimizer(
     settings = [(group["settings"], set(group["parameters"])) for rank in facts for group in rank.get("groups", ())]
     if not settings:
         raise InputError("checkpoint: it was saved without an optimizer; leave the optimizer out")
-    names = _named(model, optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    state: dict[int, dict[str, Any]] = {}
-    for number, (name, parameter) in enumerate(names):
-        if name == _NOTHING:
-            continue
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in (pair for named in _named_groups(model, optimizer) for pair in named):
         prefix = f"optimizer.state.{name}."
-        entry: dict[str, Any] = dict(numbers.get(name, {}))
+        state[name] = dict(numbers.get(name, {}))
         for key, item in index.items():
             if key.startswith(prefix) and isinstance(item, TensorStorageMetadata) and "." not in key[len(prefix) :]:
-                entry[key[len(prefix) :]] = _empty(parameter, item)
-        tensors |= {f"state.{name}.{key}": value for key, value in entry.items() if isinstance(value, torch.Tensor)}
-        if entry:
-            state[number] = entry
-    load(tensors)
+                state[name][key[len(prefix) :]] = _empty(parameter, item)
+    load({f"state.{name}.{key}": value for name, found in state.items() for key, value in tensors_of(found).items()})
+    _set(model, optimizer, state, settings)
+
+
+def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer over the whole model; every process calls it.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters, with equal parameter groups on all processes.
+
+    Returns:
+        On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
+    """
+    named = _named_groups(model, optimizer)
+    held = {
+        (name, key): value
+        for name, parameter in (pair for group in named for pair in group)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    tensors = tensors_of(held)
+    everyone = gather_objects({at: value for at, value in held.items() if at not in tensors})
+    values = {at: value for told in everyone for at, value in told.items()} | gather_tensors(tensors, model.ranks.device)
+    order = _whole_order(model, named)
+    number = {name: index for index, name in enumerate(name for group in order for name in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for (name, key), value in values.items():
+        state.setdefault(number[name], {})[key] = value
+    settings = optimizer.state_dict()["param_groups"]
+    groups = [{**mine, "params": [number[name] for name in listed]} for mine, listed in zip(settings, order, strict=True)]
+    return {"state": state, "param_groups": groups} if model.ranks.rank == 0 else {}
+
+
+def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes this process's part of an optimizer's state; every process calls it with the same state.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters.
+        state: As `whole_optimizer_state` or an optimizer over the undistributed model gives it.
+
+    Raises:
+        InputError: It has other groups, or was made over other parameters.
+    """
+    named = _named_groups(model, optimizer)
+    order, saved = _whole_order(model, named), state["param_groups"]
+    sizes = [len(group["params"]) for group in saved]
+    if sizes != [len(group) for group in order]:
+        raise InputError(
+            f"optimizer state: its groups have {sizes} parameters, those of this optimizer {[len(group) for group in order]}; "
+            "make the optimizer as it was made for the run that saved it"
+        )
+    number = {
+        name: index
+        for listed, group in zip(order, saved, strict=True)
+        for name, index in zip(listed, group["params"], strict=True)
+    }
+    shapes = {name: tuple(p.shape) for name, p in model.meta_model.named_parameters()}
+    own = {
+        name: {k: _own(shapes[name], parameter, value) for k, value in state["state"].get(number[name], {}).items()}
+        for name, parameter in (pair for group in named for pair in group)
+    }
+    _set(model, optimizer, own, [(group, set(listed)) for group, listed in zip(saved, order, strict=True)])
+
+
+def _set(
+    model: nn.Module | NativeModel,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Any]],
+    settings: Sequence[tuple[Mapping[str, Any], set[str]]],
+) -> None:
+    """Gives an optimizer state by the names of its parameters, and groups the settings of those that had the same ones."""
+    numbered: dict[int, Mapping[str, Any]] = {}
     groups, taken = [], 0
-    for group in optimizer.param_groups:
+    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
         count = len(group["params"])
-        if len({tuple(sorted(state[number])) for number in range(taken, taken + count) if number in state}) > 1:
+        if len({tuple(sorted(state[name])) for name, _ in named if state.get(name)}) > 1:
             raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
-        own = [name for name, _ in names[taken : taken + count] if name != _NOTHING]
-        saved = next((setting for setting, members in settings if not own or own[0] in members), None)
+        saved = next((setting for setting, members in settings if not named or named[0][0] in members), None)
         if saved is None:
-            raise InputError(f"checkpoint: its optimizer did not train {own[0]!r}")
+            raise InputError(f"checkpoint: its optimizer did not train {named[0][0]!r}")
         restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
         groups.append({**group, **restored, "params": list(range(taken, taken + count))})
+        numbered |= {taken + at: state[name] for at, (name, _) in enumerate(named) if state.get(name)}
         taken += count
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
 
 
-def _named(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters in its order, each with the first of its names in the undistributed model."""
+def _named_groups(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> list[Named]:
+    """An optimizer's parameters by group, each with the first of its names in the undistributed model.
+
+    The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
+    """
+    nothing: list[nn.Parameter] = []
     if isinstance(model, DistributedModel):
         known = {id(parameter): name for name, parameter in model.trained()}
-        known[id(model.nothing)] = _NOTHING
+        nothing = [model.nothing]
     elif isinstance(model, NativeModel):
         known = {id(parameter): model.first_name(name) for name, parameter in model.named_parameters()}
     else:
         known = {id(parameter): name for name, parameter in model.named_parameters()}
-    named = []
+    groups: list[Named] = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
-            named.append((known[id(parameter)], parameter))
-    return named
+        parameters = [parameter for parameter in group["params"] if not any(parameter is one for one in nothing)]
+        if any(id(parameter) not in known for parameter in parameters):
+            raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
+        groups.append([(known[id(parameter)], parameter) for parameter in parameters])
+    return groups
+
+
+def _whole_order(model: DistributedModel, named: list[Named]) -> list[list[str]]:
+    """Names of all processes by group, each in the order of the model."""
+    everyone = gather_objects([[name for name, _ in group] for group in named])
+    listed = [{name for mine in everyone for name in mine[g]} for g in range(len(named))]
+    return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
+
+
+def _own(shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:
+    """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return own_part(value, parameter) if tuple(value.shape) == shape else value
 
 
 def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:
@@ -141,6 +224,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(saved: Any, present: Any, key: str) -> Any:
+    saved = _plain(saved)
     check_setting(saved, present, f"its setting {key!r}")
     if isinstance(present, torch.Tensor):
         return torch.tensor(saved, dtype=present.dtype, device=present.device)

@@ -32,9 +32,8 @@ from rlplace.files import read_json, write_json
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
-from rlplace.runtime.distributed.state.packed import load_whole, with_whole
-from rlplace.runtime.distributed.state.training_facts import check_facts, check_scheduler, check_sizes
-from rlplace.runtime.distributed.state.training_index import IndexReader, check_index
+from rlplace.runtime.distributed.state.untrusted import IndexReader, check_facts, check_index, check_scheduler, check_sizes
+from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
 from rlplace.runtime.native.run import NativeModel
 
 FORMAT = "rlplace.training"
@@ -90,10 +89,10 @@ def save_checkpoint(
     """
     folder, together = Path(folder), _together(model)
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    state: dict[str, Any] = {"model": with_whole(_tensors(model.state_dict()))}
+    state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))}
     own: dict[str, Any] = {}
     if optimizer is not None:
-        state["optimizer"] = with_whole(optimizer_tensors(model, optimizer))
+        state["optimizer"] = with_packed_whole(optimizer_tensors(model, optimizer))
         own = optimizer_facts(model, optimizer)
     facts = {
         "step": step,
@@ -157,16 +156,16 @@ def load_checkpoint(
         reader = IndexReader(folder)
         index = reader.read_metadata().state_dict_metadata
         check_sizes(index, folder)
-        state = _tensors(model.state_dict())
+        state = tensors_of(model.state_dict())
         check_index(folder, index, _whole(model))
         fill = partial(_load, path=folder, model=model)
-        load_whole(state, lambda tensors: fill({"model": tensors}))
+        load_packed_whole(state, lambda tensors: fill({"model": tensors}))
         if not isinstance(model, NativeModel):
             model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         else:
             model.loaded()
         if optimizer is not None:
-            fill_optimizer = partial(load_whole, load=lambda tensors: fill({"optimizer": tensors}))
+            fill_optimizer = partial(load_packed_whole, load=lambda tensors: fill({"optimizer": tensors}))
             load_optimizer(model, optimizer, index, facts["optimizers"], fill_optimizer)
     if scheduler is not None:
         if facts["scheduler"] is None:
@@ -207,15 +206,11 @@ def _load(state: dict[str, Any], path: Path, model: nn.Module | NativeModel) -> 
         load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
 def _whole(model: nn.Module | NativeModel) -> dict[str, torch.Tensor]:
     """All tensors of the model by name; of those that other processes hold only the shapes."""
     if isinstance(model, DistributedModel):
-        return _tensors(model.meta_model.state_dict())
-    own = _tensors(model.state_dict())
+        return tensors_of(model.meta_model.state_dict())
+    own = tensors_of(model.state_dict())
     told = _gathered({name: list(value.shape) for name, value in own.items()}, model)
     return {name: torch.empty(shape, device="meta") for rank in told for name, shape in rank.items()}
 

@@ -1,0 +1,115 @@
+"""Tensors that processes hold in parts, brought together on one process, and parts of what every process has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.ranks import gather_objects
+from rlplace.runtime.held import first_names
+
+
+def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
+    """What ``state_dict()`` of the undistributed model would return; every process calls it.
+
+    Returns:
+        On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
+    """
+    names = {name: first_names(model.meta_model)[name] for name in tensors_of(model.meta_model.state_dict())}
+    own = {names[name]: value for name, value in tensors_of(model.state_dict()).items()}
+    gathered = gather_tensors(own, model.ranks.device)
+    return {name: gathered[first] for name, first in names.items() if first in gathered}
+
+
+def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    """What of a state is a tensor."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device) -> dict[Any, torch.Tensor]:
+    """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
+
+    Args:
+        own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
+        device: Where the backend wants its tensors.
+    """
+    ranks = gather_objects({name: None if value is None else (value.shape, value.dtype) for name, value in own.items()})
+    gathered: dict[Any, torch.Tensor] = {}
+    rank = dist.get_rank()
+    for name in sorted({name for told in ranks for name in told}):
+        source = next((r for r, told in enumerate(ranks) if told.get(name) is not None), None)
+        value = own.get(name)
+        if isinstance(value, DTensor):
+            value = whole_tensor(value)  # all that hold a part take part
+        if source is None or rank not in (0, source):
+            continue
+        if source == 0:
+            assert value is not None
+            gathered[name] = value.detach().cpu().clone()
+        elif rank == 0:
+            shape, dtype = ranks[source][name]
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(buffer, source)
+            gathered[name] = buffer.cpu()
+        else:
+            assert value is not None
+            dist.send(value.detach().to(device).contiguous(), 0)
+    return gathered
+
+
+def whole_tensor(value: DTensor) -> torch.Tensor:
+    """All of it; every process that has a part calls it.
+
+    A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
+    """
+    if not packed(value):
+        return value.full_tensor()
+    whole = value.to_local()
+    for axis, placement in enumerate(value.placements):
+        if isinstance(placement, (Shard, _StridedShard)):  # on unlike dimensions, so that their order does not matter
+            shape = [*whole.shape]
+            shape[placement.dim] = value.shape[placement.dim]
+            whole = placement._to_replicate_tensor(whole, value.device_mesh, axis, shape)
+    return whole
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """This process's part of a tensor that every process has whole, cut as another one is."""
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def packed(value: Any) -> bool:
+    """Whether the tensor axis cuts it in more places than one, as it does weights of queries, keys and values in one.
+
+    `torch.distributed.checkpoint` takes a process's part for one piece, so such tensors are written and read whole.
+    """
+    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
+        return False
+    names = value.device_mesh.mesh_dim_names
+    return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
+
+
+def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, packed ones whole; all processes that have a part of one call it."""
+    return {name: whole_tensor(value) if packed(value) else value for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def load_packed_whole(tensors: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Fills tensors in place, packed ones by way of the whole.
+
+    Args:
+        tensors: By name.
+        load: Fills what `torch.distributed.checkpoint` can.
+    """
+    parts = {name: value for name, value in tensors.items() if packed(value)}
+    whole = {name: torch.empty(value.shape, dtype=value.dtype, device=value.device) for name, value in parts.items()}
+    load({**tensors, **whole})
+    for name, value in parts.items():
+        value.to_local().copy_(own_part(whole[name], value).to_local())

@@ -164,7 +164,7 @@ def _by_strategy(
     from rlplace.runtime.native.run import prepare
 
     devices = sorted(strategy.devices)
-    faults.watch_over(f"device {devices[dist.get_rank()]}" if dist.get_rank() < len(devices) else "not in the plan")
+    faults.watch_over(part_text(plan, devices[dist.get_rank()] if dist.get_rank() < len(devices) else None))
     check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)
     inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})

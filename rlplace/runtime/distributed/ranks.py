@@ -132,12 +132,15 @@ class Ranks:
         return self.replicas[self.replica or 0][plan_device]
 
 
-def part_text(plan: PlacementPlan, plan_device: int | None) -> str:
-    """What a device of the plan runs, for messages: its stages."""
-    if plan_device is None:
+def part_text(plan: PlacementPlan, device: int | None) -> str:
+    """What a device of a plan runs, for messages: its stages."""
+    if device is None:
         return "not in the plan"
-    stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
-    here = sorted({int(stage) for stage, device in zip(stages, plan.device_of_group, strict=True) if device == plan_device})
+    if plan.strategy is not None:
+        here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
+    else:
+        stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
+        here = sorted({int(stage) for stage, other in zip(stages, plan.device_of_group, strict=True) if device == other})
     if not here:
         return "no stage"
     return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 from launch import start
 from plans import plan_of
@@ -21,6 +22,8 @@ from torch import nn
 
 from rlplace.cli.main import main
 from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.wire import LostPeerError
 from rlplace.runtime.distributed.job import faults
@@ -64,18 +67,28 @@ def go_wrong(mode, model):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def run_script(rank, world, path, mode, who, timeout_s):
+def pipeline():
+    """A strategy of two stages for `Net`."""
+    stages = [{"blocks": ["layers.0", "layers.1"], "devices": [0]}, {"blocks": ["layers.2"], "devices": [1]}]
+    strategy = {"batch": 4, "microbatch": [2], "microbatches": [2], "schedule": "1f1b", "stages": stages}
+    return PlacementPlan("0" * 64, "mine", 0, [], strategy=Strategy.from_dict(strategy))
+
+
+def run_script(rank, world, path, mode, who, by_strategy):
     torch.set_num_threads(1)
     os.dup2(os.open(f"{path}/stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     with faults.guard():
         torch.manual_seed(0)
         net, x = Net(), torch.randn(4, 8)
-        model = distribute(net, plan_of(net, {"x": x}, world, deal="chain", groups=world), {"x": x})
+        plan = pipeline() if by_strategy else plan_of(net, {"x": x}, world, deal="chain", groups=world)
+        model = distribute(net, plan, {"x": x[:2] if by_strategy else x})
         for step in range(3):
+            if step == WRONG_STEP and mode in HANGS:
+                c10d._set_pg_timeout(timedelta(seconds=6))  # of the start-up nobody knows how long it takes
             if step == WRONG_STEP and rank == who:
                 if mode == "leave":
                     break
@@ -92,11 +105,11 @@ HOST = r"host [\w.-]+"
 HANGS = ("hang", "loop", "stop")
 
 
-def job(tmp_path, mode, who=1, world=2, limit_s=120):
+def job(tmp_path, mode, who=1, world=2, limit_s=120, by_strategy=False):
     """Exit codes by rank, None for one that did not end; the lines on stderr."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute"])
-    arguments = (world, str(tmp_path), mode, who, 8.0 if mode in HANGS else 120.0)
+    arguments = (world, str(tmp_path), mode, who, by_strategy)
     processes = [context.Process(target=run_script, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -139,8 +152,9 @@ def test_out_of_memory(tmp_path):
     )
 
 
-def test_killed(tmp_path):
-    codes, lines = job(tmp_path, "kill")
+@pytest.mark.parametrize("by_strategy", [False, True])
+def test_killed(tmp_path, by_strategy):
+    codes, lines = job(tmp_path, "kill", by_strategy=by_strategy)
     assert codes == [1, -signal.SIGKILL]
     (line,) = lines
     assert re.search(rf"rank 1 \(stage 1, {HOST}\) is gone: it was killed or has crashed", line)

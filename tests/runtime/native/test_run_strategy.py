@@ -178,11 +178,13 @@ def test_measure_times_strategies_beside_each_other(tmp_path):
         plan = strategy_plan(path, strategy)
         plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
         plan.save(path)
-    words = ["--device", "cpu", "--repeats", 3, "--out", tmp_path / "x.timings.json", "--json"]
+    words = ["--device", "cpu", "--repeats", 3, "--out", tmp_path / "x.timings.json", "--trace", tmp_path / "t.json", "--json"]
     code, out, err = torchrun(4, "-m", "rlplace", "measure", "--plans", *paths, *words)
     assert code == 0, err
     timings = PlanTimings.load(tmp_path / "x.timings.json")
     assert json.loads(out)["plans"][1]["name"] == "sharded"
+    for name in ("t.json", "t.rank1.json", "t.rank2.json", "t.rank3.json"):
+        assert any("mm" in str(event["name"]) for event in json.loads((tmp_path / name).read_text())["traceEvents"])
     assert [(plan.engine, len(plan.step_s), plan.predicted_s) for plan in timings.plans] == [("native", 3, 0.001)] * 2
     assert [plan.plan for plan in timings.plans] == [PlacementPlan.load(path).fingerprint for path in paths]
 

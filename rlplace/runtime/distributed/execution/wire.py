@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from rlplace.errors import RlplaceError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.layouts import Layout
-from rlplace.runtime.distributed.ranks import group_of, one_line
+from rlplace.runtime.distributed.ranks import default_timeout_s, group_of, one_line
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
 """Groups of directions over which something has gone already."""
@@ -56,7 +57,7 @@ class Arrival:
         before = activity.note()
         activity.doing("{} from rank {}", self.what, self.source, source=self.source)
         try:
-            self.work.wait()
+            self.work.wait(timedelta(seconds=default_timeout_s()))  # gloo's own is that of when the group was made
         except RuntimeError as error:
             raise LostPeerError(
                 f"rank {self.rank} waited for {self.what} from rank {self.source}, which is gone or hangs: {one_line(error)}",
@@ -110,7 +111,7 @@ class Wire:
         for work, _, destination in self._sent:
             activity.doing("rank {} to take a value", destination, source=destination)
             try:
-                work.wait()
+                work.wait(timedelta(seconds=default_timeout_s()))
             except RuntimeError as error:
                 raise LostPeerError(
                     f"rank {self.rank} waited for rank {destination} to take a value: {one_line(error)}", destination

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.utils import _sync_params_and_buffers
 
 from rlplace.runtime.distributed.ranks import Ranks, group_of
 from rlplace.runtime.held import first_names
+
+_BUCKET_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,15 +103,4 @@ def agree(own: Own, ranks: Ranks) -> None:
             if len(who) > 1:
                 holders.setdefault(who, []).append(tensor.detach())
     for who, tensors in sorted(holders.items()):
-        _send(tensors, who[0], who)
-
-
-def _send(tensors: Sequence[torch.Tensor], source: int, ranks: Sequence[int]) -> None:
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.broadcast(flat, source, group=group_of(ranks))
-        for tensor, value in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(value.view(tensor.shape))
+        _sync_params_and_buffers(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype

@@ -24,7 +24,7 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, by_sets, try_one, try_rivals, try_smallest, try_uniform
+from rlplace.strategy.uniform import all_options, by_sets, try_mixes, try_one, try_rivals, try_smallest, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
@@ -95,7 +95,10 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
             try_smallest(tries, options, balance)
         for tried in try_rivals(tries, rivals, balance):
             uniform = _better(uniform, tried)
-        all_kinds = tries.timed = True
+        all_kinds = True
+        for tried in try_mixes(tries, options, balance):
+            uniform = _better(uniform, tried)
+        tries.timed = True
         for tried in others:
             uniform = _better(uniform, tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():

@@ -163,6 +163,16 @@ def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Ite
             yield fitted(tries, option.draft(balance))
 
 
+def try_mixes(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+    """The first of every kind with several dimensions, if it can be quicker than the best; None and raises likewise."""
+    first: dict[str, Option] = {}
+    for option in options:
+        first.setdefault(option.shape.kind, option)
+    for kind, option in first.items():
+        if kind not in KINDS:
+            yield from _try(tries, option, balance)
+
+
 def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
     """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
 

@@ -88,7 +88,8 @@ def run_script(rank, world, path, mode, who, by_strategy):
         model = distribute(net, plan, {"x": x[:2] if by_strategy else x})
         for step in range(3):
             if step == WRONG_STEP and mode in HANGS:
-                c10d._set_pg_timeout(timedelta(seconds=6))  # of the start-up nobody knows how long it takes
+                for group in c10d._world.pg_map:  # only now: nobody knows how long a start-up takes
+                    c10d._set_pg_timeout(timedelta(seconds=6), group)
             if step == WRONG_STEP and rank == who:
                 if mode == "leave":
                     break

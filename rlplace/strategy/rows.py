@@ -85,11 +85,11 @@ class Rows:
         )  # fmt: skip
         number = self._row_of.get(key)
         if number is None:
+            rows = [self._pass(place, samples, kind) for samples, kind in passes]  # may be refused: no number before
             number = self._row_of[key] = len(self._row_of)
             if number == len(self.rows):
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            for samples, kind in passes:
-                np.maximum(self.rows[number], self._pass(place, samples, kind), out=self.rows[number])
+            self.rows[number] = np.max([self.rows[number], *rows], axis=0)
         return number
 
     def _tensor_tables(self, place: Place) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Rows:
         key = kind, cut, self._tensor_tables(place)
         if key in self._passes:
             return self._passes[key]
-        row = self._passes[key] = np.zeros(self.rows.shape[1:])
+        row = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
         forward, backward = self.traffic.inside_s(self._tensor_tables(place), one).sum(axis=1)
         for column, values in (
@@ -122,4 +122,5 @@ class Rows:
             (c.WORKING_GROWING, one.working_bytes[3]),
         ):  # fmt: skip
             row[:, column : column + len(several)] = several.T
+        self._passes[key] = row  # a pass that is refused leaves none
         return row

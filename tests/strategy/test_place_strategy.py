@@ -64,6 +64,11 @@ def test_a_limit_that_captures_used_up_leaves_an_answer_checked_op_by_op(graph: 
     assert set(KINDS) <= {entry["kind"] for entry in answer.strategies}
 
 
+def test_what_was_refused_once_is_no_cheaper_the_second_time(graph: OpGraph) -> None:
+    """Stages of unlike degrees would run micro-batches that were not captured; each is refused, not only the first."""
+    assert plan_strategy(graph, parse(CLUSTER), 16, calls=2000).predicted.feasible
+
+
 def test_the_first_three_are_unlike(plan: rlplace.PlacementPlan) -> None:
     first = [Strategy.from_dict(entry["strategy"]).pipelines[0] for entry in plan.predicted.strategies[:3]]
     axes = ("tensor", "context")

@@ -72,7 +72,7 @@ class Labels:
             raise InputError(f"{path}: not a file of labels ({type(error).__name__}); remove it to have it made anew") from None
         features, change = labels.features, labels.change
         fits = features.ndim == 3 and features.shape[2] == NUM_FEATURES and change.shape == features.shape[:2]
-        if not fits or (features.dtype, change.dtype) != (np.float16, np.float32):
+        if not fits or features.dtype != np.float16 or change.dtype != np.float32:
             raise InputError(f"{path}: its arrays are not of the shapes and types of labels; remove it to have it made anew")
         if not np.isfinite(features).all() or np.isinf(change).any():
             raise InputError(f"{path}: holds numbers that are not finite; remove it to have it made anew")

@@ -291,7 +291,8 @@ class Heap:
             first = candidate
             if candidate.previous is not None and candidate.previous.state == FREE:
                 first = candidate.previous
-            room, block = 0, first
+            room = 0
+            block: Block | None = first
             while room < size and block is not None and block.state != USED:
                 room += block.size
                 block = block.next

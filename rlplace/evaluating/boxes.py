@@ -70,11 +70,12 @@ class Picture:
             if run.part is None:
                 own = draft.blocks_of(run.device % len(draft.places))
                 span = slice(run.first, run.first + len(own))
-                spans = zip(start[span] + update_after_s, end[span] + update_after_s, own, [False] * len(own), strict=True)
+                starts, ends = start[span] + update_after_s, end[span] + update_after_s
+                spans = [(float(begin), float(stop), block, False) for begin, stop, block in zip(starts, ends, own, strict=True)]
             else:
-                spans = _spans(run, start, end)
+                spans = list(_spans(run, start, end))
             for begin, stop, block, moves in spans:
-                box = Box(-1, float(begin), float(stop), len(OPS) * int(block) + _PHASES[run.kind], run.microbatch)
+                box = Box(-1, begin, stop, len(OPS) * int(block) + _PHASES[run.kind], run.microbatch)
                 if moves:
                     inside.setdefault(run.device, []).append(box)
                 elif stop > begin:

@@ -196,12 +196,12 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
 
 def _neighbours(tries: Tries, at: Tried, moves: Moves) -> Iterator[Tried]:
     """Neighbours that fit, and are not much slower; with what blocks choose fitted anew, or as it is where that is better."""
-    now = {"recompute": at.draft.recompute, "offload": at.draft.offload}
     yield from filter(_fits, map(tries.score, other_choices(tries, at.draft)))
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK)
         if found is not None and any(found.draft.recompute + found.draft.offload):
-            found = min(found, tries.score(dataclasses.replace(draft, **now)), key=lambda tried: tried.key)
+            as_now = dataclasses.replace(draft, recompute=at.draft.recompute, offload=at.draft.offload)
+            found = min(found, tries.score(as_now), key=lambda tried: tried.key)
         if found is not None and found.step_s < at.step_s * SLACK:
             yield found
     yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, (3,))))

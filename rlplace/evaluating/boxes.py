@@ -70,8 +70,8 @@ class Picture:
             if run.part is None:
                 own = draft.blocks_of(run.device % len(draft.places))
                 span = slice(run.first, run.first + len(own))
-                starts, ends = start[span] + update_after_s, end[span] + update_after_s
-                spans = [(float(begin), float(stop), block, False) for begin, stop, block in zip(starts, ends, own, strict=True)]
+                times = zip((start[span] + update_after_s).tolist(), (end[span] + update_after_s).tolist(), own, strict=True)
+                spans = [(begin, stop, block, False) for begin, stop, block in times]
             else:
                 spans = list(_spans(run, start, end))
             for begin, stop, block, moves in spans:

@@ -59,7 +59,7 @@ def test_a_model_gets_a_whole_strategy(plan: rlplace.PlacementPlan, tmp_path: Pa
 
 
 def test_a_limit_that_captures_used_up_leaves_an_answer_checked_op_by_op(graph: OpGraph) -> None:
-    answer = plan_strategy(graph, parse(CLUSTER), 16, time_limit_s=1.0, began_s=time.monotonic() - 100.0).predicted
+    answer = plan_strategy(graph, parse(CLUSTER), 16, time_limit_s=1e-3, began_s=time.monotonic() - 100.0).predicted
     assert answer.feasible and answer.executor != "blocks" and not answer.extra["complete"]
     assert set(KINDS) <= {entry["kind"] for entry in answer.strategies}
 

@@ -33,7 +33,7 @@ from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import Question, Tried
 
-SEARCH_PART, LEAST_PART = 0.85, 0.25
+SEARCH_PART, LEAST_PART = 0.85, 0.5
 """Of the time that is left, for the search before the check op by op; and of the whole limit, what the search gets at least."""
 
 RANKED = 3

@@ -24,7 +24,7 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, by_sets, try_mixes, try_one, try_rivals, try_smallest, try_uniform
+from rlplace.strategy.uniform import all_options, by_sets, try_one, try_rivals, try_smallest, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
@@ -35,6 +35,9 @@ UNIFORM_PART = 0.4
 
 STAGES_PART = 0.5
 """Likewise, when the tables of stages end."""
+
+LEAST_PART = 0.6
+"""Of the seconds, what is left at least when all options are priced and the rivals are evaluated."""
 
 BEAM = 8
 """Drafts from which local search goes on."""
@@ -84,8 +87,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         InfeasibleError: None fits.
     """
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
-    balance = Balance(question.costs, question.cluster)
     tries.timed = False
+    balance = Balance(question.costs, question.cluster)
     try_one(tries, balance)
     options, rivals, rest = by_sets(question, balance)
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
@@ -96,9 +99,7 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         for tried in try_rivals(tries, rivals, balance):
             uniform = _better(uniform, tried)
         all_kinds = True
-        for tried in try_mixes(tries, options, balance):
-            uniform = _better(uniform, tried)
-        tries.timed = True
+        tries.end_by_time(LEAST_PART)
         for tried in others:
             uniform = _better(uniform, tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():

@@ -130,6 +130,14 @@ class Tries:
         """Whether there is budget for another evaluation; the clock ends only what is `timed` and has something that fits."""
         return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
 
+    def end_by_time(self, least: float) -> None:
+        """From now on the clock may end the search where something fits; this part of the seconds is left for it at least."""
+        self.timed = True
+        if math.isfinite(self._end_s):
+            now = time.monotonic()
+            self._limit_s = max(self._end_s - now, least * self._limit_s)
+            self._end_s = now + self._limit_s
+
     def fitting(self) -> bool:
         """Whether something fits."""
         return self.best is not None and self.best.fits

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ SMALLEST = 3
 FEW = 32
 """Devices of a cluster of which all sets are looked at from the beginning."""
 
-FIRST = 2
+FIRST = 1
 """Drafts of every family that are evaluated before more of any."""
 
 RIVALS = 4
@@ -163,27 +164,22 @@ def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Ite
             yield fitted(tries, option.draft(balance))
 
 
-def try_mixes(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
-    """The first of every kind with several dimensions, if it can be quicker than the best; None and raises likewise."""
-    first: dict[str, Option] = {}
-    for option in options:
-        first.setdefault(option.shape.kind, option)
-    for kind, option in first.items():
-        if kind not in KINDS:
-            yield from _try(tries, option, balance)
-
-
 def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
     """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
 
-    The first few of every family come first, families being of one kind and unlike tensor and pipeline degrees; then twice as
-    many of the better half of them, and so on; then all others.
+    The first of every family comes first, a family being of one kind, tensor and pipeline degree and micro-batch size, and
+    kinds taking turns; then twice as many of the better half of them, and so on; then all others.
     """
-    families: dict[object, list[Option]] = {}
+    families: dict[tuple[object, ...], list[Option]] = {}
     for option in options:
         shape = option.shape
-        families.setdefault((shape.kind, shape.axes.tensor, shape.places), []).append(option)
-    alive, count, looked_at = list(families), FIRST, set[int]()
+        families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), []).append(option)
+    kinds = Counter[object]()
+    turns = {}
+    for family in families:
+        turns[family] = kinds[family[0]]
+        kinds[family[0]] += 1
+    alive, count, looked_at = sorted(families, key=turns.__getitem__), FIRST, set[int]()
     while len(alive) > 1:
         found_s = dict.fromkeys(alive, math.inf)
         for family in alive:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from rlplace.errors import InputError, whole_number
 from rlplace.graph.sizes import at_batch, resize_batch
-from rlplace.placements import Priced, place_priced
+from rlplace.placements import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import OF_STRATEGIES, get_planner
 from rlplace.problem import Problem
@@ -66,7 +67,9 @@ def place(
     """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of a micro-batch run.
 
     Replicas, sharding, tensor and pipeline parallelism, micro-batches, schedule, recomputation and offload are chosen together
-    (docs/strategy.md). A problem, a planner that can only place groups, and options of placements ask for placements.
+    (docs/strategy.md). A problem, a planner that can only place groups, and options of placements ask for placements. Where
+    nothing is said of what may be chosen, and a model has branches that side by side are quicker than every strategy, the
+    answer is that placement, of the whole batch as one micro-batch: ``plan.strategy`` is then None.
 
     Args:
         target: A module; a captured graph, at its own micro-batch size; or a problem.
@@ -77,7 +80,7 @@ def place(
             runtime can execute for this model; ``"all"``: also what cannot run yet; ``"placement"`` asks for placements.
         planner: Name of a planner; ``plan.planner`` says who answered.
         time_limit_s: Wall time from the end of the first capture; covers the other captures, pricing, search and the check op
-            by op. Of placements: of the planner alone.
+            by op. Of placements: of the planner alone, so that branches may take as long again.
         calls: Evaluations at most; with it and without a time limit the answer is the same from run to run.
         seed: Seed of everything random.
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
@@ -118,14 +121,13 @@ def place(
             raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
         machine = as_cluster(cluster)
         if reason is None:
-            allowed = allowed_space(space, options, planner)
+            allowed_space(space, options, planner)  # contradictions are refused before the capture
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-            began_s = time.monotonic()
-            return strategy_of(
-                graph, capture_at, machine, batch, allowed, engine=space != EVERYTHING,
+            return answer(
+                graph, capture_at, machine, space=space, fixed=options, planner=planner, batch=batch,
                 module=None if isinstance(target, OpGraph) else target, inputs=example_inputs, curve=batch_curve, calls=calls,
-                time_limit_s=time_limit_s, began_s=began_s, seed=seed, costs=costs, host=host, planner=answers(planner),
-            )  # fmt: skip
+                began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
+            ).plan  # fmt: skip
         if batch_curve is not None:
             raise InputError(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
@@ -172,46 +174,75 @@ def why_placement(planner: str, space: Space | str | None, only: Collection[str]
     return f"{first} belongs to it" if first else None
 
 
-def strategy_of(
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The best strategy, and a placement of the whole batch as one micro-batch where that is quicker."""
+
+    strategy: PlacementPlan
+    placed: Placed | None = None
+
+    @property
+    def plan(self) -> PlacementPlan:
+        """The quicker one."""
+        return self.strategy if self.placed is None else self.placed.plan
+
+
+def answer(
     graph: OpGraph,
     capture_at: Callable[[int], OpGraph] | None,
     cluster: Cluster,
-    batch: int | None,
-    space: Space,
     *,
-    engine: bool = True,
+    space: Space | str | None,
+    fixed: Mapping[str, Any],
+    planner: str,
+    batch: int | None = None,
     module: nn.Module | None = None,
     inputs: Any = None,
     curve: BatchCurve | None = None,
+    calls: int | None = None,
+    began_s: float | None = None,
+    groups: int = 200,
     **limits: Any,
-) -> PlacementPlan:
-    """The whole strategy for a captured model.
+) -> Answer:
+    """The whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
 
     Args:
         graph: The model, captured.
         capture_at: Captures it with so many samples; None: it has this micro-batch size only.
         cluster: The devices.
-        batch: Samples a step; None: `default_batch`.
-        space: What may be chosen.
-        engine: Whether the runtime must be able to execute it.
+        space: As `place` takes it; so are the options in `fixed`, the planner and the batch.
+        fixed: See `space`.
+        planner: See `space`.
+        batch: See `space`.
         module: The model, for what the runtime can execute; None asks it about the strategy alone.
         inputs: Its keyword inputs; with others it is asked about the names of its modules only.
         curve: Epochs by batch; see `place`.
-        **limits: Further arguments of `rlplace.strategy.plan.plan_strategy`.
+        calls: Of `rlplace.strategy.plan.plan_strategy`; so is `began_s`.
+        began_s: See `calls`.
+        groups: Of a placement.
+        **limits: Seed, time limit, costs and host, of the strategy and of the placement.
     """
+    from rlplace.branches import quicker_placement
     from rlplace.graph.rescale import two_captures
     from rlplace.strategy.plan import plan_strategy
 
     why_not, only = None, None
-    if engine:
+    if space != EVERYTHING:
         from rlplace.runtime.native.facts import what_runs
 
         why_not, only = what_runs(module, inputs)
     alone = None if capture_at is not None else graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
-    graph, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
-    return plan_strategy(graph, cluster, batch, other=other, space=space, why_not=why_not, only=only, curve=curve, **limits)
+    first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
+    strategy = plan_strategy(
+        first, cluster, batch, other=other, space=allowed_space(space, fixed, planner), why_not=why_not, only=only,
+        curve=curve, calls=calls, began_s=began_s, planner=answers(planner), **limits,
+    )  # fmt: skip
+    restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
+    if restricted or curve is not None or answers(planner) == planner:
+        return Answer(strategy)
+    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, **limits))
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:

@@ -88,23 +88,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], None]]:
-    """The best strategy, and what prints it; where anything may be chosen and a placement is quicker, that."""
-    from rlplace.cli.branches import quicker_placement
-    from rlplace.placing import AUTO, FIXED, answers
-
-    plan, machine = place_strategy(options), machine_of(options)
-    anything = options.space in (None, AUTO) and options.batch_curve is None and answers(options.planner) != options.planner
-    if not anything or any(getattr(options, name) is not None for name in FIXED):
-        return plan, functools.partial(show_strategy, plan, machine)
-    placed = quicker_placement(plan, options.captured, machine, options)
+    """The best strategy, or a quicker placement, and what prints it."""
+    found, machine = place_strategy(options), machine_of(options)
+    best, placed = found.strategy, found.placed
     if placed is None:
-        return plan, functools.partial(show_strategy, plan, machine)
+        return best, functools.partial(show_strategy, best, machine)
 
     def show() -> None:
         _show(placed.plan, placed.problem)
-        assert plan.strategy is not None
-        words = uniform_words(plan.strategy)
-        print(f"branches side by side: the best strategy takes {ms(plan.predicted.step_s)} ms ({words}); --space chooses one")
+        assert best.strategy is not None
+        words = uniform_words(best.strategy)
+        print(f"branches side by side: the best strategy takes {ms(best.predicted.step_s)} ms ({words}); --space chooses one")
 
     return placed.plan, show
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
     MICROBATCH,
@@ -24,6 +25,9 @@ from rlplace.plan.rivals import BatchTried, Rival, batches_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms
 
+if TYPE_CHECKING:
+    from rlplace.placing import Answer
+
 
 def machine_of(options: argparse.Namespace) -> Cluster:
     """The cluster of the options; this machine where they name none."""
@@ -32,17 +36,18 @@ def machine_of(options: argparse.Namespace) -> Cluster:
     return parse(options.cluster or "host")
 
 
-def place_strategy(options: argparse.Namespace) -> PlacementPlan:
-    """Plans the whole strategy that the options ask for; they keep the model as it was captured.
+def place_strategy(options: argparse.Namespace) -> Answer:
+    """Plans the whole strategy that the options ask for; the answer may be a quicker placement.
 
     Raises:
         InputError: They contradict each other.
     """
-    from rlplace.placing import EVERYTHING, FIXED, PER_DEVICE, allowed_space, answers, default_batch, strategy_of
+    from rlplace.placing import FIXED, PER_DEVICE, allowed_space, answer, default_batch
     from rlplace.strategy.efficiency import BatchCurve
 
     note_old_reading(options)
-    space = allowed_space(options.space, {name: getattr(options, name) for name in FIXED}, options.planner)
+    fixed = {name: getattr(options, name) for name in FIXED}
+    allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
     machine = machine_of(options)
     if options.costs:
         check_costs(options.costs, [kind.name for kind in machine.kinds])
@@ -51,14 +56,15 @@ def place_strategy(options: argparse.Namespace) -> PlacementPlan:
     if batch is None and curve is None:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
-    captured = options.captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     model = captured.load()
-    return strategy_of(
-        captured.graph, captured.capture_at, machine, batch, space, engine=options.space != EVERYTHING, module=model.module,
-        inputs=model.example_inputs, curve=curve, calls=options.calls, time_limit_s=options.time_limit, began_s=began_s,
-        seed=options.seed, costs=options.costs, host=options.host_mode, planner=answers(options.planner),
+    return answer(
+        captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch,
+        module=model.module, inputs=model.example_inputs, curve=curve, calls=options.calls, began_s=began_s,
+        groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=options.costs,
+        host=options.host_mode,
     )  # fmt: skip
 
 

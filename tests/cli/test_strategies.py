@@ -2,15 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
 from command import run
 
+import rlplace
 from rlplace.cli.main import main
 from rlplace.cost import CostTable
 from rlplace.cost.footprint import PARTS
 from rlplace.cost.table import KindCosts
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.zoo import load_model
 
 
 def test_a_plan_for_one_batch_says_what_its_devices_bring(capsys, tmp_path):
@@ -116,10 +119,15 @@ def test_a_cost_file_that_cannot_be_used(extra, tmp_path, capsys):
 
 
 def test_branches_side_by_side_beat_every_strategy(capsys, tmp_path):
-    """Random cells: a placement of one micro-batch is quicker, so it is the answer; a space asks for the best strategy."""
+    """Random cells: a placement of one micro-batch is quicker, so it is the answer, in Python too."""
     words = ["place", "zoo:nasnet", "--cluster", "a100-80g:4", "--batch", "8", "--calls", "30", "--granularity", "200"]
-    code, out, _ = run(capsys, *words, "--time-limit", "30", "--out", tmp_path / "x.plan.json")
+    code, out, _ = run(capsys, *words, "--time-limit", "300", "--out", tmp_path / "x.plan.json")
     placed = PlacementPlan.load(tmp_path / "x.plan.json")
     assert code == 0 and placed.strategy is None and "branches side by side: the best strategy takes" in out
     takes_ms = float(out.split("the best strategy takes ")[1].split(" ms")[0])
     assert (placed.predicted.op_level or placed.predicted).step_s * 1e3 < takes_ms
+    model = load_model("zoo:nasnet", batch=8)
+    asked = {"example_inputs": model.example_inputs, "loss": model.loss, "batch": 8, "calls": 30, "time_limit_s": None}
+    same = rlplace.place(model.module, "a100-80g:4", **asked)
+    assert same.strategy is None and np.array_equal(same.device_of_group, placed.device_of_group)
+    assert same.predicted.to_dict() == placed.predicted.to_dict()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from rlplace.cli.common import Captured, pricing, say
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
 from rlplace.graph.opgraph import UPDATE, OpGraph
@@ -19,7 +19,16 @@ FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 """Of a device, to weigh ops against each other."""
 
 
-def quicker_placement(plan: PlacementPlan, captured: Captured, machine: Cluster, options: argparse.Namespace) -> Placed | None:
+def quicker_placement(
+    plan: PlacementPlan,
+    graph: OpGraph,
+    capture_at: Callable[[int], OpGraph] | None,
+    cluster: Cluster,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    **pricing: Any,
+) -> Placed | None:
     """A placement of the whole batch as one micro-batch that is quicker than a strategy; None where there is none.
 
     It is asked for only where branches could make it so: ops that depend on each other take less than the strategy's step. One
@@ -27,20 +36,25 @@ def quicker_placement(plan: PlacementPlan, captured: Captured, machine: Cluster,
 
     Args:
         plan: The strategy.
-        captured: The model.
-        machine: The cluster.
-        options: Of ``rlplace place``.
+        graph: The model, captured.
+        capture_at: Captures it with so many samples; None: a batch of any other size than the graph's has no placement.
+        cluster: The devices.
+        seed: Of planner ``best``; so is `time_limit_s`.
+        time_limit_s: See `seed`.
+        **pricing: Arguments of `rlplace.price`.
     """
     assert plan.strategy is not None
     step_s = plan.predicted.step_s
     alone_s = next((rival.step_time_s for rival in rivals_of(plan.predicted) if rival.kind == KINDS[0]), None)
-    if machine.num_devices == 1 or alone_s is None or longest_share(captured.graph) * alone_s >= step_s:
+    if cluster.num_devices == 1 or alone_s is None or longest_share(graph) * alone_s >= step_s:
         return None
     batch = plan.strategy.batch
-    say(f"the model has branches; placing them, too, with {batch} samples a micro-batch")
-    priced = Priced.model(captured.capture_at(batch), captured.capture_at, machine, **pricing(options))
+    if graph.samples != batch:
+        if capture_at is None:
+            return None
+        graph = capture_at(batch)
     try:
-        placed = place_priced(priced, planner="best", seed=options.seed, time_limit_s=options.time_limit)
+        placed = place_priced(Priced.graph(graph, cluster, **pricing), planner="best", seed=seed, time_limit_s=time_limit_s)
     except InfeasibleError:
         return None
     finest = placed.plan.predicted.op_level or placed.plan.predicted

@@ -1,4 +1,4 @@
-"""``rlplace report``: a plan as an HTML page and pictures."""
+"""``rlplace report``: a plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measurements", metavar="FILE", action="append",
         help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune",
     )  # fmt: skip
-    parser.add_argument("--pictures", metavar="DIR", help="write PDF, SVG and PNG pictures for papers (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
         measurements=_measured(options.measurements or (), problem, plan),
         seed=options.seed,
         time_limit_s=options.time_limit,
-        pictures=options.pictures,
         progress=lambda name: say(f"planning with {name}"),
     )
     return _show(options, data)
@@ -73,8 +71,9 @@ def _strategy(options: argparse.Namespace) -> ReportData:
     """The report of a whole strategy."""
     from rlplace.cost.timings import PlanTimings
     from rlplace.evaluating.page import strategy_page
+    from rlplace.files import write_text
     from rlplace.plan import PlacementPlan
-    from rlplace.reporting.report import write_page
+    from rlplace.reporting.report import render
     from rlplace.reporting.tables import measured_rows
 
     if options.problem:
@@ -82,26 +81,24 @@ def _strategy(options: argparse.Namespace) -> ReportData:
     plan = PlacementPlan.load(options.plan)
     measured = [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
     data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=measured)
-    write_page(data, options.out, options.pictures)
+    write_text(options.out, render(data))
     return data
 
 
 def _show(options: argparse.Namespace, data: ReportData) -> int:
     """Says what was written."""
-    written = [options.out, *([options.pictures] if options.pictures else [])]
     line = data.timeline
     if options.json:
         print_json(
             {
-                "written": written,
+                "written": [options.out],
                 "step_time_s": line.step_time_s,
                 "feasible": line.feasible,
                 "violations": list(line.violations),
             }
         )
         return 0
-    for path in written:
-        print(f"wrote {path}")
+    print(f"wrote {options.out}")
     verdict = "feasible" if line.feasible else "infeasible: " + "; ".join(line.violations)
     print(f"step time {ms(line.step_time_s)} ms, {line.samples} samples, {verdict}")
     return 0

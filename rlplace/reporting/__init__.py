@@ -1,1 +1,1 @@
-"""Pictures of a plan: the HTML report, pictures for papers, and what the environments render."""
+"""Pictures of a plan: the HTML report, and what the environments render."""

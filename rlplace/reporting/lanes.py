@@ -1,6 +1,6 @@
 """Where a timeline's boxes lie: the rows of devices and links, and what runs in each of them from when to when.
 
-The report, the pictures for papers and `render_mode` of the environments all draw these boxes.
+The report and `render_mode` of the environments all draw these boxes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ PHASE_COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73")
 """Of `rlplace.problem.PHASES`."""
 
 COLLECTIVE_COLOR, TRANSFER_COLOR = "#CC79A7", "#8C8C8C"
-LIMIT_COLOR = "#D55E00"
 
 
 def rgb(colors: tuple[str, ...]) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""`rlplace.report`: a plan as an HTML page that needs no network, with pictures beside it."""
+"""`rlplace.report`: a plan as an HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from rlplace.problem import Problem
 from rlplace.reporting import sections
 from rlplace.reporting.data import ReportData, report_data
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
-from rlplace.reporting.pictures import check_pictures, write_pictures
 from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
 
 
@@ -33,7 +32,6 @@ def report(
     measurements: PlanTimings | Sequence[MeasuredRow] | None = None,
     seed: int = 0,
     time_limit_s: float | None = 2.0,
-    pictures: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ReportData:
     """Writes a report of a plan: one HTML file, complete or not at all.
@@ -46,36 +44,22 @@ def report(
         measurements: Step times of plans on real devices, as `rlplace measure --plans` writes them.
         seed: Seed of the planners.
         time_limit_s: Time limit of each planner, in seconds.
-        pictures: A folder for pictures of timeline and memory (PDF, SVG and PNG); needs matplotlib.
         progress: Is told the name of a planner that begins.
 
     Returns:
         What the report shows.
 
     Raises:
-        InputError: The plan is for another problem, a path cannot be written, or a planner is unknown. With `pictures` also
-            when the step does not complete, after the page is written.
-        MissingError: Pictures without matplotlib; nothing is written then.
+        InputError: The plan is for another problem, the path cannot be written, or a planner is unknown.
     """
     check_arguments(problem, plan, planners)
     check_output(path)
-    if pictures is not None:
-        check_pictures(pictures)
     measured = measured_rows(measurements, plan) if isinstance(measurements, PlanTimings) else tuple(measurements or ())
     data = report_data(problem, plan, measured=measured)
     rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     data = dataclasses.replace(data, planners=rows)
-    write_page(data, path, pictures)
-    return data
-
-
-def write_page(data: ReportData, path: str | Path, pictures: str | Path | None = None) -> None:
-    """Writes what a report shows as a page, and beside it pictures; see `report`."""
-    if pictures is not None:
-        check_pictures(pictures)
     write_text(path, render(data))
-    if pictures is not None:
-        write_pictures(data, pictures)
+    return data
 
 
 def check_arguments(problem: Any, plan: Any, planners: Any) -> None:

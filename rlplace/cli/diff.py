@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
 def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDifference | None:
     """The difference where one plan at least is a whole strategy; None: both place groups."""
     from rlplace.evaluating.again import same_model
-    from rlplace.explaining.strategy_difference import StrategyDifference, diff_strategies, placement_run, strategy_run
+    from rlplace.explaining.difference import placement_side
+    from rlplace.explaining.simulated_plan import run_plan
+    from rlplace.explaining.strategy_difference import StrategyDifference, diff_strategies, strategy_side
     from rlplace.plan.plan import PlacementPlan
 
     paths = (options.first, options.second)
@@ -66,14 +68,14 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDif
         asked = asked_of(first, paths[0], options.cluster)
         other = None if same_model(first, second) else asked_of(second, paths[1], options.cluster)
         return diff_strategies(asked, first, second, other)
-    runs = []
+    sides = []
     for path, plan, strategy in zip(paths, plans, whole, strict=True):
         if strategy:
-            runs.append(strategy_run(asked_of(plan, path, options.cluster), plan))
+            sides.append(strategy_side(asked_of(plan, path, options.cluster), plan))
         else:
             placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
-            runs.append(placement_run(problem, placed))
-    return StrategyDifference(runs[0], runs[1], notes=("strategies are simulated block by block, placements task by task",))
+            sides.append(placement_side(run_plan(problem, placed)))
+    return StrategyDifference(sides[0], sides[1], notes=("strategies are simulated block by block, placements task by task",))
 
 
 def _second(

@@ -101,7 +101,7 @@ def _strategy(options: argparse.Namespace) -> bool:
 def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:
     """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it."""
     from rlplace.cli.strategy import show_strategy
-    from rlplace.explaining.explain import what_if_lines
+    from rlplace.explaining.what_if import what_if_lines
 
     if not options.json:
         show_strategy(plan, machine)

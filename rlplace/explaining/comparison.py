@@ -1,4 +1,4 @@
-"""The record of two plans side by side, as data and as text."""
+"""What a comparison of two plans holds for each of them, and of two placements, as data and as text."""
 
 from __future__ import annotations
 
@@ -12,33 +12,62 @@ from rlplace.text import gb, ms, percent, table
 MOST_ROWS = 12
 """Rows of a table of parts; the rest is summed up in one more."""
 
+STRATEGY, PLACEMENT = "a whole strategy", "a placement of groups"
+
 
 @dataclass(frozen=True)
 class Side:
-    """One of the plans.
+    """One of the plans and what its step takes.
 
     Attributes:
+        kind: `STRATEGY` or `PLACEMENT`.
         planner: Who made it.
-        step_time_s: None when the step cannot complete.
+        words: The plan in one line.
         samples: Samples of a step.
+        step_time_s: None when the step cannot complete, or a strategy does not fit.
         feasible: It completes and fits.
-        peak_bytes: Per device.
-        compute_s, transfer_s: Summed over devices, and over transfers.
-        idle_s: Summed over devices, None when the step cannot complete.
-        path: Seconds of the critical path by cause.
-        settings: Micro-batches, schedule and the like.
+        peak_bytes: By name of device.
+        parts: Seconds by what they go to: of a strategy those of its busiest place, of a placement summed over devices and
+            over transfers; None where the step cannot complete.
+        path: Seconds of a placement's critical path by cause.
     """
 
+    kind: str
     planner: str
-    step_time_s: float | None
+    words: str
     samples: int
+    step_time_s: float | None
     feasible: bool
-    peak_bytes: tuple[int, ...]
-    compute_s: float
-    transfer_s: float
-    idle_s: float | None
-    path: Mapping[str, float]
-    settings: Mapping[str, Any]
+    peak_bytes: Mapping[str, int]
+    parts: Mapping[str, float | None]
+    path: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def side_lines(a: Side, b: Side) -> list[str]:
+    """Two plans as a table."""
+    steps = a.step_time_s, b.step_time_s
+    rows = [
+        ["planner", a.planner, b.planner, ""],
+        ["step ms", ms(steps[0]), ms(steps[1]), _relative(*steps) if a.samples == b.samples else "other samples"],
+        ["samples/s", *(f"{side.samples / side.step_time_s:.2f}" if side.step_time_s else "-" for side in (a, b)), ""],
+        ["feasible", *("yes" if side.feasible else "no" for side in (a, b)), ""],
+    ]
+    for prefix, here, there in (("", a.parts, b.parts), ("path, ", a.path, b.path)):
+        for name in dict.fromkeys([*here, *there]):
+            pair = here.get(name), there.get(name)
+            if any(pair):
+                rows.append([f"{prefix}{name} ms", ms(pair[0]), ms(pair[1]), _relative(*pair)])
+    for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
+        peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
+        rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), _relative(*peaks)])
+    return table(["", "first", "second", "change"], rows)
+
+
+def _relative(here: float | None, there: float | None) -> str:
+    """What the second takes more than the first."""
+    if here is None or there is None or here == 0:
+        return ""
+    return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
 
 
 @dataclass(frozen=True)
@@ -65,10 +94,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two plans side by side.
+    """Two placements side by side.
 
     Attributes:
-        devices: Names of the devices, those of the first plan's problem.
         first, second: The plans.
         settings: By name what the plans say differently: (first, second).
         renamed: Devices of the second plan by the name under which they are compared; empty when none had to be.
@@ -77,7 +105,6 @@ class Difference:
         notes: What else to know.
     """
 
-    devices: tuple[str, ...]
     first: Side
     second: Side
     settings: Mapping[str, tuple[Any, Any]]
@@ -99,22 +126,7 @@ class Difference:
 
     def text(self) -> str:
         """For people."""
-        a, b = self.first, self.second
-        rows = [
-            ["planner", a.planner, b.planner, ""],
-            ["step ms", ms(a.step_time_s), ms(b.step_time_s), relative(a.step_time_s, b.step_time_s)],
-            ["samples/s", rate_text(a.samples, a.step_time_s), rate_text(b.samples, b.step_time_s), ""],
-            ["feasible", _yes(a.feasible), _yes(b.feasible), ""],
-            ["computing ms", ms(a.compute_s), ms(b.compute_s), relative(a.compute_s, b.compute_s)],
-            ["moving ms", ms(a.transfer_s), ms(b.transfer_s), relative(a.transfer_s, b.transfer_s)],
-            ["idle ms", ms(a.idle_s), ms(b.idle_s), relative(a.idle_s, b.idle_s)],
-        ]
-        for cause in dict.fromkeys([*a.path, *b.path]):
-            here, there = a.path.get(cause, 0.0), b.path.get(cause, 0.0)
-            rows.append([f"path, {cause} ms", ms(here), ms(there), relative(here, there)])
-        for name, here, there in zip(self.devices, a.peak_bytes, b.peak_bytes, strict=False):
-            rows.append([f"peak GB of {name}", gb(here), gb(there), relative(here, there)])
-        lines = table(["", "first", "second", "change"], rows)
+        lines = side_lines(self.first, self.second)
         lines += [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
         if self.renamed:
             pairs = ", ".join(f"{there} as {here}" for there, here in self.renamed.items())
@@ -136,19 +148,3 @@ class Difference:
             if len(self.blocks) > MOST_ROWS:
                 lines.append(f"{len(self.blocks) - MOST_ROWS} more blocks")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def relative(here: float | None, there: float | None) -> str:
-    """What the second takes more than the first, for a table."""
-    if here is None or there is None or here == 0:
-        return ""
-    return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
-
-
-def rate_text(samples: int, step_time_s: float | None) -> str:
-    """Samples a second, for a table."""
-    return f"{samples / step_time_s:.2f}" if step_time_s else "-"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.explaining.alternatives import SAME
 from rlplace.explaining.bounds import seconds_by_cause
-from rlplace.explaining.comparison import Block, Difference, Side
+from rlplace.explaining.comparison import PLACEMENT, Block, Difference, Side
 from rlplace.explaining.path import realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
 from rlplace.explaining.stretches import module_of
@@ -60,17 +60,14 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
         )
     names = {device.name: index for index, device in enumerate(problem.devices)}
     devices, renamed = _second_devices(a, b, names)
-    shown = {
-        renamed.get(device.name, device.name): peak
-        for device, peak in zip(b.problem.devices, b.line.peak_memory_bytes, strict=True)
-    }
+    there = placement_side(b)
+    peaks = {renamed.get(name, name): peak for name, peak in there.peak_bytes.items()}
     blocks, same, more = _blocks(a, devices)
     notes += more
     settings = {key: (x, y) for (key, x), y in zip(_settings(first).items(), _settings(second).values(), strict=True) if x != y}
     return Difference(
-        devices=tuple(device.name for device in problem.devices),
-        first=_side(a),
-        second=dataclasses.replace(_side(b), peak_bytes=tuple(int(shown.get(name, 0)) for name in names)),
+        first=placement_side(a),
+        second=dataclasses.replace(there, peak_bytes={name: peaks.get(name, 0) for name in names}),
         settings=settings,
         renamed=renamed,
         blocks=blocks,
@@ -79,19 +76,22 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
     )
 
 
-def _side(run: SimulatedPlan) -> Side:
-    predicted = run.line.predicted(run.problem)
+def placement_side(run: SimulatedPlan) -> Side:
+    """What a comparison holds of a placement."""
+    problem, plan, line = run.problem, run.plan, run.line
+    predicted, used = line.predicted(problem), len(np.unique(plan.device_of_group))
+    words = [f"groups on {used} device{'s' if used > 1 else ''}"]
+    words += [f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {problem.samples_per_microbatch}"]
     return Side(
-        planner=run.plan.planner,
-        step_time_s=run.line.step_time_s,
-        samples=run.line.samples,
-        feasible=run.line.feasible,
-        peak_bytes=tuple(int(peak) for peak in run.line.peak_memory_bytes),
-        compute_s=float(predicted.compute or 0.0),
-        transfer_s=float(predicted.transfer or 0.0),
-        idle_s=predicted.idle,
+        kind=PLACEMENT,
+        planner=plan.planner,
+        words=", ".join([*words, plan.schedule]),
+        samples=line.samples,
+        step_time_s=line.step_time_s,
+        feasible=line.feasible,
+        peak_bytes={d.name: int(peak) for d, peak in zip(problem.devices, line.peak_memory_bytes, strict=True)},
+        parts={"computing": predicted.compute, "moving": predicted.transfer, "idle": predicted.idle},
         path=seconds_by_cause(realised_path(run)),
-        settings=_settings(run.plan),
     )
 
 

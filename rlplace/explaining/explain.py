@@ -10,10 +10,10 @@ from typing import Any
 from rlplace.explaining.alternatives import MOST_TARGETS, GroupChoice, alternatives, named_groups, weighty_groups
 from rlplace.explaining.bounds import StepBounds, headline, step_bounds
 from rlplace.explaining.comparison import MOST_ROWS
-from rlplace.explaining.questions import AS_IS
+from rlplace.explaining.placement_what_if import placement_what_if
 from rlplace.explaining.relax import Relaxations, relax
 from rlplace.explaining.simulated_plan import run_plan
-from rlplace.explaining.what_if import CALLS, WhatIf, what_if
+from rlplace.explaining.what_if import AS_IS, CALLS, WhatIf, what_if_lines
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.timeline import EXECUTOR
@@ -118,7 +118,7 @@ def explain(
     if plan.order is not None and choices:
         notes.append("the plan fixes the order of ops; groups are compared with the same plan run by priority")
     limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
-    asked = what_if(run, **limits) if hardware and run.line.feasible else ()
+    asked = placement_what_if(run, **limits) if hardware and run.line.feasible else ()
     if choices and problem.num_devices > MOST_TARGETS:
         notes.append(f"groups were tried on {MOST_TARGETS} of {problem.num_devices} devices, those that hold groups first")
     base = next((entry for entry in asked if entry.change == AS_IS), None)
@@ -208,19 +208,3 @@ def _causes(changes: Any) -> str:
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:3]
     least = 0.01 * max((abs(seconds) for seconds in changes.values()), default=0.0)
     return ", ".join(f"{cause} {ms(seconds, sign=True)}" for cause, seconds in largest if abs(seconds) > least)
-
-
-def what_if_lines(asked: Sequence[WhatIf]) -> list[str]:
-    """The changes as a table."""
-    base = next(entry for entry in asked if entry.change == AS_IS)
-    rows = []
-    for entry in asked:
-        gain = "-"
-        if entry.sample_s is not None and base.sample_s:
-            gain = percent(base.sample_s / entry.sample_s - 1.0, sign=True) if entry.sample_s > 0 else "-"
-        fits = ms(entry.same_s) if entry.same_feasible else "does not fit"
-        rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
-    lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
-    if any(entry.replanned_s is not None for entry in asked):
-        lines.append("planned anew: the quickest plan known, of the same one and of searches, over all questions")
-    return [*lines, *(f"{entry.change}: {entry.note}" for entry in asked if entry.note)]

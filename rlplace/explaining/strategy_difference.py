@@ -7,48 +7,22 @@ another; one that cannot stand alone has none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
-from rlplace.explaining.comparison import rate_text, relative
+from rlplace.explaining.comparison import STRATEGY, Side, side_lines
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
-from rlplace.problem import Problem
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
-from rlplace.text import gb, ms, table
-
-STRATEGY, PLACEMENT = "a whole strategy", "a placement of groups"
+from rlplace.text import ms, table
 
 _BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
 _MICRO = ("microbatch", "microbatches")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A plan and what its step takes.
-
-    Attributes:
-        kind: `STRATEGY` or `PLACEMENT`.
-        planner: Who made it.
-        words: The plan in one line.
-        batch: Samples of a step.
-        step_time_s: None when it does not fit.
-        peak_bytes: By name of device.
-        parts: Seconds of the busiest place by what they go to; of a placement none.
-    """
-
-    kind: str
-    planner: str
-    words: str
-    batch: int
-    step_time_s: float | None
-    peak_bytes: Mapping[str, int]
-    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -82,8 +56,8 @@ class StrategyDifference:
         notes: What else to know.
     """
 
-    first: Run
-    second: Run
+    first: Side
+    second: Side
     words: tuple[Word, ...] = ()
     blocks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -95,25 +69,9 @@ class StrategyDifference:
     def text(self) -> str:
         """For people."""
         a, b = self.first, self.second
-        batch = f"{a.batch} samples a step" if a.batch == b.batch else f"{a.batch} and {b.batch} samples a step"
+        samples = f"{a.samples} samples a step" if a.samples == b.samples else f"{a.samples} and {b.samples} samples a step"
         compared = "two whole strategies" if a.kind == b.kind else f"{a.kind} against {b.kind}"
-        lines = [f"{compared}, {batch}", f"first: {a.words}", f"second: {b.words}", ""]
-        same = a.batch == b.batch
-        steps = (a.step_time_s, b.step_time_s)
-        rows = [
-            ["planner", a.planner, b.planner, ""],
-            ["step ms", ms(steps[0]), ms(steps[1]), relative(*steps) if same else "other samples"],
-            ["samples/s", rate_text(a.batch, steps[0]), rate_text(b.batch, steps[1]), ""],
-            ["fits", *("no" if step is None else "yes" for step in steps), ""],
-        ]
-        for part in dict.fromkeys([*a.parts, *b.parts]):
-            pair = a.parts.get(part), b.parts.get(part)
-            if any(pair):
-                rows.append([f"{part.replace('_', ' ')} ms", ms(pair[0]), ms(pair[1]), relative(*pair)])
-        for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
-            peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
-            rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), relative(*peaks)])
-        lines += table(["", "first", "second", "change"], rows)
+        lines = [f"{compared}, {samples}", f"first: {a.words}", f"second: {b.words}", "", *side_lines(a, b)]
         if self.words:
             rows = [[word.name, word.first, word.second, ms(word.effect_s, sign=True), word.note] for word in self.words]
             lines += ["", *table(["put alone into the first", "<first", "<second", "step ms", "<"], rows)]
@@ -122,38 +80,20 @@ class StrategyDifference:
         return "\n".join([*lines, *self.blocks, *(f"note: {note}" for note in self.notes)])
 
 
-def strategy_run(asked: Asked, plan: PlacementPlan) -> Run:
-    """A plan with a strategy, evaluated."""
+def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
+    """What a comparison holds of a plan with a strategy: the plan evaluated again."""
     assert plan.strategy is not None
     said = asked.evaluate(plan.strategy)
     names = [device.name for device in asked.question.cluster.devices]
-    return Run(
+    return Side(
         kind=STRATEGY,
         planner=plan.planner,
         words=uniform_words(plan.strategy),
-        batch=plan.strategy.batch,
+        samples=plan.strategy.batch,
         step_time_s=said.step_time_s if said.feasible else None,
+        feasible=said.feasible,
         peak_bytes=dict(zip(names, said.peak_memory_bytes, strict=True)),
-        parts=said.parts,
-    )
-
-
-def placement_run(problem: Problem, plan: PlacementPlan) -> Run:
-    """A plan that places groups, simulated."""
-    from rlplace.explaining.simulated_plan import run_plan
-
-    line = run_plan(problem, plan).line
-    used = len(set(plan.device_of_group.tolist()))
-    words = [f"groups on {used} device{'s' if used > 1 else ''}"]
-    words += [f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {problem.samples_per_microbatch}"]
-    return Run(
-        kind=PLACEMENT,
-        planner=plan.planner,
-        words=", ".join([*words, plan.schedule]),
-        batch=line.samples,
-        step_time_s=line.step_time_s if line.feasible else None,
-        peak_bytes={d.name: int(n) for d, n in zip(problem.devices, line.peak_memory_bytes, strict=True)},
-        parts={},
+        parts={part.replace("_", " "): seconds for part, seconds in said.parts.items()},
     )
 
 
@@ -173,7 +113,7 @@ def diff_strategies(
     """
     target = other or asked
     a, b = asked.draft(first.strategy), target.draft(second.strategy)
-    runs = strategy_run(asked, first), strategy_run(target, second)
+    runs = strategy_side(asked, first), strategy_side(target, second)
     names = asked.question.costs.names
     if target.question.costs.names != names:
         return StrategyDifference(*runs, notes=("the plans are for models with other blocks: only their steps are compared",))

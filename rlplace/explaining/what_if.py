@@ -1,28 +1,49 @@
-"""What other hardware, or more micro-batches, would bring: the same plan simulated there, and the best that a search finds.
+"""What other hardware or a larger batch would bring: the same plan there, and the best that a search finds.
 
-Every question is asked twice, because a plan made for four devices does not use a fifth. The same plan is among the answers,
-and what is found for one question is simulated for all, so no answer is worse than what is known already. What a change is
-worth is therefore its re-planned step against the re-planned step as things are, by the sample where the numbers of samples
-differ.
+Every question is asked twice, because a plan made for four devices does not use a fifth. What is found for one question is
+tried for all, so no answer is worse than what is known already, and the luck of a search is not taken for the worth of a
+change. What a change is worth is therefore its re-planned step against the re-planned step as things are, by the sample where
+the numbers of samples differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rlplace.errors import InfeasibleError
-from rlplace.explaining.questions import AS_IS, Question, fitting_s, questions
-from rlplace.explaining.simulated_plan import SimulatedPlan
-from rlplace.planners import get_planner
+from rlplace.text import ms, percent, table
 
 CALLS = 256
 """Simulations of each search beside the classical floor."""
+
+AS_IS = "as it is"
+
+Candidate = TypeVar("Candidate", bound=Hashable)
+
+
+@dataclass(frozen=True, eq=False)
+class Question(Generic[Candidate]):
+    """A change, the plan with it, and how other plans are found and tried there.
+
+    Attributes:
+        change: In words.
+        samples: Samples of a step.
+        same: The same plan.
+        same_s: Its step time; None when it cannot complete.
+        same_feasible: Whether it fits.
+        step_s: Step time of a plan that was found for any question; inf when it does not fit here.
+        search: Finds plans, given those that are known; None: nothing is planned anew.
+    """
+
+    change: str
+    samples: int
+    same: Candidate
+    same_s: float | None
+    same_feasible: bool
+    step_s: Callable[[Candidate], float]
+    search: Callable[[Sequence[Candidate]], Iterable[Candidate]] | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +57,6 @@ class WhatIf:
         samples: Samples of a step.
         replanned_s: Step time of the best plan that was found, never above a feasible `same_s`; None when the search found
             nothing that fits, or was not made.
-        note: What to know about the answer, or empty.
     """
 
     change: str
@@ -44,7 +64,6 @@ class WhatIf:
     same_feasible: bool
     samples: int
     replanned_s: float | None
-    note: str = ""
 
     @property
     def sample_s(self) -> float | None:
@@ -53,73 +72,33 @@ class WhatIf:
         return None if step is None else step / max(self.samples, 1)
 
 
-def what_if(
-    run: SimulatedPlan,
-    *,
-    calls: int = CALLS,
-    time_limit_s: float | None = None,
-    seed: int = 0,
-) -> tuple[WhatIf, ...]:
-    """The plan and its hardware as they are, then one change at a time.
-
-    Args:
-        run: The plan as it is; it completes.
-        calls: Simulations of each search beside the classical floor; 0: nothing is planned anew.
-        time_limit_s: Seconds of each search.
-        seed: Seed of the search.
-    """
-    asked = list(questions(run))
-    reason = "" if calls else "not planned anew: no simulations were allowed"
-    steps: list[float | None] = [None] * len(asked)
-    if not reason:
-        steps = assignments(asked, calls=calls, time_limit_s=time_limit_s, seed=seed)
-    notes = {AS_IS: reason}
-    return tuple(
-        WhatIf(q.change, q.same.line.step_time_s, q.same.line.feasible, q.same.line.samples, step, notes.get(q.change, ""))
-        for q, step in zip(asked, steps, strict=True)
-    )
+def answers(asked: Iterable[Question[Candidate]]) -> tuple[WhatIf, ...]:
+    """Asks the questions, things as they are first."""
+    asked = list(asked)
+    known = dict.fromkeys(question.same for question in asked)
+    for question in asked:
+        if question.search is not None:
+            known |= dict.fromkeys(question.search(list(known)))
+    found = []
+    for question in asked:
+        steps = [question.same_s] if question.same_feasible and question.same_s is not None else []
+        best_s = min([*steps, *map(question.step_s, known)], default=math.inf) if question.search is not None else math.inf
+        replanned_s = best_s if math.isfinite(best_s) else None
+        found.append(WhatIf(question.change, question.same_s, question.same_feasible, question.samples, replanned_s))
+    return tuple(found)
 
 
-def assignments(questions: Sequence[Question], *, calls: int, time_limit_s: float | None, seed: int) -> list[float | None]:
-    """The best step of every question with the plan's micro-batches and schedule; None where nothing fits.
-
-    Args:
-        questions: About a plan.
-        calls: Simulations of each search beside the classical floor.
-        time_limit_s: Seconds of each search.
-        seed: Seed of the searches.
-    """
-    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
-    pool: dict[bytes, NDArray[np.int32]] = {}
-    for question in questions:
-        starts = [np.ascontiguousarray(question.same.plan.device_of_group, dtype=np.int32), *pool.values()]
-        for devices in _searched(question, starts, limits):
-            pool[devices.tobytes()] = devices
-    best: list[float | None] = []
-    for question in questions:
-        known = [d for d in pool.values() if int(d.max(initial=0)) < question.problem.num_devices]
-        best.append(_least(question, [question.step_s(devices) for devices in known]))
-    return best
-
-
-def _least(question: Question, steps: list[float]) -> float | None:
-    step = min([fitting_s(question.same), *steps])
-    return step if math.isfinite(step) else None
-
-
-def _searched(question: Question, starts: list[NDArray[np.int32]], limits: dict[str, Any]) -> list[NDArray[np.int32]]:
-    """The floor's plan, and what a search finds from the best plan that is known."""
-    problem = question.problem
-    execution = {"microbatches": question.same.plan.microbatches, "schedule": question.same.plan.schedule}
-    candidates = [devices for devices in starts if int(devices.max(initial=0)) < problem.num_devices]
-    try:
-        fixed = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
-        candidates.append(get_planner("best")(problem, **fixed, **execution).device_of_group)
-    except InfeasibleError:
-        pass
-    start = min(candidates, key=question.step_s)
-    try:
-        candidates.append(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group)
-    except InfeasibleError:
-        pass
-    return [np.ascontiguousarray(devices, dtype=np.int32) for devices in candidates]
+def what_if_lines(found: Sequence[WhatIf]) -> list[str]:
+    """The answers as a table."""
+    base = next(entry for entry in found if entry.change == AS_IS)
+    rows = []
+    for entry in found:
+        gain = "-"
+        if entry.sample_s is not None and base.sample_s:
+            gain = percent(base.sample_s / entry.sample_s - 1.0, sign=True) if entry.sample_s > 0 else "-"
+        fits = ms(entry.same_s) if entry.same_feasible else "does not fit"
+        rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
+    lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
+    if any(entry.replanned_s is not None for entry in found):
+        lines.append("planned anew: the quickest plan known, of the same one and of searches, over all questions")
+    return lines

@@ -10,8 +10,8 @@ import pytest
 from random_costs import random_costs
 
 from rlplace.cluster import Cluster
-from rlplace.explaining.questions import AS_IS
 from rlplace.explaining.strategy_what_if import strategy_what_if
+from rlplace.explaining.what_if import AS_IS
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.search import search
 from rlplace.strategy.tries import Question

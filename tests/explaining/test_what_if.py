@@ -13,9 +13,9 @@ import rlplace
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.explaining import changes
-from rlplace.explaining.questions import AS_IS
+from rlplace.explaining.placement_what_if import placement_what_if
 from rlplace.explaining.simulated_plan import run_plan
-from rlplace.explaining.what_if import what_if
+from rlplace.explaining.what_if import AS_IS
 from rlplace.plan import make_plan
 from rlplace.problem import Device, Links
 from rlplace.problem.generate import random_problem
@@ -23,7 +23,7 @@ from rlplace.simulator import simulate
 
 
 def asked(problem, devices, calls=32, **fields):
-    found = what_if(run_plan(problem, make_plan(problem, devices, planner="test", **fields)), calls=calls)
+    found = placement_what_if(run_plan(problem, make_plan(problem, devices, planner="test", **fields)), calls=calls)
     return {answer.change: answer for answer in found}
 
 

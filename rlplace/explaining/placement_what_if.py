@@ -1,0 +1,128 @@
+"""What other hardware, or more micro-batches, would bring a placement of groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.explaining import changes
+from rlplace.explaining.bounds import channel_loads, device_loads
+from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
+from rlplace.explaining.what_if import AS_IS, CALLS, Question, WhatIf, answers
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planners import get_planner
+from rlplace.problem import Problem
+from rlplace.schedule import LIST, ONE_F_ONE_B
+
+
+def placement_what_if(
+    run: SimulatedPlan, *, calls: int = CALLS, time_limit_s: float | None = None, seed: int = 0
+) -> tuple[WhatIf, ...]:
+    """The plan and its hardware as they are, then one change at a time.
+
+    Args:
+        run: The plan as it is; it completes.
+        calls: Simulations of each search beside the classical floor; 0: nothing is planned anew.
+        time_limit_s: Seconds of each search.
+        seed: Seed of the search.
+    """
+    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
+    return answers(
+        Question(
+            change=change,
+            samples=same.line.samples,
+            same=_key(same.devices),
+            same_s=same.line.step_time_s,
+            same_feasible=same.line.feasible,
+            step_s=partial(_step_s, same),
+            search=partial(_search, same, limits) if calls else None,
+        )
+        for change, same in _changed(run)
+    )
+
+
+def _changed(run: SimulatedPlan) -> Iterator[tuple[str, SimulatedPlan]]:
+    """The plan under all changes that make sense for it."""
+    yield AS_IS, run
+    for change, problem in _problems(run):
+        if problem is not None:
+            yield change, run_unchecked(problem, _fitted(run.plan, problem))
+    longer = None if run.plan.order is not None else _more_microbatches(run)
+    if longer is not None:
+        yield f"{longer.plan.microbatches} micro-batches", longer
+
+
+def _problems(run: SimulatedPlan) -> Iterator[tuple[str, Problem | None]]:
+    """The problem on other hardware; None where it cannot be changed so."""
+    problem = run.problem
+    busiest = int(np.argmax([load.busy_s for load in device_loads(run)]))
+    yield f"one more device like {problem.devices[busiest].name}", changes.with_device(problem, busiest)
+    if any(device.memory_bytes is not None for device in problem.devices):
+        yield "double the memory", changes.with_memory(problem, 2.0)
+    yield f"{problem.devices[busiest].name} twice as fast", changes.with_speed(problem, busiest, 2.0)
+    if problem.num_devices == 1:
+        return
+    yield "all links twice as fast", changes.with_links(problem, 2.0)
+    used = channel_loads(run)
+    if used:
+        yield f"link {used[0].name} twice as fast", changes.with_links(problem, 2.0, channel=used[0].channel)
+    yield "communication for free", changes.with_free_links(problem)
+
+
+def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
+    """The plan for a problem that may have more devices."""
+    if plan.order is None:
+        return plan
+    empty: list[Any] = [[]] * (problem.num_devices - len(plan.order))
+    return dataclasses.replace(plan, order=[*plan.order, *empty])
+
+
+def _more_microbatches(run: SimulatedPlan) -> SimulatedPlan | None:
+    """The plan with 4 micro-batches instead of one, or with twice as many."""
+    plan = run.plan
+    single = plan.microbatches == 1
+    schedule = ONE_F_ONE_B if single and plan.schedule == LIST else plan.schedule
+    try:
+        return run_unchecked(
+            run.problem, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
+        )
+    except InputError:  # too many tasks, or a schedule that cannot run so many
+        return None
+
+
+def _key(devices: Any) -> bytes:
+    """An assignment as a plan that is known."""
+    return np.asarray(devices, dtype=np.int32).tobytes()
+
+
+def _step_s(same: SimulatedPlan, assignment: bytes) -> float:
+    devices = np.frombuffer(assignment, dtype=np.int32)
+    if devices.max(initial=0) >= same.problem.num_devices:
+        return math.inf
+    plan = dataclasses.replace(same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None)
+    run = run_unchecked(same.problem, plan)
+    return run.step_s if run.line.feasible else math.inf
+
+
+def _search(same: SimulatedPlan, limits: dict[str, Any], known: Sequence[bytes]) -> list[bytes]:
+    """The floor's plan, and what a search finds from the best plan that is known."""
+    problem = same.problem
+    execution = {"microbatches": same.plan.microbatches, "schedule": same.plan.schedule}
+    floor = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
+    candidates = list(known)
+    try:
+        candidates.append(_key(get_planner("best")(problem, **floor, **execution).device_of_group))
+    except InfeasibleError:
+        pass
+    start = np.frombuffer(min(candidates, key=partial(_step_s, same)), dtype=np.int32)
+    try:
+        candidates.append(_key(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group))
+    except InfeasibleError:
+        pass
+    return candidates

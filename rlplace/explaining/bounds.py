@@ -201,7 +201,7 @@ def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
 def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
     """What every device does and holds."""
     problem, line = run.problem, run.line
-    groups = np.bincount(run.devices, minlength=problem.num_devices)
+    groups = np.bincount(run.plan.device_of_group, minlength=problem.num_devices)
     return tuple(
         DeviceLoad(device.name, float(line.busy_s[d]), int(groups[d]), int(line.peak_memory_bytes[d]), device.memory_bytes)
         for d, device in enumerate(problem.devices)

@@ -97,8 +97,9 @@ class _Walk:
         self.channels = self.channel_uses()
         self.gates: Gates | None = None
         self.closers: dict[int, list[int]] = {}
-        if SCHEDULES[run.schedule].gates != NO_GATES:
-            self.gates = gates(self.problem, self.tasks, run.schedule, run.devices, run.stage_of_group)
+        plan = run.plan
+        if plan.order is None and SCHEDULES[plan.schedule].gates != NO_GATES:
+            self.gates = gates(self.problem, self.tasks, plan.schedule, plan.device_of_group, plan.stage_of_group)
             self.closers = self.gate_closers(self.gates)
 
     def batches(self) -> list[int]:

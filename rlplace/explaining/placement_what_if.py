@@ -37,7 +37,7 @@ def placement_what_if(
         Question(
             change=change,
             samples=same.line.samples,
-            same=_key(same.devices),
+            same=_key(same.plan.device_of_group),
             same_s=same.line.step_time_s,
             same_feasible=same.line.feasible,
             step_s=partial(_step_s, same),

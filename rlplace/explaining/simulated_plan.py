@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +23,11 @@ class SimulatedPlan:
     Attributes:
         problem: The problem that the plan is for.
         plan: The plan.
-        devices: int32 [G], device of every group.
-        stage_of_group: int32 [G] or None: the device.
-        ordered: Devices follow a fixed order, so they may stand idle beside a ready task.
-        schedule: The schedule by which tasks are held back.
         line: The timeline.
     """
 
     problem: Problem
     plan: PlacementPlan
-    devices: NDArray[np.int32]
-    stage_of_group: NDArray[np.int32] | None
-    ordered: bool
-    schedule: str
     line: Timeline
 
     @cached_property
@@ -47,7 +38,7 @@ class SimulatedPlan:
     @cached_property
     def task_device(self) -> NDArray[np.int32]:
         """int32 [K]."""
-        return self.devices[self.problem.op_group[self.tasks.op]]
+        return self.plan.device_of_group[self.problem.op_group[self.tasks.op]]
 
     @property
     def step_s(self) -> float:
@@ -67,12 +58,16 @@ def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
 
 def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
-    devices = np.array(plan.device_of_group, dtype=np.int32)
-    schedule = plan.schedule if plan.order is None else LIST
-    fields: dict[str, Any] = {"microbatches": plan.microbatches, "schedule": schedule, "stage_of_group": plan.stage_of_group}
-    line = simulate(problem, devices, priority=plan.priority, order=plan.order, **fields)
-    ordered = plan.order is not None
-    return SimulatedPlan(problem, plan, devices, plan.stage_of_group, ordered, schedule, line)
+    line = simulate(
+        problem,
+        plan.device_of_group,
+        priority=plan.priority,
+        order=plan.order,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule if plan.order is None else LIST,
+        stage_of_group=plan.stage_of_group,
+    )
+    return SimulatedPlan(problem, plan, line)
 
 
 def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:

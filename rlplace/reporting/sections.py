@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.cost.timings import PlaceTiming
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
-from rlplace.reporting.tables import MeasuredRow
+from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.text import bytes_text, percent, seconds_text
 
 _REASONS = 10
@@ -75,28 +74,22 @@ def devices(data: ReportData) -> str:
         peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
         over = limit is not None and peak > limit
         share = None if not limit else peak / limit
-        rows.append(
-            (
-                "",
-                [
-                    _cell(device.name),
-                    _cell(device.kind or "-"),
-                    _cell(f"{data.groups_on_device[index]:,}"),
-                    _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
-                    _share(float(line.busy_s[index]) / step) if step else _cell("-"),
-                    _cell(bytes_text(int(data.resident_bytes[index]))),
-                    _cell(bytes_text(peak), "bad" if over else ""),
-                    _cell("no limit" if limit is None else bytes_text(limit)),
-                    _cell("-") if share is None else _share(share, over=over),
-                ],
-            )
-        )
-    held = "Blocks" if data.plan.strategy else "Groups"
-    head = ["Device", "Kind", held, "Busy", "Share of the step", "Resident", "Peak", "Memory", "Peak of memory"]
+        cells = {
+            "Device": _cell(device.name),
+            "Kind": _cell(device.kind or "-"),
+            "Blocks" if data.plan.strategy else "Groups": _cell(f"{data.groups_on_device[index]:,}"),
+            "Busy": _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
+            "Share of the step": _share(float(line.busy_s[index]) / step) if step else _cell("-"),
+            "Resident": _cell(bytes_text(int(data.resident_bytes[index]))),
+            "Peak": _cell(bytes_text(peak), "bad" if over else ""),
+            "Memory": _cell("no limit" if limit is None else bytes_text(limit)),
+            "Peak of memory": _cell("-") if share is None else _share(share, over=over),
+        }
+        rows.append(("", cells))
     note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
     if step is None:
         note = "The step does not complete; peaks are what the groups hold all the time."
-    return _section("devices", "Devices", _table("Devices", head, rows) + f'<p class="note">{note}</p>')
+    return _section("devices", "Devices", _table("Devices", rows) + f'<p class="note">{note}</p>')
 
 
 def planners(data: ReportData) -> str:
@@ -107,38 +100,22 @@ def planners(data: ReportData) -> str:
     rows = []
     for row in data.planners:
         relation = "-" if not (best and row.samples_per_s) else f"{row.samples_per_s / best:.3f}"
-        note = "this plan" if row.this else ""
-        rows.append(
-            (
-                "this" if row.this else "",
-                [
-                    _cell(row.planner),
-                    _cell(seconds_text(row.step_time_s)),
-                    _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
-                    _cell(relation),
-                    _cell(str(row.devices_used or "-")),
-                    _cell(percent(row.memory_share), "" if row.feasible else "bad"),
-                    _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
-                    _cell(". ".join(part for part in (note, row.note) if part), "text"),
-                ],
-            )
-        )
-    head = [
-        "Planner",
-        "Step time",
-        "Samples/s",
-        "Speed against this plan",
-        "Devices",
-        "Largest share of memory",
-        "Planning",
-        "",
-    ]
+        cells = {
+            "Planner": _cell(row.planner),
+            "Step time": _cell(seconds_text(row.step_time_s)),
+            "Samples/s": _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
+            "Speed against this plan": _cell(relation),
+            "Devices": _cell(str(row.devices_used or "-")),
+            "Largest share of memory": _cell(percent(row.memory_share), "" if row.feasible else "bad"),
+            "Planning": _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
+        }
+        rows.append(_noted(row, cells))
     samples = data.timeline.samples
     note = (
         f"Simulated by the same executor, {data.executor}, on the same problem, {samples} {_plural(samples, 'sample')} a step "
         "for everyone. Plans that do not fit come last."
     )
-    return _section("planners", "Planners", _table("Planners", head, rows) + f'<p class="note">{note}</p>')
+    return _section("planners", "Planners", _table("Planners", rows) + f'<p class="note">{note}</p>')
 
 
 def measured(data: ReportData) -> str:
@@ -147,26 +124,18 @@ def measured(data: ReportData) -> str:
         return ""
     rows = []
     for row in data.measured:
-        error = row.error
-        note = ". ".join(part for part in ("this plan" if row.this else "", row.note) if part)
-        rows.append(
-            (
-                "this" if row.this else "",
-                [
-                    _cell(row.name),
-                    _cell(row.engine or "-"),
-                    _cell(row.mode),
-                    _cell(str(row.steps)),
-                    _cell(seconds_text(row.measured_s)),
-                    _cell("-" if row.measured_s is None else percent(row.spread)),
-                    _cell(seconds_text(row.predicted_s)),
-                    _cell("-" if error is None else f"{100 * error:+.1f} %"),
-                    _cell(note, "text"),
-                ],
-            )
-        )
-    head = ["Plan", "Engine", "Ops", "Steps", "Measured", "Spread", "Predicted", "Error", ""]
-    body = _table("Predicted against measured step times", head, rows)
+        cells = {
+            "Plan": _cell(row.name),
+            "Engine": _cell(row.engine or "-"),
+            "Ops": _cell(row.mode),
+            "Steps": _cell(str(row.steps)),
+            "Measured": _cell(seconds_text(row.measured_s)),
+            "Spread": _cell("-" if row.measured_s is None else percent(row.spread)),
+            "Predicted": _cell(seconds_text(row.predicted_s)),
+            "Error": _cell("-" if row.error is None else f"{100 * row.error:+.1f} %"),
+        }
+        rows.append(_noted(row, cells))
+    body = _table("Predicted against measured step times", rows)
     errors = [abs(row.error) for row in data.measured if row.error is not None]
     said = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
@@ -180,23 +149,21 @@ def measured(data: ReportData) -> str:
 
 
 def _places(row: MeasuredRow) -> str:
-    head = ["Process", "Host", "Busy", "Predicted busy", "Waiting", "Adding up gradients", "Update", "Peak", "Predicted peak"]
-    rows = [("", [_cell(cell) for cell in _place_cells(place)]) for place in row.places]
-    return f"<h3>This plan by process: {escape(row.name)}</h3>" + _table("This plan by process", head, rows)
-
-
-def _place_cells(place: PlaceTiming) -> list[str]:
-    return [
-        str(place.rank),
-        place.host,
-        seconds_text(place.busy_s),
-        seconds_text(place.predicted_busy_s),
-        seconds_text(place.wait_s),
-        seconds_text(place.reduce_s),
-        seconds_text(place.update_s),
-        "-" if place.peak_memory_bytes is None else bytes_text(place.peak_memory_bytes),
-        "-" if place.predicted_peak_bytes is None else bytes_text(place.predicted_peak_bytes),
-    ]
+    rows = []
+    for place in row.places:
+        cells = {
+            "Process": str(place.rank),
+            "Host": place.host,
+            "Busy": seconds_text(place.busy_s),
+            "Predicted busy": seconds_text(place.predicted_busy_s),
+            "Waiting": seconds_text(place.wait_s),
+            "Adding up gradients": seconds_text(place.reduce_s),
+            "Update": seconds_text(place.update_s),
+            "Peak": "-" if place.peak_memory_bytes is None else bytes_text(place.peak_memory_bytes),
+            "Predicted peak": "-" if place.predicted_peak_bytes is None else bytes_text(place.predicted_peak_bytes),
+        }
+        rows.append(("", {name: _cell(text) for name, text in cells.items()}))
+    return f"<h3>This plan by process: {escape(row.name)}</h3>" + _table("This plan by process", rows)
 
 
 def about(data: ReportData, version: str) -> str:
@@ -225,11 +192,23 @@ def _section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}" aria-labelledby="{name}-title">{head}{body}</section>'
 
 
-def _table(label: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+Cell = tuple[str, str]
+"""Escaped text, and the class of the cell."""
+Row = tuple[str, dict[str, Cell]]
+"""The class of the row, and its cells by the head of their column."""
+
+
+def _noted(row: PlannerRow | MeasuredRow, cells: dict[str, Cell]) -> Row:
+    """A row with its remarks in a last column; that of the report's plan is marked."""
+    note = ". ".join(part for part in ("this plan" if row.this else "", row.note) if part)
+    return "this" if row.this else "", {**cells, "": _cell(note, "text")}
+
+
+def _table(label: str, rows: Sequence[Row]) -> str:
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0][1])
     body = []
     for kind, cells in rows:
-        first, *others = cells
+        first, *others = cells.values()
         line = f'<th scope="row">{first[0]}</th>' + "".join(f"<td{_class(kind)}>{text}</td>" for text, kind in others)
         body.append(f"<tr{_class(kind)}>{line}</tr>")
     return (
@@ -242,11 +221,11 @@ def _class(kind: str) -> str:
     return f' class="{kind}"' if kind else ""
 
 
-def _cell(value: Any, kind: str = "") -> tuple[str, str]:
+def _cell(value: Any, kind: str = "") -> Cell:
     return escape(value), kind
 
 
-def _share(value: float, *, over: bool = False) -> tuple[str, str]:
+def _share(value: float, *, over: bool = False) -> Cell:
     width = 100 * min(1.0, max(0.0, value))
     bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
     return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
-from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, LaneRow, among, pack
+from rlplace.reporting.lanes import COLLECTIVE, DEVICE, LINK, LaneRow, among, packed_rows
 from rlplace.simulator import Timeline
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.expand import ExpandedDraft
@@ -123,10 +123,9 @@ class Picture:
     def _packed(self, name: str, kind: str, device: int, boxes: list[Box]) -> None:
         """As few rows of a name as hold the boxes without overlap."""
         if boxes:
-            lane = pack(np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])).tolist()
-            self._boxes += [box._replace(row=len(self._rows) + more) for box, more in zip(boxes, lane, strict=True)]
-            rows = range(max(lane) + 1)
-            self._rows += [LaneRow(f"{name}, {more + 1}" if more else name, kind, device, 0.0) for more in rows]
+            start, end = np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])
+            rows = packed_rows(self._rows, name, kind, device, start, end).tolist()
+            self._boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
 
     def drawn(self) -> tuple[list[LaneRow], list[Box]]:
         """All rows, and their boxes by row and start."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan
-from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, module_of, stretches
+from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, stretches
 from rlplace.planners.common.bounds import execution_bound
 
 Key = TypeVar("Key")
@@ -37,28 +37,6 @@ class PathPart:
     where: str
     seconds: float
     links: int
-
-
-@dataclass(frozen=True)
-class ModulePart:
-    """Seconds of the critical path in which a module's groups run, have their outputs sent, or wait.
-
-    Attributes:
-        module: Path up to the first number; see `rlplace.explaining.stretches.module_of`.
-        compute_s: Running.
-        transfer_s: Sent to other devices, or in collectives.
-        wait_s: Ready, or there to be sent, while the device or the link is busy.
-    """
-
-    module: str
-    compute_s: float
-    transfer_s: float
-    wait_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Their sum."""
-        return self.compute_s + self.transfer_s + self.wait_s
 
 
 @dataclass(frozen=True)
@@ -111,7 +89,6 @@ class StepBounds:
     Attributes:
         step_time_s: Step time of the plan.
         path: The critical path by cause and place, longest first; the seconds add up to the step.
-        modules: The same path by module, longest first; likewise.
         story: The same path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
@@ -121,7 +98,6 @@ class StepBounds:
 
     step_time_s: float
     path: tuple[PathPart, ...]
-    modules: tuple[ModulePart, ...]
     story: tuple[Stretch, ...]
     devices: tuple[DeviceLoad, ...]
     channels: tuple[ChannelLoad, ...]
@@ -156,7 +132,6 @@ def step_bounds(run: SimulatedPlan) -> StepBounds:
     return StepBounds(
         step_time_s=run.step_s,
         path=_parts(run, path),
-        modules=_modules(run, path),
         story=stretches(run, path),
         devices=device_loads(run),
         channels=channel_loads(run),
@@ -180,15 +155,6 @@ def _parts(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
         count[key(link)] = count.get(key(link), 0) + 1
     parts = [PathPart(cause, where, value, count[cause, where]) for (cause, where), value in seconds.items()]
     return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
-
-
-def _modules(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[ModulePart, ...]:
-    kinds = {COMPUTE: 0, TRANSFER: 1, COLLECTIVE: 1}
-    names = [module_of(name) for name in run.problem.group_names]
-    seconds = _sums(path, lambda link: (names[link.group], kinds.get(link.cause, 2)))
-    modules = dict.fromkeys(module for module, _ in seconds)
-    parts = [ModulePart(module, *(seconds.get((module, kind), 0.0) for kind in range(3))) for module in modules]
-    return tuple(sorted(parts, key=lambda part: (-part.seconds, part.module)))
 
 
 def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:

@@ -89,7 +89,8 @@ def _extended(links: Links, like: int, peer: int) -> Links:
     # Between the two: the ports of the one, the ports of the other, and whatever like and its peer share.
     out = tuple(c for c in links.channels[like][peer] if c not in peers)
     back = tuple(c for c in links.channels[peer][like] if c not in peers)
-    entering, leaving = _ports(links, like, peer)
+    entering = tuple(c for c in links.channels[peer][like] if c in own)
+    leaving = tuple(c for c in links.channels[like][peer] if c in own)
     last = fresh + len(copies)
     rows[like][count] = tuple(dict.fromkeys((*out, *renamed(entering)))) if out else (last,)  # none: they have their own link
     rows[count][like] = tuple(dict.fromkeys((*renamed(leaving), *back))) if back else (last + 1,)
@@ -110,15 +111,6 @@ def _own_channels(links: Links, device: int) -> set[int]:
         for j in range(count):
             (mine if device in (i, j) else others).update(links.channels[i][j])
     return mine - others
-
-
-def _ports(links: Links, device: int, peer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The device's own channels on the way from and to its peer."""
-    assert links.channels is not None
-    own = _own_channels(links, device)
-    entering = tuple(c for c in links.channels[peer][device] if c in own)
-    leaving = tuple(c for c in links.channels[device][peer] if c in own)
-    return entering, leaving
 
 
 def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
@@ -235,13 +227,8 @@ def with_speed(problem: Problem, device: int, factor: float) -> Problem:
 
 
 def without_optimizer(problem: Problem, keep: float = 0.0) -> Problem:
-    """Optimizer state cut to a share of its bytes, rounded up."""
-    return with_optimizer(problem, np.ceil(np.maximum(problem.optimizer_bytes, 0) * keep).astype(np.int64))
-
-
-def with_optimizer(problem: Problem, size_bytes: NDArray[np.int64]) -> Problem:
-    """Optimizer state of so many bytes an op, int64 [N], where its size is known."""
+    """Optimizer state cut to a share of its bytes, rounded up, where its size is known."""
     known = np.maximum(problem.optimizer_bytes, 0)
-    optimizer = np.where(problem.optimizer_bytes >= 0, size_bytes, -1)
-    resident = problem.resident_bytes - known + np.maximum(optimizer, 0)
-    return dataclasses.replace(problem, resident_bytes=resident, optimizer_bytes=optimizer)
+    kept = np.ceil(known * keep).astype(np.int64)
+    optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)
+    return dataclasses.replace(problem, resident_bytes=problem.resident_bytes - known + kept, optimizer_bytes=optimizer)

@@ -147,12 +147,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
         seconds = sum(part.seconds for part in rest)
         rows.append([f"{len(rest)} more", "", ms(seconds), percent(seconds / step)])
     lines = table(["critical path", "<where", "ms", "of step"], rows)
-    rows = [[part.module, ms(part.compute_s), ms(part.transfer_s), ms(part.wait_s)] for part in bounds.modules[:MOST_ROWS]]
-    if more := bounds.modules[MOST_ROWS:]:
-        sums = (sum(p.compute_s for p in more), sum(p.transfer_s for p in more), sum(p.wait_s for p in more))
-        rows.append([f"{len(more)} more", *(ms(value) for value in sums)])
-    lines += ["", *_story_lines(bounds)]
-    lines += ["", *table(["critical path by module", "computing ms", "moving ms", "waiting ms"], rows), ""]
+    lines += ["", *_story_lines(bounds), ""]
     rows = []
     for device in bounds.devices:
         used = percent(device.used) if device.memory_bytes else "-"

@@ -105,13 +105,6 @@ def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
     return short if line.step_time_s is not None and short > 0 else None
 
 
-def overflow(run: SimulatedPlan) -> tuple[int, int]:
-    """The device that is short of most bytes, and how many; 0 where memory is not what fails."""
-    limits = run.problem.capacity_bytes
-    over = np.maximum(run.line.peak_memory_bytes - limits, 0.0)
-    return int(over.argmax()), int(over.max())
-
-
 def without_advice(error: InfeasibleError) -> str:
     """What the message says before it advises: advice here is tested first."""
     return str(error).partition("; ")[0]
@@ -155,9 +148,13 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
         run: A plan of it that does not fit; None: it is not known that one exists.
         tester: Looks for a plan where no bound proves that there is none.
     """
-    if run is not None:
-        return _of_plan(run), None
     constraint, error, proven = _proof(problem)
+    if run is not None:  # what the plan lacks, and whether any plan like it lacks something
+        over = np.maximum(run.line.peak_memory_bytes - problem.capacity_bytes, 0.0)
+        short = int(over.max())
+        message = f"the plan does not fit: {'; '.join(run.line.violations)}"
+        name = problem.devices[int(over.argmax())].name if short else None
+        return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None), None
     only = only_plan_short(problem, tester.execution)
     if error is None and only is not None and tester.microbatches == 1:
         single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0
@@ -171,15 +168,6 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
     if only is not None:  # there is one plan, so its shortage is exact
         name, proven = problem.devices[0].name, only
     return Shortage(constraint, without_advice(error), name, proven, proven, True), None
-
-
-def _of_plan(run: SimulatedPlan) -> Shortage:
-    """What a plan lacks, and whether any plan like it lacks something."""
-    _, error, proven = _proof(run.problem)
-    device, short = overflow(run)
-    message = f"the plan does not fit: {'; '.join(run.line.violations)}"
-    name = run.problem.devices[device].name if short else None
-    return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
 
 
 def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:

@@ -118,6 +118,16 @@ def pack(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> NDArray[np
     return lane
 
 
+def packed_rows(
+    rows: list[LaneRow], name: str, kind: str, device: int, start_s: NDArray[np.float64], end_s: NDArray[np.float64]
+) -> NDArray[np.int32]:
+    """Adds as few rows of a name as hold the intervals without overlap: int32 [X], the row of each."""
+    lane, first = pack(start_s, end_s), len(rows)
+    busy = np.bincount(lane, weights=end_s - start_s, minlength=1).tolist()
+    rows += [LaneRow(f"{name}, {more + 1}" if more else name, kind, device, busy_s) for more, busy_s in enumerate(busy)]
+    return first + lane
+
+
 Columns = tuple[NDArray, ...]
 
 
@@ -135,19 +145,14 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> li
         here = np.flatnonzero(pair == key)
         source, destination = divmod(key, problem.num_devices)
         start, end = timeline.transfer_start_s[here], timeline.transfer_end_s[here]
-        lane = pack(start, end)
         tensor = timeline.transfer_tensor[here]
         producer = problem.tensor_producer[tensor]
         group = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[tensor])
-        base, name = len(rows), f"{problem.devices[source].name} → {problem.devices[destination].name}"
-        for number in range(int(lane.max(initial=0)) + 1):
-            busy = float((end - start)[lane == number].sum())
-            rows.append(LaneRow(name if number == 0 else f"{name}, {number + 1}", LINK, source, busy))
+        name = f"{problem.devices[source].name} → {problem.devices[destination].name}"
+        row = packed_rows(rows, name, LINK, source, start, end)
         microbatch = timeline.transfer_microbatch[here] if timeline.microbatches > 1 else np.full(len(here), -1)
         size = problem.tensor_bytes[tensor]
-        parts.append(
-            ((base + lane).astype(np.int32), start, end, producer, group.astype(np.int32), microbatch.astype(np.int32), size)
-        )
+        parts.append((row, start, end, producer, group.astype(np.int32), microbatch.astype(np.int32), size))
     return parts
 
 
@@ -162,13 +167,9 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
         members = next(collective.ops for collective in problem.collectives if collective.channels == channels)
         where = [int(timeline.device_of_op[op]) for op in members]
         tasks = np.flatnonzero(leader[timeline.task_op] == number)
-        lane = pack(timeline.start_s[tasks], timeline.end_s[tasks])
         name = "collective " + among([problem.devices[device].name for device in where])
-        for extra in range(int(lane.max(initial=0)) + 1):
-            busy = float((timeline.end_s[tasks] - timeline.start_s[tasks])[lane == extra].sum())
-            rows.append(LaneRow(name if extra == 0 else f"{name}, {extra + 1}", COLLECTIVE, where[0], busy))
-        first = len(rows) - 1 - int(lane.max(initial=0))
-        parts.append(_task_boxes(problem, timeline, tasks, first + lane))
+        row = packed_rows(rows, name, COLLECTIVE, where[0], timeline.start_s[tasks], timeline.end_s[tasks])
+        parts.append(_task_boxes(problem, timeline, tasks, row))
     return parts
 
 

@@ -42,13 +42,14 @@ def summary(data: ReportData) -> str:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
+    crossing = problem.tensor_bytes[line.transfer_tensor]  # collectives left out
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {problem.num_devices}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
-        ("Between devices", bytes_text(problem_bytes(data)), f"in {len(line.transfer_tensor):,} transfers"),
+        ("Between devices", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"),
     ]
     if plan.strategy is not None:  # collectives move most of what it moves
         figures[-1] = ("Between stages", *figures[-1][1:])
@@ -59,11 +60,6 @@ def summary(data: ReportData) -> str:
 def _placement_words(plan: PlacementPlan) -> list[str]:
     said = [f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}"]
     return [*said, f"schedule {plan.schedule}" if plan.order is None else "an order of its own"]
-
-
-def problem_bytes(data: ReportData) -> int:
-    """Bytes that cross links in a step, collectives left out."""
-    return int(data.problem.tensor_bytes[data.timeline.transfer_tensor].sum())
 
 
 def devices(data: ReportData) -> str:

@@ -26,7 +26,6 @@ from rlplace.errors import InfeasibleError, InputError
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
     from rlplace.explaining.explain import Explanation
-    from rlplace.explaining.strategy_bounds import StrategyBounds
     from rlplace.explaining.what_if import WhatIf
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
@@ -99,13 +98,29 @@ def _strategy(options: argparse.Namespace) -> bool:
 
 
 def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:
-    """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it."""
+    """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
+
+    Of a plan whose model cannot be built again it says so, and shows the plan alone.
+    """
     from rlplace.cli.strategy import show_strategy
+    from rlplace.evaluating.again import ask_again
+    from rlplace.explaining.strategy_bounds import strategy_bounds
+    from rlplace.explaining.strategy_what_if import strategy_what_if
     from rlplace.explaining.what_if import what_if_lines
 
     if not options.json:
         show_strategy(plan, machine)
-    bounds, changes = _near_strategy(plan, machine, options)
+    say("pricing the model again for what bounds the step; --no-what-if leaves out what other hardware would bring")
+    bounds = None
+    changes: Sequence[WhatIf] = ()
+    try:
+        asked = ask_again(plan, machine)
+        bounds = strategy_bounds(asked.question, asked.draft())
+    except InputError as error:
+        say(f"what bounds the step, and what other hardware would bring, is not known: {error}")
+    else:
+        if not options.no_what_if:
+            changes = strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
     if options.json:
         told = None if bounds is None else bounds.to_dict()
         print_json({**plan.to_dict(), "bounds": told, "what_if": [dataclasses.asdict(entry) for entry in changes]})
@@ -114,25 +129,6 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
         print("\n" + "\n".join(bounds.lines()))
     if changes:
         print("\n" + "\n".join(what_if_lines(changes)))
-
-
-def _near_strategy(
-    plan: PlacementPlan, machine: Cluster, options: argparse.Namespace
-) -> tuple[StrategyBounds | None, Sequence[WhatIf]]:
-    """What bounds a strategy, and what other hardware would bring; nothing, said so, where its model cannot be built again."""
-    from rlplace.evaluating.again import ask_again
-    from rlplace.explaining.strategy_bounds import strategy_bounds
-    from rlplace.explaining.strategy_what_if import strategy_what_if
-
-    say("pricing the model again for what bounds the step; --no-what-if leaves out what other hardware would bring")
-    try:
-        asked = ask_again(plan, machine)
-        bounds = strategy_bounds(asked.question, asked.draft())
-    except InputError as error:
-        say(f"what bounds the step, and what other hardware would bring, is not known: {error}")
-        return None, ()
-    changes = () if options.no_what_if else strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
-    return bounds, changes
 
 
 def _plan(options: argparse.Namespace) -> Explanation:

@@ -64,23 +64,12 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     problem = _problem(asked, draft, boxes)
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
-    op = np.array([box.op for box in boxes], dtype=np.int32)
-    curves = _curves(ran, said, problem)
+    curves, lanes = _curves(ran, said, problem), _lanes(rows, boxes, said.step_time_s, problem)
     return ReportData(
         problem=problem,
         plan=asked.plan,
-        timeline=_timeline(asked, said, rows, boxes),
-        lanes=Lanes(
-            rows=tuple(rows),
-            step_s=said.step_time_s,
-            row=np.array([box.row for box in boxes], dtype=np.int32),
-            start_s=np.array([box.start_s for box in boxes]),
-            end_s=np.array([box.end_s for box in boxes]),
-            op=op,
-            group=problem.op_group[op],
-            microbatch=np.array([box.microbatch for box in boxes], dtype=np.int32),
-            size_bytes=np.array([box.size_bytes for box in boxes], dtype=np.int64),
-        ),
+        timeline=_timeline(asked, said, lanes),
+        lanes=lanes,
         memory=curves,
         resident_bytes=np.array([int(curve.in_use_bytes[0]) for curve in curves]),
         modules=module_tree(problem, asked.plan),
@@ -130,40 +119,48 @@ def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
     )
 
 
-def _timeline(asked: Asked, said: Evaluation, rows: Sequence[LaneRow], boxes: Sequence[Box]) -> Timeline:
+def _lanes(rows: Sequence[LaneRow], boxes: Sequence[Box], step_s: float, problem: Problem) -> Lanes:
+    op = np.array([box.op for box in boxes], dtype=np.int32)
+    return Lanes(
+        rows=tuple(rows),
+        step_s=step_s,
+        row=np.array([box.row for box in boxes], dtype=np.int32),
+        start_s=np.array([box.start_s for box in boxes]),
+        end_s=np.array([box.end_s for box in boxes]),
+        op=op,
+        group=problem.op_group[op],
+        microbatch=np.array([box.microbatch for box in boxes], dtype=np.int32),
+        size_bytes=np.array([box.size_bytes for box in boxes], dtype=np.int64),
+    )
+
+
+def _timeline(asked: Asked, said: Evaluation, lanes: Lanes) -> Timeline:
     devices, strategy = asked.question.cluster.devices, asked.strategy
-    tasks = [box for box in boxes if box.row < len(devices)]
-    sent = [box for box in boxes if rows[box.row].kind == LINK]
+    tasks, sent = lanes.row < len(devices), np.array([row.kind == LINK for row in lanes.rows])[lanes.row]
     pairs = list(zip(devices, said.peak_memory_bytes, strict=True))
     over = [(d.name, peak, d.memory_bytes) for d, peak in pairs if d.memory_bytes is not None and peak > d.memory_bytes]
-    column = {key: np.array([getattr(box, key) for box in sent]) for key in ("start_s", "end_s", "microbatch")}
-    ends = np.array([rows[box.row].device for box in sent], dtype=np.int32)
+    ends = np.array([row.device for row in lanes.rows], dtype=np.int32)[lanes.row[sent]]
+    block, phase = np.divmod(lanes.op[sent], len(OPS))  # `_problem` has three tensors a block, the last two over its border
     return Timeline(
         step_time_s=said.step_time_s,
         feasible=said.feasible,
         violations=tuple(f"{name} needs {bytes_text(peak)} of {bytes_text(limit)}" for name, peak, limit in over),
         peak_memory_bytes=np.array(said.peak_memory_bytes),
-        busy_s=np.array([row.busy_s for row in rows[: len(devices)]]),
-        device_of_op=np.array([box.row for box in tasks], dtype=np.int32),
-        start_s=np.array([box.start_s for box in tasks]),
-        end_s=np.array([box.end_s for box in tasks]),
-        transfer_tensor=np.array([_tensor(box) for box in sent], dtype=np.int32),
+        busy_s=np.array([row.busy_s for row in lanes.rows[: len(devices)]]),
+        device_of_op=lanes.row[tasks],
+        start_s=lanes.start_s[tasks],
+        end_s=lanes.end_s[tasks],
+        transfer_tensor=np.where(phase == BACKWARD, 3 * (block - 1) + 2, 3 * block + 1).astype(np.int32),
         transfer_source=ends,
         transfer_destination=ends,
-        transfer_start_s=column["start_s"],
-        transfer_end_s=column["end_s"],
+        transfer_start_s=lanes.start_s[sent],
+        transfer_end_s=lanes.end_s[sent],
         microbatches=max(strategy.pipelines[0].microbatches),
         samples=strategy.batch,
-        task_op=np.array([box.op for box in tasks], dtype=np.int32),
-        task_microbatch=np.array([box.microbatch for box in tasks], dtype=np.int32),
-        transfer_microbatch=column["microbatch"],
+        task_op=lanes.op[tasks],
+        task_microbatch=lanes.microbatch[tasks],
+        transfer_microbatch=lanes.microbatch[sent],
     )
-
-
-def _tensor(box: Box) -> int:
-    """Number in `_problem` of the tensor that a box sends: three for every block, the last two over its border."""
-    block, phase = divmod(box.op, len(OPS))
-    return 3 * (block - 1) + 2 if phase == BACKWARD else 3 * block + 1
 
 
 def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], said: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:

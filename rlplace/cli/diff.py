@@ -11,7 +11,6 @@ from rlplace.errors import InputError
 
 if TYPE_CHECKING:
     from rlplace.explaining.comparison import Difference
-    from rlplace.explaining.strategy_difference import StrategyDifference
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     problems = options.problem or []
     if len(problems) > 2:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
-    found: Difference | StrategyDifference | None = _strategies(options, problems)
+    found = _strategies(options, problems)
     if found is None:
         first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
         second, other = _second(options, first, problem, problems)
@@ -48,12 +47,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDifference | None:
+def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
     """The difference where one plan at least is a whole strategy; None: both place groups."""
     from rlplace.evaluating.again import same_model
+    from rlplace.explaining.comparison import Difference
     from rlplace.explaining.difference import placement_side
     from rlplace.explaining.simulated_plan import run_plan
-    from rlplace.explaining.strategy_difference import StrategyDifference, diff_strategies, strategy_side
+    from rlplace.explaining.strategy_difference import diff_strategies, strategy_side
     from rlplace.plan.plan import PlacementPlan
 
     paths = (options.first, options.second)
@@ -75,7 +75,7 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> StrategyDif
         else:
             placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
             sides.append(placement_side(run_plan(problem, placed)))
-    return StrategyDifference(sides[0], sides[1], notes=("strategies are simulated block by block, placements task by task",))
+    return Difference(*sides, notes=("strategies are simulated block by block, placements task by task",))
 
 
 def _second(

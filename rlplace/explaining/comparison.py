@@ -1,4 +1,4 @@
-"""What a comparison of two plans holds for each of them, and of two placements, as data and as text."""
+"""What a comparison of two plans holds for each of them, and what makes the difference, as data and as text."""
 
 from __future__ import annotations
 
@@ -93,25 +93,48 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Word:
+    """Something that two strategies say differently.
+
+    Attributes:
+        name: What it is about.
+        first: How the first says it.
+        second: How the second does.
+        effect_s: What the first plan's step gains when it says this as the second does; None where it cannot.
+        note: What else to know of the effect.
+    """
+
+    name: str
+    first: str
+    second: str
+    effect_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Difference:
-    """Two placements side by side.
+    """Two plans side by side.
 
     Attributes:
         first, second: The plans.
-        settings: By name what the plans say differently: (first, second).
-        renamed: Devices of the second plan by the name under which they are compared; empty when none had to be.
+        settings: By name what two placements say differently: (first, second).
+        renamed: Devices of the second placement by the name under which they are compared; empty when none had to be.
         blocks: Groups that differ, largest effect first.
         same_groups: Groups on the same device.
+        words: What two strategies say differently.
+        lines: Recomputation and offload, block by block where they differ.
         notes: What else to know.
     """
 
     first: Side
     second: Side
-    settings: Mapping[str, tuple[Any, Any]]
-    renamed: Mapping[str, str]
-    blocks: tuple[Block, ...]
-    same_groups: int
-    notes: tuple[str, ...]
+    settings: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
+    same_groups: int = 0
+    words: tuple[Word, ...] = ()
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def change_s(self) -> float | None:
@@ -126,8 +149,23 @@ class Difference:
 
     def text(self) -> str:
         """For people."""
-        lines = side_lines(self.first, self.second)
-        lines += [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
+        a, b = self.first, self.second
+        if a.kind == b.kind == PLACEMENT:
+            lines = [*side_lines(a, b), *self._groups()]
+        else:
+            samples = f"{a.samples} samples" if a.samples == b.samples else f"{a.samples} and {b.samples} samples"
+            compared = "two whole strategies" if a.kind == b.kind else f"{a.kind} against {b.kind}"
+            lines = [f"{compared}, {samples} a step", f"first: {a.words}", f"second: {b.words}", "", *side_lines(a, b)]
+        if self.words:
+            rows = [[word.name, word.first, word.second, ms(word.effect_s, sign=True), word.note] for word in self.words]
+            lines += ["", *table(["put alone into the first", "<first", "<second", "step ms", "<"], rows)]
+        elif a.kind == b.kind == STRATEGY:
+            lines += ["", "the strategies say the same"]
+        return "\n".join([*lines, *self.lines, *(f"note: {note}" for note in self.notes)])
+
+    def _groups(self) -> list[str]:
+        """How two placements differ."""
+        lines = [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
         if self.renamed:
             pairs = ", ".join(f"{there} as {here}" for there, here in self.renamed.items())
             lines.append(f"devices of the second plan are compared under other names of their kind: {pairs}")
@@ -147,4 +185,4 @@ class Difference:
             lines += table(["moved alone", "<", "groups", "step ms", "<"], rows)
             if len(self.blocks) > MOST_ROWS:
                 lines.append(f"{len(self.blocks) - MOST_ROWS} more blocks")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return lines

@@ -8,76 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
-from rlplace.explaining.comparison import STRATEGY, Side, side_lines
+from rlplace.explaining.comparison import STRATEGY, Difference, Side, Word
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
-from rlplace.text import ms, table
 
 _BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
 _MICRO = ("microbatch", "microbatches")
-
-
-@dataclass(frozen=True)
-class Word:
-    """Something that two strategies say differently.
-
-    Attributes:
-        name: What it is about.
-        first: How the first says it.
-        second: How the second does.
-        effect_s: What the first plan's step gains when it says this as the second does; None where it cannot.
-        note: What else to know of the effect.
-    """
-
-    name: str
-    first: str
-    second: str
-    effect_s: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class StrategyDifference:
-    """Two plans side by side, of which one at least is a whole strategy.
-
-    Attributes:
-        first: A plan.
-        second: Another.
-        words: What two strategies say differently.
-        blocks: Recomputation and offload, block by block where they differ.
-        notes: What else to know.
-    """
-
-    first: Side
-    second: Side
-    words: tuple[Word, ...] = ()
-    blocks: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return dataclasses.asdict(self)
-
-    def text(self) -> str:
-        """For people."""
-        a, b = self.first, self.second
-        samples = f"{a.samples} samples a step" if a.samples == b.samples else f"{a.samples} and {b.samples} samples a step"
-        compared = "two whole strategies" if a.kind == b.kind else f"{a.kind} against {b.kind}"
-        lines = [f"{compared}, {samples}", f"first: {a.words}", f"second: {b.words}", "", *side_lines(a, b)]
-        if self.words:
-            rows = [[word.name, word.first, word.second, ms(word.effect_s, sign=True), word.note] for word in self.words]
-            lines += ["", *table(["put alone into the first", "<first", "<second", "step ms", "<"], rows)]
-        elif a.kind == b.kind == STRATEGY:
-            lines += ["", "the strategies say the same"]
-        return "\n".join([*lines, *self.blocks, *(f"note: {note}" for note in self.notes)])
 
 
 def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
@@ -97,9 +39,7 @@ def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
     )
 
 
-def diff_strategies(
-    asked: Asked, first: PlacementPlan, second: PlacementPlan, other: Asked | None = None
-) -> StrategyDifference:
+def diff_strategies(asked: Asked, first: PlacementPlan, second: PlacementPlan, other: Asked | None = None) -> Difference:
     """Compares two plans that both have a strategy.
 
     Args:
@@ -113,13 +53,13 @@ def diff_strategies(
     """
     target = other or asked
     a, b = asked.draft(first.strategy), target.draft(second.strategy)
-    runs = strategy_side(asked, first), strategy_side(target, second)
+    sides = strategy_side(asked, first), strategy_side(target, second)
     names = asked.question.costs.names
     if target.question.costs.names != names:
-        return StrategyDifference(*runs, notes=("the plans are for models with other blocks: only their steps are compared",))
-    words = [_word(name, fields, a, b, asked, runs[0].step_time_s) for name, fields in _parts(a, b).items()]
+        return Difference(*sides, notes=("the plans are for models with other blocks: only their steps are compared",))
+    words = [_word(name, fields, a, b, asked, sides[0].step_time_s) for name, fields in _parts(a, b).items()]
     notes = () if other is None else ("the plans are for other models or clusters: words are put into the first on its own",)
-    return StrategyDifference(*runs, tuple(word for word in words if word), tuple(_blocks(a, b, names)), notes)
+    return Difference(*sides, words=tuple(word for word in words if word), lines=tuple(_blocks(a, b, names)), notes=notes)
 
 
 def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
-from rlplace.explaining.simulated_plan import SimulatedPlan
+from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
 from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, stretches
 from rlplace.planners.common.bounds import execution_bound
 
@@ -128,7 +128,7 @@ class StepBounds:
 def step_bounds(run: SimulatedPlan) -> StepBounds:
     """Looks at a step that completes; see `StepBounds`."""
     path = realised_path(run)
-    lower_s, name = lower_bound(run)
+    lower_s, name = execution_bound(run.problem, run.plan.microbatches)
     return StepBounds(
         step_time_s=run.step_s,
         path=_parts(run, path),
@@ -176,36 +176,21 @@ def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
 
 def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
     """Channels that are used, busiest first; of those that the same pairs of devices use the first."""
-    problem, line, tasks = run.problem, run.line, run.tasks
-    channels = problem.links.effective_channels
+    problem = run.problem
     busy: dict[int, float] = {}
     size: dict[int, int] = {}
     count: dict[int, int] = {}
-
-    def use(held: tuple[int, ...], seconds: float, size_bytes: int) -> None:
-        for channel in held:
-            busy[channel] = busy.get(channel, 0.0) + seconds
+    for channels, start, end, _, size_bytes in channel_holds(run):
+        for channel in channels:
+            busy[channel] = busy.get(channel, 0.0) + (end - start)
             size[channel] = size.get(channel, 0) + size_bytes
             count[channel] = count.get(channel, 0) + 1
-
-    seconds = line.transfer_end_s - line.transfer_start_s
-    rows = zip(line.transfer_source.tolist(), line.transfer_destination.tolist(), seconds.tolist(), strict=True)
-    for (source, destination, took), moved in zip(rows, problem.tensor_bytes[line.transfer_tensor].tolist(), strict=True):
-        use(channels[source][destination], took, moved)
-    for index, which in enumerate(tasks.collective.tolist()):
-        task = int(tasks.collective_tasks[tasks.collective_ptr[index]])
-        use(problem.collectives[which].channels, float(line.end_s[task] - line.start_s[task]), 0)
     names = channel_names(problem)
     known = channel_pairs(problem)  # a channel may be one of collectives alone
     loads = [
         ChannelLoad(names.get(c, f"channel {c}"), c, busy[c], size[c], count[c]) for c in busy if c in names or c not in known
     ]
     return tuple(sorted(loads, key=lambda load: (-load.busy_s, load.channel)))
-
-
-def lower_bound(run: SimulatedPlan) -> tuple[float, str]:
-    """Seconds that no plan beats, and why."""
-    return execution_bound(run.problem, run.plan.microbatches)
 
 
 def headline(bounds: StepBounds) -> str:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.explaining.simulated_plan import SimulatedPlan
+from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
 from rlplace.schedule import NO_GATES, SCHEDULES
 from rlplace.simulator.stages import Gates, gates
 
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
-"""Schedules that hold tasks back by gates."""
 
 CAUSES = (COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER)
 """What a moment of the chain goes by with: an op runs; a tensor moves; a collective runs; a ready op waits for its device; a
@@ -85,7 +84,8 @@ class _Walk:
         value_of = np.repeat(np.arange(self.tasks.num_values), np.diff(self.tasks.consumer_ptr))
         self.input = value_of[readers]
         self.input_ptr = np.searchsorted(self.tasks.consumers[readers], np.arange(self.tasks.num_tasks + 1))
-        number = {key: value for value, key in enumerate(zip(self.tasks.tensor.tolist(), self.batches(), strict=True))}
+        batches = self.tasks.value_microbatch.tolist()
+        number = {key: value for value, key in enumerate(zip(self.tasks.tensor.tolist(), batches, strict=True))}
         sent = zip(self.line.transfer_tensor.tolist(), self.line.transfer_microbatch.tolist(), strict=True)
         self.value_sent = [number[key] for key in sent]  # value of every transfer
         ends = zip(self.value_sent, self.line.transfer_destination.tolist(), strict=True)
@@ -102,9 +102,6 @@ class _Walk:
             self.gates = gates(self.problem, self.tasks, plan.schedule, plan.device_of_group, plan.stage_of_group)
             self.closers = self.gate_closers(self.gates)
 
-    def batches(self) -> list[int]:
-        return self.tasks.value_microbatch.tolist()
-
     def members(self, index: int) -> NDArray[np.int32]:
         return self.tasks.collective_tasks[self.tasks.collective_ptr[index] : self.tasks.collective_ptr[index + 1]]
 
@@ -117,17 +114,9 @@ class _Walk:
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
         """By channel who held it: (start, end, op that made what moves), in order of start."""
         uses: dict[int, list[tuple[float, float, int]]] = {}
-        channels = self.problem.links.effective_channels
-        for x, tensor in enumerate(self.line.transfer_tensor.tolist()):
-            held = channels[self.line.transfer_source[x]][self.line.transfer_destination[x]]
-            span = (float(self.line.transfer_start_s[x]), float(self.line.transfer_end_s[x]))
-            for channel in held:
-                uses.setdefault(channel, []).append((*span, int(self.problem.tensor_producer[tensor])))
-        for index, which in enumerate(self.tasks.collective.tolist()):
-            task = int(self.members(index)[0])
-            span = (float(self.line.start_s[task]), float(self.line.end_s[task]))
-            for channel in self.problem.collectives[which].channels:
-                uses.setdefault(channel, []).append((*span, int(self.tasks.op[task])))
+        for channels, start, end, op, _ in channel_holds(self.run):
+            for channel in channels:
+                uses.setdefault(channel, []).append((start, end, op))
         for rows in uses.values():
             rows.sort()
         return uses

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.explaining import changes
@@ -96,13 +97,17 @@ def _more_microbatches(run: SimulatedPlan) -> SimulatedPlan | None:
         return None
 
 
-def _key(devices: Any) -> bytes:
+def _key(devices: NDArray[np.int32]) -> bytes:
     """An assignment as a plan that is known."""
-    return np.asarray(devices, dtype=np.int32).tobytes()
+    return devices.astype(np.int32).tobytes()
+
+
+def _devices(key: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(key, dtype=np.int32).copy()
 
 
 def _step_s(same: SimulatedPlan, assignment: bytes) -> float:
-    devices = np.frombuffer(assignment, dtype=np.int32)
+    devices = _devices(assignment)
     if devices.max(initial=0) >= same.problem.num_devices:
         return math.inf
     plan = dataclasses.replace(same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None)
@@ -120,7 +125,7 @@ def _search(same: SimulatedPlan, limits: dict[str, Any], known: Sequence[bytes])
         candidates.append(_key(get_planner("best")(problem, **floor, **execution).device_of_group))
     except InfeasibleError:
         pass
-    start = np.frombuffer(min(candidates, key=partial(_step_s, same)), dtype=np.int32)
+    start = _devices(min(candidates, key=partial(_step_s, same)))
     try:
         candidates.append(_key(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group))
     except InfeasibleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +69,21 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
         stage_of_group=plan.stage_of_group,
     )
     return SimulatedPlan(problem, plan, line)
+
+
+def channel_holds(run: SimulatedPlan) -> Iterator[tuple[tuple[int, ...], float, float, int, int]]:
+    """What moves: the channels that it holds, its start and end, the op that made it, and its bytes (0 of collectives)."""
+    problem, line, tasks = run.problem, run.line, run.tasks
+    channels = problem.links.effective_channels
+    ends = line.transfer_tensor, line.transfer_source, line.transfer_destination
+    columns = [column.tolist() for column in (*ends, line.transfer_start_s, line.transfer_end_s)]
+    for tensor, source, destination, start, end in zip(*columns, strict=True):
+        producer, size_bytes = problem.tensor_producer[tensor], problem.tensor_bytes[tensor]
+        yield channels[source][destination], start, end, int(producer), int(size_bytes)
+    for index, which in enumerate(tasks.collective.tolist()):
+        task = int(tasks.collective_tasks[tasks.collective_ptr[index]])
+        span = float(line.start_s[task]), float(line.end_s[task])
+        yield problem.collectives[which].channels, *span, int(tasks.op[task]), 0
 
 
 def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:

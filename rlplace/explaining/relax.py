@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlplace.errors import InputError
 from rlplace.explaining import changes
-from rlplace.explaining.missing import GROUP, NOWHERE, TOTAL, Shortage, Tester, Trial, find_shortage
+from rlplace.explaining.missing import GROUP, NOWHERE, OTHER, TOTAL, Shortage, Tester, Trial, find_shortage
 from rlplace.explaining.simulated_plan import run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
@@ -65,7 +65,7 @@ class Relaxations:
         if failed:
             rows = [[t.relaxation, bytes_text(t.short_bytes) if t.short_bytes else t.how] for t in failed]
             lines += ["", *table(["does not fit", "<still short"], rows)]
-        return lines if self.shortage.constraint == NOWHERE else [*lines, STRATEGIES]
+        return lines if self.shortage.constraint in (NOWHERE, OTHER) else [*lines, STRATEGIES]
 
 
 def relax(

@@ -60,7 +60,7 @@ CASES = [
     (f"{COMPARE} --planners best,hefd", "did you mean 'heft'"),
     (f"{COMPARE} --resume", "name it with --out"),
     (f"{COMPARE} --cluster a100-80g:2", "their own devices"),
-    (f"{COMPARE} --out rows.txt", "*.json or *.jsonl"),
+    (f"{COMPARE} --out rows.txt", "rows are written as *.jsonl"),
     (f"{COMPARE} --csv /nowhere/rows.csv", "no folder"),
     (f"{COMPARE} --schedule 1f1b", "give their number"),
     ("train --fit-steps -3", "--fit-steps"),

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rlplace.runtime.environment import read_clock
+
 Key = Hashable
 
 _QUEUED_MARKS = 100  # the launch queue holds about 1,000 entries; a mark stands for an event and a few kernels
@@ -70,7 +72,7 @@ class CudaMarks:
         if self._queued >= _QUEUED_MARKS or not self.events:
             if self.events:
                 self._record(_PAUSE)
-            torch.cuda.synchronize(self.device)
+            read_clock(self.device)
             with torch.cuda.device(self.device):
                 torch.cuda._sleep(_SLEEP_CYCLES)
             self._queued = 0
@@ -91,7 +93,7 @@ class CudaMarks:
             Device seconds by key, and the host's seconds to issue each.
         """
         self._record(None)
-        torch.cuda.synchronize(self.device)
+        read_clock(self.device)
         elapsed = [0.0]
         for before, after in zip(self.events, self.events[1:], strict=False):
             elapsed.append(elapsed[-1] + before.elapsed_time(after) / 1e3)

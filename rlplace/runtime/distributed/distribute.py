@@ -99,7 +99,7 @@ def distribute(
     if share != "global":
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
     ranks = ranks_of(plan, where)
-    faults.watch_over(part_text(plan, ranks.plan_device))
+    faults.watch_over(part_text(plan, None if ranks.replica is None else ranks.rank))
     check_same_plan(plan)
     meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
@@ -111,7 +111,7 @@ def distribute(
     check_same_graph(first, ranks)
     check_same_ops(first, planned_devices(plan))
     placement = build_joint(first, plan, ranks.device)
-    own = own_tensors(model, placement.owners, first.constants, ranks.plan_device, ranks.device)
+    own = own_tensors(model, placement.owners, first.constants, ranks.rank, ranks.device)
     if replayed is not None and replayed.num_groups != len(plan.device_of_group):
         raise InputError("distribute: replayed= has other groups than the plan; price the same groups for it")
 

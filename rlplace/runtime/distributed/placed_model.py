@@ -46,7 +46,7 @@ class PlacedModel(DistributedModel):
         self._engines: dict[ForwardGraph, Engine] = {}
         self._recorder = Recorder(ranks.device)
         register(self, meta, own)
-        agree(own, ranks)
+        agree(own)
         super().train(meta.training)
 
     def engines(self) -> list[Engine]:

@@ -94,13 +94,13 @@ def default_timeout_s() -> float:
 class Ranks:
     """The processes that run a plan, and which of them this one is.
 
-    Device d of the cluster that a plan was made for is the process of rank d.
+    Device d of the cluster that a placement was made for is the process of rank d.
 
     Attributes:
         rank: Number of this process.
         world: Number of processes.
         device: Where this process computes.
-        replicas: Replica r runs the plan's device i on rank ``replicas[r][i]``.
+        replicas: The ranks of every replica; a placement has one.
     """
 
     rank: int
@@ -117,19 +117,6 @@ class Ranks:
     def replica_count(self) -> int:
         """Replicas of the plan."""
         return len(self.replicas)
-
-    @property
-    def plan_device(self) -> int | None:
-        """The device of the plan that this rank is; None: the plan does not use this rank."""
-        return None if self.replica is None else self.replicas[self.replica].index(self.rank)
-
-    def holders(self, plan_devices: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that are some devices of the plan."""
-        return tuple(sorted(self.replicas[0][plan_device] for plan_device in plan_devices))
-
-    def rank_of(self, plan_device: int) -> int:
-        """The rank that is a device of the plan in this rank's replica (in the first one for a rank outside the plan)."""
-        return self.replicas[self.replica or 0][plan_device]
 
 
 def part_text(plan: PlacementPlan, device: int | None) -> str:

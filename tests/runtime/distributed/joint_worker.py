@@ -91,7 +91,7 @@ class Running(Job):
         self.built = build(name, world, double=double, train=train, given=given, **options)
         self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
         placement, constants = self.built.placement, self.built.graph.constants
-        self.own = own_tensors(self.built.model, placement.owners, constants, self.ranks.plan_device, self.ranks.device)
+        self.own = own_tensors(self.built.model, placement.owners, constants, self.ranks.rank, self.ranks.device)
         self.engine = Engine(placement, self.ranks, self.own)
 
 

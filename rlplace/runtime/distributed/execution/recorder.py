@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
+
+from rlplace.runtime.environment import read_clock
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Recorder:
         """Something of this kind begins now, unless it goes on; None: nothing does."""
         if not self.on or kind == self._kind:
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now_s = time.perf_counter()
+        now_s = read_clock(self.device)
         if self._kind is not None:
             self.events.append(Event(self._kind, self._since_s, now_s))
         self._kind, self._since_s = kind, now_s

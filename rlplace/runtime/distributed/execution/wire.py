@@ -1,4 +1,7 @@
-"""Values on their way between processes: contiguous, laid out by the graph's metadata, matched by tags."""
+"""Values on their way between processes: contiguous, of the shape and dtype that the graph promises, matched by tags.
+
+Both sides go by the graph and never by the tensor at hand: a kernel may return other strides than its shape rule says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import torch.distributed as dist
 
 from rlplace.errors import RlplaceError
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.ranks import default_timeout_s, group_of, one_line
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -82,9 +84,13 @@ class Wire:
     device: torch.device
     _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
 
-    def send(self, value: torch.Tensor, layout: Layout, destination: int, tag: int) -> None:
-        """Starts to send; the value is kept until it has gone."""
-        layout.check(value, f"rank {self.rank}: a value to be sent to rank {destination}")
+    def send(self, value: torch.Tensor, like: torch.Tensor, destination: int, tag: int) -> None:
+        """Starts to send a value of the shape and dtype that the receiver expects; it is kept until it has gone."""
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise RlplaceError(
+                f"rank {self.rank}: a value to be sent to rank {destination} is {value.dtype}{list(value.shape)}, but tracing "
+                f"promised {like.dtype}{list(like.shape)}; the model depends on values that tracing cannot see"
+            )
         flat = value.detach().contiguous()
         self._sent = [item for item in self._sent if not item[0].is_completed()]
         try:
@@ -95,9 +101,9 @@ class Wire:
             ) from error
         self._sent.append((work, flat, destination))
 
-    def receive(self, layout: Layout, source: int, tag: int, what: object) -> tuple[Arrival, torch.Tensor]:
+    def receive(self, like: torch.Tensor, source: int, tag: int, what: object) -> tuple[Arrival, torch.Tensor]:
         """Starts to receive; returns what to wait for and the tensor that it fills; the text of `what` names it."""
-        value = layout.empty(self.device)
+        value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         try:
             work = dist.irecv(value, source, group=self._group(source, self.rank), tag=tag)
         except RuntimeError as error:

@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.export import export_training_graph, refuse_functions
-from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime import aliases
-from rlplace.runtime.distributed.graph.layouts import Layout, trace_layouts
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
 from rlplace.runtime.held import first_names, hold_attributes
 
@@ -41,7 +40,7 @@ class ForwardGraph:
         out_spec: pytree spec of the model's output.
         loss: Name of the node that makes the scalar loss, None when there is none (a model that is only evaluated).
         op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
-        layout: By node name, for every node that makes one tensor.
+        examples: What the placeholders got when it was exported, without values.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
         random_ops: Number of ops that draw random numbers.
         joint: Its joint graphs by kind of device, where they were traced already.
@@ -54,7 +53,7 @@ class ForwardGraph:
     out_spec: Any
     loss: str | None
     op_of_node: Mapping[str, str]
-    layout: Mapping[str, Layout]
+    examples: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
     joint: dict[str, Any] = field(default_factory=dict)
@@ -136,16 +135,18 @@ def forward_graph(
                 )
             constants[name] = value.detach()
         fakes.append(value)
-    layout = trace_layouts(graph_module, mode, fakes, flat_inputs(args, kwargs, target))
+    examples = (*fakes, *fake_inputs(flat_inputs(args, kwargs, target), mode))
+    with mode, any_dtype_grouped_mm(), torch.enable_grad():
+        results = dict(zip(output.args[0], fx.Interpreter(graph_module).run(*examples), strict=True))  # type: ignore[arg-type]
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
         inputs=tuple(node.name for node in placeholders[len(held) :]),
         outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),
         out_spec=out_spec,
-        loss=_scalar(loss_node, layout),
+        loss=loss_node.name if loss_node is not None and _is_loss(results[loss_node]) else None,
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
-        layout=layout,
+        examples=examples,
         constants=constants,
         random_ops=random_ops,
     )
@@ -233,13 +234,6 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
     return node
 
 
-def _scalar(node: fx.Node | None, layout: Mapping[str, Layout]) -> str | None:
-    described = None if node is None else layout.get(node.name)
-    if (
-        described is None
-        or not described.requires_grad
-        or any(size != 1 for size in described.shape)
-        or len(described.shape) > 1
-    ):
-        return None
-    return node.name  # type: ignore[union-attr]
+def _is_loss(value: Any) -> bool:
+    """Whether a value is a scalar that gradients flow back from."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1

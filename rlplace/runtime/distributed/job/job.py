@@ -236,7 +236,10 @@ def _compare(comparison: RunComparison, part: Training, reference: Reference | N
 
 def _device_of_plan(plan: PlacementPlan, part: Training) -> int | None:
     """The plan's device that this process is; None: it has nothing to do."""
-    return part.model.ranks.plan_device if plan.strategy is None else sorted(plan.strategy.devices)[dist.get_rank()]
+    ranks = part.model.ranks
+    if plan.strategy is not None:
+        return sorted(plan.strategy.devices)[ranks.rank]
+    return None if ranks.replica is None else ranks.rank
 
 
 def _passes(plan: PlacementPlan) -> int:

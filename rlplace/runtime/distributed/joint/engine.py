@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.program import BEGIN, FINISH, Part, calls_of, joint_turns, lay_out, layout_of, value_of
+from rlplace.runtime.distributed.joint.program import BEGIN, FINISH, Part, calls_of, joint_turns, lay_out, like, value_of
 from rlplace.runtime.distributed.joint.turns import Message, Turn
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.runtime.distributed.ranks import Ranks, group_of
@@ -67,7 +67,7 @@ class Engine:
         self.recorder = Recorder(ranks.device)
         self._programs: dict[bool, Sequence[Turn]] = {}
         self._calls = calls_of(
-            [n for n, there in placement.device_of.items() if there == ranks.plan_device and n.target is not operator.getitem],
+            [n for n, there in placement.device_of.items() if there == ranks.rank and n.target is not operator.getitem],
             ranks.device,
         )
         self._gradients: dict[fx.Node, list[Part]] = {}
@@ -116,12 +116,12 @@ class Engine:
         double = joint.loss is not None and joint.loss.meta["val"].dtype == torch.float64
         loss = torch.zeros((), device=ranks.device, dtype=torch.float64 if double else torch.float32)
         state = StepState(leaves, Wire(ranks.rank, ranks.device), loss)
-        if ranks.plan_device is None:
+        if ranks.replica is None:
             return state
         if training not in self._programs:
-            program = self._programs[training] = joint_turns(self.placement, ranks.plan_device, training)
+            program = self._programs[training] = joint_turns(self.placement, ranks.rank, training)
             messages = [m for turn in program for m in (*turn.posts, *turn.sends)]
-            state.wire.connect([(ranks.rank_of(m.source), ranks.rank_of(m.destination)) for m in messages])
+            state.wire.connect([(m.source, m.destination) for m in messages])
         # Casts of the caller's autocast are nodes of the graph.
         with torch.no_grad(), torch.autocast(ranks.device.type, enabled=False), random_key(*key):
             for turn in self._programs[training]:
@@ -132,10 +132,8 @@ class Engine:
         return state
 
     def _turn(self, state: StepState, turn: Turn, training: bool) -> None:
-        ranks = self.ranks
         for message in turn.posts:
-            source = ranks.rank_of(message.source)
-            state.pending[message] = state.wire.receive(layout_of(message.value), source, message.tag, message)
+            state.pending[message] = state.wire.receive(like(message.value), message.source, message.tag, message)
         if turn.needs:
             self.recorder.mark("wait")
             for message in turn.needs:
@@ -153,7 +151,7 @@ class Engine:
             self._finish(state, training)
         for message in turn.sends:
             leaving = state.gradients.pop(message.value) if isinstance(message.value, Part) else state.values[message.value]
-            state.wire.send(leaving, layout_of(message.value), ranks.rank_of(message.destination), message.tag)
+            state.wire.send(leaving, like(message.value), message.destination, message.tag)
         for gone in turn.frees:
             state.values.pop(gone, None)
 
@@ -191,9 +189,9 @@ class Engine:
     def _finish(self, state: StepState, training: bool) -> None:
         """Adds up the parts of every own gradient; puts the new values of what the forward writes into the buffers."""
         activity.doing("the gradients of its parameters")
-        joint, owners, plan_device = self.placement.joint, self.placement.owners, self.ranks.plan_device
+        joint, owners, rank = self.placement.joint, self.placement.owners, self.ranks.rank
         for name, parts in joint.gradients.items():
-            if training and owners[name][0] == plan_device:
+            if training and owners[name][0] == rank:
                 first, *others = (state.gradients[Part(name, part)] for part in parts)
                 for other in others:
                     first = first + other
@@ -203,7 +201,7 @@ class Engine:
                 else:
                     parameter.grad = lay_out_like(first, parameter)
         for name, node in joint.writes.items():
-            if plan_device in owners[name]:
+            if rank in owners[name]:
                 self.buffers[name].copy_(state.values[node])
 
     def _output(self, state: StepState, item: Any) -> Any:
@@ -215,11 +213,13 @@ class Engine:
         source = self.placement.device_of.get(base) if owner is None else self.placement.owners[owner][0]
         if source is None:  # an input
             return value_of(item, state.values.__getitem__)
-        row = ranks.replicas[0]
-        layout = layout_of(base)
-        found = state.values[base].contiguous() if source == ranks.plan_device else layout.empty(ranks.device)
+        row, traced = ranks.replicas[0], like(base)
+        if source == ranks.rank:
+            found = state.values[base].contiguous()
+        else:
+            found = torch.empty(traced.shape, dtype=traced.dtype, device=ranks.device)
         if len(row) > 1:
-            dist.broadcast(found, row[source], group=group_of(row))
+            dist.broadcast(found, source, group=group_of(row))
         # What the model returns of its own tensors is a copy.
         return value_of(item, lambda node: lay_out(found if owner is None else found.clone(), base))
 

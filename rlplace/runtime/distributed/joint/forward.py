@@ -112,8 +112,7 @@ class PlacedGraph:
         self._of, self.source = of, source
         self.names = [name for name in source.held if name not in source.constants]
         loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
-        every = (i for i, name in enumerate(source.outputs) if name in source.layout and source.layout[name].requires_grad)
-        self.guess = tuple(every) if loss is None else (loss,)
+        self.guess = tuple(range(len(source.outputs))) if loss is None else (loss,)
         self._parts: dict[Hashable, TwoParts] = {}
 
     def held(self) -> list[torch.Tensor]:

@@ -89,11 +89,10 @@ def joint_graph(
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
         stack.enter_context(mode)
-        placeholders = [node for node in source.module.graph.nodes if node.op == "placeholder"]
-        exported = [_exported(source, node) for node in placeholders]
+        examples = [_fake(value) if isinstance(value, torch.Tensor) else value for value in source.examples]
         count = len(source.held)
-        fakes = [_fake(held[name]) for name in source.held] if held is not None else exported[:count]
-        fake_leaves = exported[count:]
+        fakes = [_fake(held[name]) for name in source.held] if held is not None else examples[:count]
+        fake_leaves = examples[count:]
         if leaves is not None:
             fake_leaves = [_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         stack.enter_context(recorder)
@@ -190,18 +189,6 @@ class _Tracer(fx.Interpreter):
 
     def _value(self, item: Any) -> Any:
         return self.env[self.source.node(item)] if isinstance(item, str) and item in self._names else item
-
-
-def _exported(source: ForwardGraph, node: fx.Node) -> Any:
-    """What a placeholder got when the graph was exported, without values; None for what was no tensor."""
-    layout, value = source.layout.get(node.name), node.meta.get("val")
-    if layout is None:
-        return None
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape:
-        tensor = torch.empty_strided(layout.shape, value.stride(), dtype=layout.dtype)
-    else:
-        tensor = layout.empty(torch.device("cpu"))
-    return tensor.requires_grad_(layout.requires_grad)
 
 
 @contextlib.contextmanager

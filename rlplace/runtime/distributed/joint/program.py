@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.distributed.graph.layouts import Layout
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.turns import Pass, Turn, turns_of
@@ -30,10 +29,9 @@ class Part(NamedTuple):
         return f"the gradient of {self.name}"
 
 
-def layout_of(value: fx.Node | Part) -> Layout:
-    """The wire layout of a value."""
-    like = (value.node if isinstance(value, Part) else value).meta["val"]
-    return Layout(tuple(like.shape), like.dtype, False)
+def like(value: fx.Node | Part) -> torch.Tensor:
+    """A value as tracing promised it, without its numbers."""
+    return (value.node if isinstance(value, Part) else value).meta["val"]
 
 
 def joint_turns(placement: JointPlacement, plan_device: int, training: bool) -> list[Turn]:
@@ -134,8 +132,8 @@ def value_of(node: fx.Node, look_up: Callable[[fx.Node], Any]) -> Any:
 
 def lay_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
     """The value with the strides that tracing promised."""
-    like = node.meta["val"]
-    expanded = any(step == 0 and size > 1 for step, size in zip(like.stride(), like.shape, strict=True))
-    if value.stride() == like.stride() or expanded:
+    traced = like(node)
+    expanded = any(step == 0 and size > 1 for step, size in zip(traced.stride(), traced.shape, strict=True))
+    if value.stride() == traced.stride() or expanded:
         return value
-    return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(traced.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)

@@ -56,7 +56,7 @@ class ReplayEngine(Engine):
                 apart = number_of.get(f"{groups[group][0].get('name')}.backward", group)
                 nodes.setdefault((apart if node.meta["backward"] else group, kind), []).append(node)
         self._seconds = {node: total.get(key, 0.0) / len(found) for key, found in nodes.items() for node in found}
-        here = [number for number, (_, device) in enumerate(groups) if device == ranks.plan_device]
+        here = [number for number, (_, device) in enumerate(groups) if device == ranks.rank]
         self.update_s = sum(total.get((number, "update"), 0.0) for number in here)
         self._free_s = 0.0
 

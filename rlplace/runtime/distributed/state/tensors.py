@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _sync_params_and_buffers
 
-from rlplace.runtime.distributed.ranks import Ranks, group_of
+from rlplace.runtime.distributed.ranks import group_of
 from rlplace.runtime.held import first_names
 
 _BUCKET_BYTES = 1 << 28
@@ -41,7 +41,7 @@ def own_tensors(
     model: nn.Module,
     owners: Mapping[str, tuple[int, ...]],
     constants: Mapping[str, torch.Tensor],
-    plan_device: int | None,
+    rank: int,
     device: torch.device,
 ) -> Own:
     """Takes a process's share of a model's tensors to its device; what nobody reads stays with device 0 of the plan.
@@ -50,7 +50,7 @@ def own_tensors(
         model: The whole model. A tensor on the meta device becomes one with undefined values.
         owners: Devices of the plan by first name, of what the graph reads.
         constants: Tensors of the graph that are neither parameters nor buffers.
-        plan_device: The device of the plan that this process is; None holds nothing.
+        rank: Of this process, which is the device of the plan.
         device: Where its share goes.
     """
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -58,7 +58,7 @@ def own_tensors(
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     for name, tensor in everything.items():
-        if plan_device not in owners_of[name]:
+        if rank not in owners_of[name]:
             continue
         if tensor.is_meta:
             value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -94,12 +94,12 @@ def _below(tree: nn.Module, path: str) -> nn.Module:
     return tree
 
 
-def agree(own: Own, ranks: Ranks) -> None:
+def agree(own: Own) -> None:
     """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
     holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
         if name in own.owners:
-            who = ranks.holders(own.owners[name])
+            who = tuple(sorted(own.owners[name]))
             if len(who) > 1:
                 holders.setdefault(who, []).append(tensor.detach())
     for who, tensors in sorted(holders.items()):

@@ -156,7 +156,7 @@ def make_seeds(folder: Path) -> None:
     _measured(folder, problem)
     _agent(folder, problem)
     _comparison(folder)
-    _records(folder, problem)
+    _records(folder)
     for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES)):
         (folder / name).write_text(text)
     for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES), ("space", SPACES)):
@@ -342,9 +342,8 @@ def _comparison(folder: Path) -> None:
     store.add_row(_filled(ComparisonRow))
 
 
-def _records(folder: Path, problem: Any) -> None:
+def _records(folder: Path) -> None:
     """What crosses processes as JSON, and a networkx graph."""
-    from rlplace.measured.correction import no_correction
     from rlplace.measured.site import Site
 
     nodes = [[name, {"time_s": [1e-3, 2e-3], "resident_bytes": 64, "temporary_bytes": 8, "phase": "forward", "kind": "gemm"}]
@@ -352,7 +351,6 @@ def _records(folder: Path, problem: Any) -> None:
     nodes[0][1] |= {"group": "first", "device": 1}  # type: ignore[operator]
     graph = {"nodes": nodes, "edges": [["a", "b", {"bytes": 64, "tensor": 0}], ["a", "c", {"bytes": 64, "tensor": 0}]]}
     (folder / "graph.nx.json").write_text(json.dumps(graph))
-    (folder / "toy.correction.json").write_text(json.dumps(no_correction(problem).to_dict()))
     site = Site("lab", {"device": "cpu", "processes": 2})
     (folder / "lab.site.json").write_text(json.dumps(site.to_dict()))
 

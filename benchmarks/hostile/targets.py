@@ -335,15 +335,6 @@ def _networkx(path: Path, seeds: Path) -> None:
     _simulated(problem, [max(0, int(d)) for d in problem.group_device])
 
 
-def _correction(path: Path, seeds: Path) -> None:
-    from rlplace.files import parse_json, read_text
-    from rlplace.measured.correction import Correction, corrected
-
-    problem = _known(seeds / "toy.problem.json")
-    correction = Correction.from_dict(parse_json(read_text(path), str(path)))
-    _simulated(corrected(problem, correction), [0] * problem.num_groups)
-
-
 def _site(path: Path, seeds: Path) -> None:
     from rlplace.files import parse_json, read_text
     from rlplace.measured.site import Site
@@ -381,7 +372,6 @@ TARGETS: dict[str, Target] = {
     "rates text": Target(TEXT, tuple(f"rates{n}.text" for n in range(3)), _rates, 0.5),
     "cores text": Target(TEXT, tuple(f"cores{n}.text" for n in range(2)), _cores, 0.5),
     "networkx": Target(JSON, ("graph.nx.json",), _networkx),
-    "correction": Target(JSON, ("toy.correction.json",), _correction, 0.5),
     "site": Target(JSON, ("lab.site.json",), _site, 0.5),
 }
 """By name; files that a person may be handed, texts of the command line, and records that cross processes as JSON."""

@@ -168,7 +168,7 @@ class Campaign:
             return self._by_plan[plain]
         if self.share >= 1.0:
             raise BudgetSpent
-        trial = (self._from_store(plain) if self._isolated else None) or self._run(plain, self._racing())
+        trial = (self._from_store(plain) if self._isolated else None) or self._run(self._begun(plain), self._racing())
         own = sum(t.run == self.run and not t.anchor for t in self.trials)
         if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
             self.time_again(self._reference())
@@ -179,7 +179,8 @@ class Campaign:
         best = trial or self.best()
         if best is None:
             return None
-        return self._run(best.device_of_group, Race(repeats=self._race.repeats), anchor=True)
+        again = dataclasses.replace(self._begun(best.device_of_group), anchor=True)
+        return self._run(again, Race(repeats=self._race.repeats))
 
     def plan(self, trial: Trial) -> PlacementPlan:
         """The plan of a trial."""
@@ -216,8 +217,9 @@ class Campaign:
         noise = self.noise
         return dataclasses.replace(self._race, best_s=upper_bound(steps, noise), noise=noise)
 
-    def _run(self, plain: tuple[int, ...], race: Race, *, anchor: bool = False) -> Trial:
-        trial = Trial(
+    def _begun(self, plain: tuple[int, ...]) -> Trial:
+        """A trial of a plan that begins now."""
+        return Trial(
             problem=self.problem.fingerprint,
             site=self._site,
             device_of_group=plain,
@@ -227,8 +229,9 @@ class Campaign:
             mode=self.mode,
             began_at=time.time(),
             run=self.run,
-            anchor=anchor,
         )
+
+    def _run(self, trial: Trial, race: Race) -> Trial:
         # An interrupt in the middle of a step would leave the other processes waiting, and lose the measurement.
         with deferred_signals([signal.SIGINT]):
             number = self._store.begin(trial)
@@ -269,10 +272,7 @@ class Campaign:
         return max(0.0, time.time() - trial.began_at)
 
     def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
-        trial = self._store.lookup(
-            problem=self.problem.fingerprint, site=self._site, device_of_group=plain, mode=self.mode,
-            microbatches=self.execution.microbatches, schedule=self.execution.schedule, priority=None,
-        )  # fmt: skip
+        trial = self._store.lookup(self._begun(plain))
         if trial is None:
             return None
         trial = dataclasses.replace(trial, run=self.run)

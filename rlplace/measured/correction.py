@@ -6,32 +6,13 @@ Axes: D devices, G groups, C channels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta, structs
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import Problem
-from rlplace.records import Record, build
-
-_Factor = Annotated[float, Meta(ge=1e-4, le=1e4)]
-_Factors = tuple[_Factor, ...]
-_Seconds = Annotated[float, Meta(ge=0, le=1e3)]
-
-
-class _Plain(Record, frozen=True):
-    """A correction as plain data."""
-
-    device_factor: Annotated[_Factors, Meta(min_length=1)]
-    group_factor: Annotated[tuple[_Factors, ...], Meta(min_length=1)] | None
-    channel_slowdown: _Factors
-    pair_slowdown: tuple[_Factors, ...]
-    latency_s: tuple[tuple[_Seconds, ...], ...]
-    step_factor: _Factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,27 +44,6 @@ class Correction:
                     slow[i, j] *= max(float(self.channel_slowdown[c]) for c in channels)
         np.fill_diagonal(slow, 1.0)
         return slow
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in data.items()}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Correction:
-        """Reads what `to_dict` gave.
-
-        Raises:
-            InputError: Names what is wrong.
-        """
-        values: dict[str, Any] = structs.asdict(build(_Plain, data, "correction"))
-        devices = len(values["device_factor"])
-        for name in ("group_factor", "pair_slowdown", "latency_s"):
-            rows = values[name] or ()
-            if any(len(row) != devices for row in rows) or (name != "group_factor" and len(rows) != devices):
-                raise InputError(f"correction.{name}: does not have a number for each of the {devices} devices")
-        values = {key: np.array(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return Correction(**values)
 
 
 def no_correction(problem: Problem) -> Correction:

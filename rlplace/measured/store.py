@@ -171,34 +171,13 @@ class TrialStore:
             )
         return [trial for _, _, trial in self._select(conditions, include_running)]
 
-    def lookup(
-        self,
-        problem: str,
-        site: str,
-        device_of_group: Sequence[int],
-        microbatches: int,
-        schedule: str,
-        mode: str = "computed",
-        priority: Sequence[float] | None = None,
-    ) -> Trial | None:
-        """The latest trial of a plan that has ended and is no anchor, None where there is none.
+    def lookup(self, trial: Trial) -> Trial | None:
+        """The latest trial of the same plan under the same conditions that has ended and is no anchor; None: there is none.
 
-        The arguments are those of `Trial.key` in its order. Latest is by `began_at`, then by the order of adding.
+        Latest is by `began_at`, then by the order of adding.
         """
-        _, asked = trial_to_row(
-            Trial(
-                problem=problem,
-                site=site,
-                device_of_group=tuple(device_of_group),
-                microbatches=microbatches,
-                schedule=schedule,
-                status="running",
-                mode=mode,
-                priority=None if priority is None else tuple(priority),
-            )
-        )
-        conditions = {"plan_key = ?": plan_key(asked.key), "anchor = ?": 0}
-        matches = [(trial.began_at, number, trial) for number, _, trial in self._select(conditions)]
+        conditions = {"plan_key = ?": plan_key(trial_to_row(trial)[1].key), "anchor = ?": 0}
+        matches = [(found.began_at, number, found) for number, _, found in self._select(conditions)]
         return max(matches, key=lambda item: item[:2])[2] if matches else None
 
     def interrupted(self, run: str) -> list[tuple[int, Trial]]:

@@ -65,7 +65,7 @@ def test_what_goes_in_comes_out(given_trials):
         assert store.trials(include_running=True) == given_trials
         assert store.trials() == [trial for trial in given_trials if trial.status != "running"]
         for trial in given_trials:
-            found = store.lookup(*trial.key)
+            found = store.lookup(trial)
             same = [t for t in given_trials if t.key == trial.key and t.status != "running" and not t.anchor]
             latest = max(t.began_at for t in same) if same else None
             assert (None if found is None else found.began_at) == latest
@@ -167,10 +167,10 @@ def test_filters():
 def test_lookup_tells_conditions_apart(change):
     with new_store() as store:
         store.add(done(0))
-        assert store.lookup(*done(0, **change).key) is None
+        assert store.lookup(done(0, **change)) is None
         store.add(done(0, **change))
-        assert store.lookup(*done(0, **change).key) == done(0, **change)
-        assert store.lookup(*done(0).key) == done(0)
+        assert store.lookup(done(0, **change)) == done(0, **change)
+        assert store.lookup(done(0)) == done(0)
 
 
 def test_lookup_does_not_mind_the_type_of_numbers():
@@ -179,14 +179,8 @@ def test_lookup_does_not_mind_the_type_of_numbers():
         trial = done(3, priority=priority)
         devices = np.array(plan_number(3), dtype=np.int32)
         store.add(dataclasses.replace(trial, device_of_group=tuple(devices), microbatches=np.int64(2)))
-        found = store.lookup(
-            problem=PROBLEM.fingerprint,
-            site=SITE.fingerprint,
-            device_of_group=devices.astype(np.int8),
-            microbatches=np.int64(2),
-            schedule="1f1b",
-            priority=[-0.0, *range(1, PROBLEM.num_ops)],
-        )
+        priority = (-0.0, *range(1, PROBLEM.num_ops))
+        found = store.lookup(done(3, device_of_group=devices.astype(np.int8), microbatches=np.int64(2), priority=priority))
         assert found == trial
         assert all(type(device) is int for device in found.device_of_group)
 

@@ -49,7 +49,7 @@ def read_all(path):
         for number, trial in store.interrupted("first"):
             assert type(number) is int
             assert trial.status == "running"
-        found = store.lookup(*done(3, priority=(0.5,) * PROBLEM.num_ops).key)
+        found = store.lookup(done(3, priority=(0.5,) * PROBLEM.num_ops))
         assert found is None or found.device_of_group == plan_number(3)
         store.add(done(99))
         return True

@@ -62,10 +62,6 @@ class Asked:
             return held
         return [path for block in stage.blocks for path in held if owner(path, [block]) is not None]
 
-    def parameters_of(self, paths: list[str]) -> dict[str, set[int]]:
-        """The parameters of some blocks, by path."""
-        return {path: {id(p) for p in self.units[path].parameters()} for path in paths}
-
 
 def ask(plan: PlacementPlan) -> Asked:
     """Builds a plan's model without weights.

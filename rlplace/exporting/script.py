@@ -169,7 +169,7 @@ def _data_axes(asked: Asked, names: str) -> list[str]:
 
 def _stand_alone(asked: Asked, paths: list[str]) -> list[str]:
     """Blocks that are worth a group of their own: they have a matrix, and no parameter that another block has."""
-    held = asked.parameters_of(paths)
+    held = {path: {id(p) for p in asked.units[path].parameters()} for path in paths}
     matrices = [path for path in paths if any(p.dim() > 1 for p in asked.units[path].parameters())]
     return [path for path in matrices if not any(held[path] & other for name, other in held.items() if name != path)]
 

@@ -39,42 +39,40 @@ class Race:
         repeats: Steps of a plan that is not dropped.
         best_s: Upper bound of the best plan's median step time; inf when there is none.
         noise: Relative standard deviation of single steps.
-        z: Standard errors of the bounds.
     """
 
     repeats: int = 5
     best_s: float = math.inf
     noise: float = FIRST_NOISE
-    z: float = Z
 
     def __post_init__(self) -> None:
         whole_number(self.repeats, "race: repeats", 1)
-        if not all(isinstance(value, (int, float)) for value in (self.best_s, self.noise, self.z)):
-            raise InputError("race: best_s, noise and z must be numbers")
-        if not self.best_s > 0 or not 0 <= self.noise < 10 or not 0 <= self.z < 100:
-            raise InputError("race: best_s must be positive, noise and z numbers from 0 up")
+        if not all(isinstance(value, (int, float)) for value in (self.best_s, self.noise)):
+            raise InputError("race: best_s and noise must be numbers")
+        if not self.best_s > 0 or not 0 <= self.noise < 10:
+            raise InputError("race: best_s must be positive, noise a number from 0 up")
 
     def lost(self, step_s: Sequence[float]) -> bool:
         """Whether these steps are slower than the best plan's beyond doubt."""
-        return bool(step_s) and lower_bound(step_s, self.noise, self.z) > self.best_s
+        return bool(step_s) and lower_bound(step_s, self.noise) > self.best_s
 
     def over(self, step_s: Sequence[float]) -> bool:
         """Whether no further step is needed."""
         return len(step_s) >= self.repeats or self.lost(step_s)
 
 
-def _error(count: int, noise: float, z: float) -> float:
-    return z * noise * (MEDIAN_LOSS if count > 2 else 1.0) / math.sqrt(count)
+def _error(count: int, noise: float) -> float:
+    return Z * noise * (MEDIAN_LOSS if count > 2 else 1.0) / math.sqrt(count)
 
 
-def lower_bound(step_s: Sequence[float], noise: float, z: float = Z) -> float:
+def lower_bound(step_s: Sequence[float], noise: float) -> float:
     """Lower confidence bound of the median step time."""
-    return statistics.median(step_s) * max(0.0, 1.0 - _error(len(step_s), noise, z))
+    return statistics.median(step_s) * max(0.0, 1.0 - _error(len(step_s), noise))
 
 
-def upper_bound(step_s: Sequence[float], noise: float, z: float = Z) -> float:
+def upper_bound(step_s: Sequence[float], noise: float) -> float:
     """Upper confidence bound of the median step time."""
-    return statistics.median(step_s) * (1.0 + _error(len(step_s), noise, z))
+    return statistics.median(step_s) * (1.0 + _error(len(step_s), noise))
 
 
 def pooled_noise(timed: Sequence[Sequence[float]]) -> float:

@@ -134,7 +134,7 @@ class TrialStore:
                 raise InputError(f"{self._where}: trial {show(number)} is {'not known' if stored is None else show(stored[1])}")
             if stored[0] != plan_key(trial.key):
                 raise InputError(f"{self._where}: trial {number} began with another plan, or under other conditions")
-            _replace(database, number, row)
+            database.execute(f"UPDATE trials SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*row, number))
 
     def discard(self, number: int) -> None:
         """Forgets a trial that is still running, as if it had never begun."""
@@ -190,17 +190,11 @@ class TrialStore:
 
     def _add(self, trial: Trial, *, running: bool) -> int:
         row, trial = _checked(trial, running=running)
-        with self._writing() as database:
-            return self._insert_trial(database, uuid.uuid4().bytes, row, trial)
-
-    def _insert_trial(self, database: sqlite3.Connection, uid: bytes, row: tuple[Any, ...], trial: Trial) -> int:
-        _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)
         columns = ("uid", "plan_key", *COLUMNS)
-        done = database.execute(
-            f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
-            (uid, plan_key(trial.key), *row),
-        )
-        return int(done.lastrowid or 0)
+        text = f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        with self._writing() as database:
+            _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)
+            return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial.key), *row)).lastrowid or 0)
 
     def _sizes(self, database: sqlite3.Connection, problem: str, site: str, where: str) -> tuple[int, int, int]:
         """Devices, groups and ops of a problem; refuses a problem or cluster that the store does not know."""
@@ -279,10 +273,6 @@ def _check_sizes(trial: Trial, sizes: tuple[int, int, int], where: str) -> None:
 
 def _conditions(conditions: Iterable[str], include_running: bool) -> tuple[str, ...]:
     return (*conditions, "1" if include_running else "status != 'running'")
-
-
-def _replace(database: sqlite3.Connection, number: int, row: tuple[Any, ...]) -> None:
-    database.execute(f"UPDATE trials SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*row, number))
 
 
 def _inflate(blob: Any) -> str:

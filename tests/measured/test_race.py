@@ -120,7 +120,6 @@ def test_pooled_noise_is_a_positive_number(timed):
         {"repeats": 0}, {"repeats": -3}, {"repeats": 2.5}, {"repeats": True}, {"repeats": "5"}, {"repeats": None},
         {"best_s": 0.0}, {"best_s": -1.0}, {"best_s": math.nan}, {"best_s": "fast"}, {"best_s": None},
         {"noise": -0.1}, {"noise": math.nan}, {"noise": math.inf}, {"noise": "some"}, {"noise": None},
-        {"z": -1.0}, {"z": math.nan}, {"z": math.inf}, {"z": []},
     ],
     ids=str,
 )  # fmt: skip

@@ -60,7 +60,7 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
-        share = self._share(batch)
+        share = self._share(batch, self.native.place.replica)
         native = self._drawing()
         value = native.run(self._passes(batch, share, native.names), loss)
         self.random_state = native.random_state
@@ -81,7 +81,7 @@ class StrategyModel(DistributedModel):
         check_inputs((args, kwargs))
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        passes = self._passes(batch, self._share(batch), inputs)
+        passes = self._passes(batch, self._share(batch, self.native.place.replica), inputs)
         seen: list[Any] = []
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
@@ -109,8 +109,7 @@ class StrategyModel(DistributedModel):
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
-        replicas = [share_of(self.native.strategy, r, samples) for r in range(self.ranks.replica_count)]
+        replicas = [self._share(batch, replica) for replica in range(self.ranks.replica_count)]
         own = self.native.place.replica
         passes = self._passes(batch, replicas[own], inputs)
         outputs = self._drawing().evaluate(passes)
@@ -133,9 +132,9 @@ class StrategyModel(DistributedModel):
             return dict(kwargs)
         return keyword_inputs(self.meta_model, args) | dict(kwargs)
 
-    def _share(self, batch: Batch) -> Share:
+    def _share(self, batch: Batch, replica: int) -> Share:
         samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
-        return share_of(self.native.strategy, self.native.place.replica, samples)
+        return share_of(self.native.strategy, replica, samples)
 
     def _passes(self, batch: Batch, share: Share, names: Any) -> list[Any]:
         """This replica's micro-batches of a batch, on its device."""

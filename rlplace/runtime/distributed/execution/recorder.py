@@ -1,4 +1,4 @@
-"""What a process did when, for measuring."""
+"""What a process spent its time on, for measuring."""
 
 from __future__ import annotations
 
@@ -9,38 +9,20 @@ import torch
 from rlplace.runtime.environment import read_clock
 
 
-@dataclass(frozen=True)
-class Event:
-    """An interval.
-
-    Attributes:
-        kind: ``"forward"``, ``"backward"``, ``"wait"`` (for other processes) or ``"update"`` (the optimizer).
-        start_s, end_s: By the host's monotonic clock.
-    """
-
-    kind: str
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Its length."""
-        return self.end_s - self.start_s
-
-
 @dataclass(eq=False)
 class Recorder:
-    """Collects events while it is on.
+    """Adds up seconds by kind while it is on.
+
+    Kinds are ``"forward"``, ``"backward"``, ``"wait"`` (for other processes) and ``"update"`` (the optimizer).
 
     Attributes:
         device: Waited for at the end of every interval where work is queued on it.
         on: Whether to record; off, marks cost next to nothing.
-        events: What was recorded.
     """
 
     device: torch.device
     on: bool = False
-    events: list[Event] = field(default_factory=list)
+    _seconds: dict[str, float] = field(default_factory=dict)
     _kind: str | None = None
     _since_s: float = 0.0
 
@@ -50,10 +32,10 @@ class Recorder:
             return
         now_s = read_clock(self.device)
         if self._kind is not None:
-            self.events.append(Event(self._kind, self._since_s, now_s))
+            self._seconds[self._kind] = self._seconds.get(self._kind, 0.0) + now_s - self._since_s
         self._kind, self._since_s = kind, now_s
 
-    def take(self) -> list[Event]:
-        """The events so far, and forgets them."""
-        taken, self.events = self.events, []
+    def take(self) -> dict[str, float]:
+        """The seconds so far by kind, and forgets them."""
+        taken, self._seconds = self._seconds, {}
         return taken

@@ -20,7 +20,7 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
     """Arguments of one micro-batch: those given, else, on the meta device, what the plan's model was captured with.
 
     Raises:
-        InputError: Neither is there.
+        InputError: Neither is there, or they are something else than a tensor, a sequence or a mapping.
     """
     if example_inputs is None:
         description = ((plan.source or {}).get("graph") or {}).get("inputs")
@@ -30,15 +30,6 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
                 "example_inputs), the inputs of one micro-batch as a dict by keyword or a tuple"
             )
         return described_inputs(description)
-    return call_arguments(example_inputs)
-
-
-def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one call.
-
-    Raises:
-        InputError: They are given as something else than a tensor, a sequence or a mapping.
-    """
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding, too

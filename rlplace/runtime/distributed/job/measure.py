@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import asks_for_strategy
-from rlplace.runtime.distributed.execution.recorder import Event
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.job.training import Training, check_strategy, microbatch_of, processes_needed
@@ -101,7 +100,7 @@ class PlanTimer:
         batch = self.inputs(training.samples)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        steps: list[tuple[float, list[Event]]] = []
+        steps: list[tuple[float, dict[str, float]]] = []
         for step in range(self.warmup):
             self._step(training, batch)
             if step == 0:
@@ -130,7 +129,7 @@ class PlanTimer:
             setup_s=setup_s,
         )
 
-    def _step(self, training: Training, batch: Any) -> tuple[float, list[Event]]:
+    def _step(self, training: Training, batch: Any) -> tuple[float, dict[str, float]]:
         """One step, its time on the slowest process and what this one did meanwhile."""
         dist.barrier()
         training.recorder.on = True
@@ -142,21 +141,18 @@ class PlanTimer:
         return float(took), training.recorder.take()
 
     def _places(
-        self, training: Training, plan: PlacementPlan, timeline: Timeline | None, events: Sequence[Event]
+        self, training: Training, plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float]
     ) -> tuple[PlaceTiming, ...]:
         """What every process of a placement did in the median step; of a strategy that is not known."""
         if not isinstance(training.model, PlacedModel):
             return ()
-        total = {kind: 0.0 for kind in ("forward", "backward", "wait", "update")}
-        for event in events:
-            total[event.kind] += event.seconds
         own = PlaceTiming(
             rank=dist.get_rank(),
             host=platform.node(),
-            busy_s=total["forward"] + total["backward"],
-            wait_s=total["wait"],
+            busy_s=spent_s.get("forward", 0.0) + spent_s.get("backward", 0.0),
+            wait_s=spent_s.get("wait", 0.0),
             reduce_s=0.0,
-            update_s=total["update"],
+            update_s=spent_s.get("update", 0.0),
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         )
         if timeline is not None:

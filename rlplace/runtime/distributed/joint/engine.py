@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.program import BEGIN, FINISH, Part, calls_of, joint_turns, lay_out, like, value_of
+from rlplace.runtime.distributed.joint.program import BEGIN, FINISH, Part, call_of, joint_turns, lay_out, like, value_of
 from rlplace.runtime.distributed.joint.turns import Message, Turn
 from rlplace.runtime.distributed.joint.views import base_of
 from rlplace.runtime.distributed.ranks import Ranks, group_of
@@ -66,10 +66,8 @@ class Engine:
         self.placement, self.ranks, self.parameters, self.buffers = placement, ranks, own.parameters, own.buffers
         self.recorder = Recorder(ranks.device)
         self._programs: dict[bool, Sequence[Turn]] = {}
-        self._calls = calls_of(
-            [n for n, there in placement.device_of.items() if there == ranks.rank and n.target is not operator.getitem],
-            ranks.device,
-        )
+        here = [node for node, there in placement.device_of.items() if there == ranks.rank]
+        self._calls = {node: call_of(node, ranks.device) for node in here if node.target is not operator.getitem}
         self._gradients: dict[fx.Node, list[Part]] = {}
         for name, parts in joint.gradients.items():
             for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,12 +83,8 @@ def results_of(node: fx.Node) -> list[fx.Node]:
 Call = Callable[[Callable[[fx.Node], Any]], Any]
 
 
-def calls_of(nodes: Sequence[fx.Node], device: torch.device) -> dict[fx.Node, Call]:
-    """For every node a function that runs it, given a function that looks up bases; views of its inputs are made on the way."""
-    return {node: _call(node, device) for node in nodes}
-
-
-def _call(node: fx.Node, device: torch.device) -> Call:
+def call_of(node: fx.Node, device: torch.device) -> Call:
+    """A function that runs a node, given a function that looks up bases; views of its inputs are made on the way."""
     target = node.target
     args, kwargs = pytree.tree_map(
         lambda value: device if isinstance(value, torch.device) else value, (node.args, dict(node.kwargs))

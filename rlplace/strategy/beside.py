@@ -14,7 +14,7 @@ from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluation import PARTS, Evaluation
 from rlplace.strategy.meshes import expert_share_degree, places_of, share_degree, tie_groups
-from rlplace.strategy.placed_blocks import tie_part
+from rlplace.strategy.ties import tie_part
 from rlplace.strategy.traffic import Traffic, table_s
 
 

@@ -24,10 +24,11 @@ from rlplace.problem import Problem
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.expand_lane import LaneBuild
-from rlplace.strategy.meshes import Lane, borders, check_draft, lanes
+from rlplace.strategy.meshes import Lane, borders, lanes
 from rlplace.strategy.op_costs import OpCosts
-from rlplace.strategy.placed_blocks import tie_exchanges
+from rlplace.strategy.packing import Packer
 from rlplace.strategy.step_build import TIE, UPDATE_RUN, Run, StepBuild
+from rlplace.strategy.ties import tie_exchanges
 from rlplace.strategy.traffic import Traffic
 
 
@@ -97,9 +98,10 @@ class Expansion:
     """Lowers one draft."""
 
     def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic, named: bool) -> None:
-        check_draft(draft, cluster, len(costs.names))
         self.draft, self.costs, self.cluster, self.traffic, self.named = draft, costs, cluster, traffic, named
         self.split, self.ranges = splits(draft), draft.ranges
+        self.packer = Packer(costs, cluster, traffic)
+        self.packer.frame(draft)  # checks it
         self.ways = traffic.ways(borders(draft))
         self.lanes = _alike(draft, cluster)
         self.build = StepBuild(len(self.lanes) * len(draft.places))

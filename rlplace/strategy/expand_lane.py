@@ -11,7 +11,7 @@ from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.expand_pass import PassBuild
 from rlplace.strategy.meshes import Lane, stage_actions
 from rlplace.strategy.op_costs import slowest
-from rlplace.strategy.placed_blocks import Block, place_blocks, received_bytes, static_bytes
+from rlplace.strategy.placed_blocks import Block, placed_blocks
 from rlplace.strategy.rules import WHOLE
 from rlplace.strategy.stage_ops import Lifetimes, StageOps
 from rlplace.strategy.step_build import SEND
@@ -27,8 +27,7 @@ class LaneBuild:
     def __init__(self, whole: Expansion, number: int, lane: Lane) -> None:
         draft, costs = whole.draft, whole.costs
         self.whole, self.build, self.draft, self.number, self.lane = whole, whole.build, draft, number, lane
-        places = range(len(draft.places))
-        self.rows = [place_blocks(draft, place, lane, costs, whole.cluster, whole.traffic) for place in places]
+        self.rows = placed_blocks(draft, lane, whole.packer)
         step = costs.step_ops(whole.split)
         kind_of = kind_numbers(costs, whole.cluster)
         self.stages = []
@@ -53,9 +52,14 @@ class LaneBuild:
     def resident_bytes(self, place: int) -> float:
         """Weights, gradients and optimizer state as far as they are there all step long, and torch's receive buffers."""
         draft, count, rows = self.draft, self.lane.microbatches, self.rows[place]
-        total = sum(static_bytes(rows[block], draft.stages, count) for block in draft.blocks_of(place))
-        stages = [stage for stage, at in enumerate(draft.place_of_stage) if at == place]
-        return total + sum(received_bytes(draft, stage, count, rows) for stage in stages)
+        total = sum(rows[block].static_bytes for block in draft.blocks_of(place))
+        received = 0.0
+        for stage, inside in enumerate(draft.ranges):
+            if draft.place_of_stage[stage] == place:
+                sent = rows[inside.start - 1].sent_bytes if stage > 0 else 0.0
+                returned = rows[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
+                received += count * (sent + returned)
+        return total + received
 
     def run(self) -> None:
         """Every place's actions, always one whose input another action has sent."""

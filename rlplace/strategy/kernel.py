@@ -176,8 +176,27 @@ def held_bytes(y, peaks, flights, leaving, actions, action_ptr, microbatches):
         peaks[p] = peak
 
 
+@inner
+def _summed(block, sizes, blocks):
+    """float64 [blocks, 3], bytes that tied weights have again, by block."""
+    again = np.zeros((blocks, 3))
+    for e in range(len(block)):
+        for column in range(3):
+            again[block[e], column] += sizes[e, column]
+    return again
+
+
 def _compile(stamp):
-    """The entry, tied to the sources of what it calls."""
+    """The entries, tied to the sources of what they call."""
+
+    @entry
+    def place_blocks(row, place, tables, recompute, offload, again_block, again_bytes, stages, microbatches):
+        """All blocks on a device of a place, float64 [B, BLOCK]: see `evaluate_packed`, of which it has one row and place."""
+        stamp  # noqa: B018
+        x, again = np.empty((len(row), k.BLOCK)), _summed(again_block, again_bytes, len(row))
+        for b in range(len(row)):
+            k.place_block(x, b, row, place, tables, recompute[b], offload[b], again[b], stages, microbatches)
+        return x
 
     @entry
     def evaluate_packed(
@@ -205,10 +224,7 @@ def _compile(stamp):
         for s in range(stages):
             if bounds[s] >= bounds[s + 1]:
                 return False
-        again = np.zeros((blocks, 3))
-        for e in range(len(again_block)):
-            for column in range(3):
-                again[again_block[e], column] += again_bytes[e, column]
+        again = _summed(again_block, again_bytes, blocks)
         x = np.empty((blocks, k.BLOCK))
         y = np.empty((stages, k.STAGE))
         works = np.zeros((count, c.ANSWER))
@@ -273,7 +289,7 @@ def _compile(stamp):
         result[1] = over
         return True
 
-    return evaluate_packed
+    return place_blocks, evaluate_packed
 
 
-evaluate_packed = _compile(STAMP)
+place_blocks, evaluate_packed = _compile(STAMP)

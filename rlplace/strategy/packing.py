@@ -15,8 +15,8 @@ from rlplace.strategy import columns as c
 from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import borders, check_draft, lanes, places_of, stage_actions
-from rlplace.strategy.placed_blocks import tie_exchanges, tie_part
 from rlplace.strategy.rows import Rows
+from rlplace.strategy.ties import tie_exchanges, tie_part
 from rlplace.strategy.traffic import Traffic
 
 KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000

@@ -1,6 +1,6 @@
 """Compiled parts of `rlplace.strategy.kernel`: blocks on their places, their passes, and a step of one stage.
 
-The functions follow by name those of `placed_blocks` and, in tests/strategy, of `reference_stages` and `reference_memory`.
+The functions follow by name those of tests/strategy: `reference_blocks`, `reference_stages` and `reference_memory`.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -37,7 +37,7 @@ STAGE = 17
 
 @inner
 def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
-    """Fills ``x[b]``: see `placed_blocks.place_blocks` and `placed_blocks.static_bytes`."""
+    """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_blocks.static_bytes`."""
     share, expert_share, copies = place[c.SHARE], place[c.EXPERT_SHARE], place[c.COPIES]
     weights = max(0.0, row[b, c.WEIGHTS] - again[0])
     gradients = max(0.0, row[b, c.GRADIENTS] - again[1])

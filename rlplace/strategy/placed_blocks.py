@@ -1,194 +1,51 @@
-"""The blocks of a draft as one device of a place sees them: times, bytes and communication, by the rules, no shortcuts."""
+"""The blocks of a draft as devices have them: what the block executor works on, read for the op-level expansion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.meshes import (
-    Lane,
-    copy_degree,
-    copy_groups,
-    expert_share_degree,
-    expert_share_groups,
-    places_of,
-    share_degree,
-    share_groups,
-    tensor_groups,
-    tie_groups,
-)
-from rlplace.strategy.rules import EACH_BACKWARD, FULL_OFFLOAD, ONCE, WHOLE, keeping
-from rlplace.strategy.traffic import Traffic, table_s
+from rlplace.strategy import columns as c
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.meshes import Lane
+from rlplace.strategy.packing import Packer
 
 
-@dataclass
-class Block:
-    """A block on one device of a place, for one pass of the slowest replica of a lane."""
+class Block(NamedTuple):
+    """A block on one device of a place; how it is kept is a number of `rlplace.strategy.rules`."""
 
-    keeping: int = WHOLE
-    offload: int = 0
-    compute_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # by pass; the backward with what runs again
-    tensor_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    weight_s: float = 0.0  # the part of a split backward that waits, with what runs again a second time
-    weight_tensor_s: float = 0.0
-    again_s: float = 0.0
-    update_s: float = 0.0
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    copies_s: float = 0.0
-    bucket_bytes: float = 0.0
-    sent_bytes: float = 0.0
-    returned_bytes: float = 0.0
-    weight_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    optimizer_bytes: float = 0.0
-    shared_bytes: tuple[float, ...] = (0.0, 0.0, 0.0)  # a device's share of the three
-    kept_bytes: float = 0.0
-    working_bytes: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    halved_bytes: float = 0.0  # kept from the first half of a split backward to the second
-    remade_bytes: float = 0.0  # the most that running again holds in a second half
-    buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
+    keeping: float
+    gather_s: float
+    reduce_s: float
+    copies_s: float
+    update_s: float
+    bucket_bytes: float
+    weight_bytes: float
+    gradient_bytes: float
+    buffer_bytes: float  # flat copy of the gradient while it is exchanged
+    static_bytes: float  # held from its first gather to the end of the step
+    sent_bytes: float
+    returned_bytes: float
 
 
-def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> list[Block]:
-    """All blocks of the model as they would be on a place, those of other places too."""
-    place = draft.places[index]
-    held = costs.held(place.tensor, place.expert)
-    kind_of = kind_numbers(costs, cluster)
-    blocks, plain = [Block() for _ in costs.names], np.zeros((2, len(costs.names)))
-    kinds = sorted({kind_of[device] for _, devices in lane.replicas[index] for device in devices})
-    for samples, devices in lane.replicas[index]:
-        for kind in sorted({kind_of[device] for device in devices}):
-            _add_pass(blocks, draft, place, kind, samples, costs, traffic)
-            plain = np.maximum(plain, costs.passes(kind, place.cut(samples)).working_bytes[:2, NONE])
-    whole = _without_ties(draft, index, costs)
-    share, expert_share, copies = float(share_degree(place)), float(expert_share_degree(place)), copy_degree(place)
-    gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
-    expert_gather, expert_scatter = (
-        traffic.table(kind, expert_share_groups(place)) for kind in ("all_gather", "reduce_scatter")
-    )
-    all_reduce = traffic.table("all_reduce", copy_groups(place))
-    host_rate = min(traffic.host_bytes_per_s(d) for d in place.devices)
-    update_rate = min(traffic.host_memory_bytes_per_s(d) for d in place.devices)
-    for number_of, block in enumerate(blocks):
-        forward = float(plain[FORWARD_PASS, number_of]) if draft.recompute[number_of] == FULL else 0.0
-        block.remade_bytes = forward + max(0.0, block.working_bytes[BACKWARD_PASS] - float(plain[BACKWARD_PASS, number_of]))
-        block.offload = draft.offload[number_of]
-        block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
-        block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
-        expert = [float(size) for size in held.expert_bytes[:, number_of]]
-        dense = [size - own for size, own in zip(whole[number_of], expert, strict=True)]
-        block.shared_bytes = tuple(a / share + b / expert_share for a, b in zip(dense, expert, strict=True))
-        weights, gradients, optimizer = block.shared_bytes
-        exchanged = block.gradient_bytes * held.gradient_item
-        if block.keeping == WHOLE:
-            block.bucket_bytes = exchanged if copies > 1 else 0.0
-        else:
-            block.buffer_bytes = exchanged
-            block.gather_s = table_s(gather, dense[0]) + table_s(expert_gather, expert[0])
-            block.reduce_s = table_s(scatter, dense[1] * held.gradient_item)
-            block.reduce_s += table_s(expert_scatter, expert[1] * held.gradient_item)
-            block.copies_s = table_s(all_reduce, gradients * held.gradient_item)
-        if block.offload == FULL_OFFLOAD:
-            block.gather_s += weights / host_rate
-            block.reduce_s += gradients / host_rate
-        if block.offload:
-            block.update_s = (2.0 * optimizer + gradients + weights) / update_rate
-            if block.offload != FULL_OFFLOAD:
-                block.update_s += (gradients + weights) / host_rate
-        else:
-            slowest = max(float(costs.update_s(kind, place.tensor, place.expert)[number_of]) for kind in kinds)
-            whole_bytes = float(held.weight_bytes[number_of])
-            block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
-    return blocks
+def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]:
+    """For each place of a lane all blocks of the model as they would be there, for one pass of the slowest replica."""
+    from rlplace.strategy import passkernels as k
+    from rlplace.strategy.kernel import place_blocks
 
-
-def static_bytes(block: Block, stages: int, microbatches: int) -> float:
-    """What a block holds from its first gather to the end of the step."""
-    weights, gradients, optimizer = block.shared_bytes
-    total = 0.0 if block.offload else optimizer
-    total += 0.0 if block.offload == FULL_OFFLOAD else weights
-    if block.keeping in (ONCE, EACH_BACKWARD):
-        total += block.weight_bytes
-    if block.keeping == WHOLE or (block.keeping == ONCE and (microbatches > 1 or stages > 1)):
-        total += block.gradient_bytes
-    elif block.offload != FULL_OFFLOAD:
-        total += gradients
-    return total
-
-
-def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Block]) -> float:
-    """Torch's stages receive every micro-batch's input and gradient in a buffer of its own, made once."""
-    inside = draft.ranges[stage]
-    received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0
-    returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
-    return microbatches * (received + returned)
-
-
-def _add_pass(
-    blocks: list[Block], draft: Draft, place: Place, kind: int, samples: int, costs: BlockCosts, traffic: Traffic
-) -> None:
-    """Makes every block as slow and as large as a pass of so many samples on a device of that kind."""
-    passes = costs.passes(kind, place.cut(samples))
-    for number, block in enumerate(blocks):
-        how = draft.recompute[number]
-        moved = [0.0, 0.0]
-        for way in (FORWARD_PASS, BACKWARD_PASS):
-            for collective, name in enumerate(COLLECTIVE_KINDS):
-                size, calls = passes.collective_bytes[way, collective, number], passes.collective_calls[way, collective, number]
-                if size > 0.0 and calls > 0.0:
-                    table = traffic.table(name, tensor_groups(place, collective))
-                    moved[way] += calls * table_s(table, size / calls)
-        again = float(passes.again_s[how, number])
-        again_tensor = moved[FORWARD_PASS] if how == FULL else 0.0
-        computed = (float(passes.forward_s[number]), float(passes.backward_s[number]) + again)
-        for way, (compute, tensor) in enumerate(zip(computed, (moved[0], moved[1] + again_tensor), strict=True)):
-            block.compute_s[way] = max(block.compute_s[way], compute)
-            block.tensor_s[way] = max(block.tensor_s[way], tensor)
-        block.weight_s = max(block.weight_s, float(passes.weight_s[number]))
-        block.again_s = max(block.again_s, again)
-        block.weight_tensor_s = max(block.weight_tensor_s, again_tensor)
-        block.sent_bytes = max(block.sent_bytes, float(passes.sent_bytes[number]))
-        block.returned_bytes = max(block.returned_bytes, float(passes.returned_bytes[number]))
-        block.kept_bytes = max(block.kept_bytes, float(passes.kept_bytes[how, number]))
-        working = passes.working_bytes[:, how, number].tolist()
-        block.working_bytes = tuple(map(max, zip(block.working_bytes, working, strict=True)))
-        block.halved_bytes = max(block.halved_bytes, float(passes.halved_bytes[how, number]))
-
-
-def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:
-    """The part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the weight."""
-    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
-    block = min(tie_blocks, key=lambda number: (whole[number], number))
-    return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
-
-
-def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
-    for tie in costs.ties:
-        involved = places_of(draft, tie.blocks)
-        if len(involved) > 1:
-            places = [draft.places[place] for place in involved]
-            item = costs.held(places[0].tensor, places[0].expert).gradient_item
-            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
-            table = traffic.table("all_reduce", tie_groups(places))
-            yield table_s(table, tie.gradient_bytes * item * part), involved
-
-
-def _without_ties(draft: Draft, index: int, costs: BlockCosts) -> list[list[float]]:
-    """Weight, gradient and optimizer bytes of the blocks; a tied weight counts in the first block of a place that reads it."""
-    place = draft.places[index]
-    held = costs.held(place.tensor, place.expert)
-    whole = [list(map(float, row)) for row in zip(held.weight_bytes, held.gradient_bytes, held.optimizer_bytes, strict=True)]
-    here = [places_of(draft, (block,)) == (index,) for block in range(len(whole))]
-    for tie in costs.ties:
-        part = tie_part(costs, tie.blocks, place)
-        for block in [block for block in tie.blocks if here[block]][1:]:
-            for column, size in enumerate((tie.weight_bytes, tie.gradient_bytes, tie.optimizer_bytes)):
-                whole[block][column] = max(0.0, whole[block][column] - size * part)
-    return whole
+    columns = [
+        k.HOW, k.GATHER, k.REDUCE, k.COPIES, k.UPDATE, k.BUCKETS, k.WEIGHTS, k.GRADIENTS, k.BUFFER, k.STATIC,
+    ]  # fmt: skip
+    ties = packer.ties(packer.frame(draft), draft)
+    chosen = [np.frombuffer(values, dtype=np.uint8) for values in (draft.recompute, draft.offload)]
+    found = []
+    for place, replicas in zip(draft.places, lane.replicas, strict=True):
+        number, seat = packer.costed.number(place, replicas), np.array(packer.costed.place(place))
+        row = packer.costed.rows[number]
+        placed = place_blocks(
+            row, seat, packer.traffic.tables, *chosen, ties.block, ties.again_bytes, draft.stages, lane.microbatches
+        )
+        sent = row[:, [c.SENT, c.RETURNED]]
+        found.append([Block(*block) for block in np.concatenate([placed[:, columns], sent], axis=1).tolist()])
+    return found

@@ -9,7 +9,6 @@ their seconds per byte saved are the greedy answer to its knapsack. The executor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from rlplace.schedule import LOOP, LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import FORWARD_PASS, FULL, kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree
-from rlplace.strategy.placed_blocks import Block, static_bytes
-from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, keeping
+from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
 from rlplace.strategy.tries import Question
 
 Choice = tuple[int, int]
@@ -99,8 +97,6 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
     host_update_s = (2.0 * optimizer + gradients + weights) / min(map(traffic.host_memory_bytes_per_s, here.devices))
     update_s = np.max([costs.update_s(kind, here.tensor, here.expert) for kind in kinds], axis=0) / share_degree(here)
     runs = count * (2 if draft.stages > 1 and SCHEDULES[str(draft.schedule)].splits_backward else 1)
-    weight_bytes: Any = whole[0]
-    gradient_bytes: Any = whole[1]
     seconds, held = [], []
     for recompute, offload in choices:
         kept_as = keeping(here.sharding, offload, draft.stages, copies)
@@ -110,8 +106,12 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
             spent = spent + (gathers * weights + reduces * gradients) / host_rate
         elif offload:
             spent = spent + (gradients + weights) / host_rate
-        own: Any = tuple(shared.copy())  # `static_bytes` adds in place
-        block = Block(kept_as, offload, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes, shared_bytes=own)
+        static = (0.0 if offload else optimizer) + (0.0 if offload == FULL_OFFLOAD else weights)  # as the executor counts it
+        static = static + (whole[0] if kept_as in (ONCE, EACH_BACKWARD) else 0.0)
+        if kept_as == WHOLE or (kept_as == ONCE and (count > 1 or draft.stages > 1)):
+            static = static + whole[1]
+        elif offload != FULL_OFFLOAD:
+            static = static + gradients
         seconds.append(spent)
-        held.append((static_bytes(block, draft.stages, count) + np.zeros(len(weights)), kept[recompute].astype(np.float64)))
+        held.append((static + np.zeros(len(weights)), kept[recompute].astype(np.float64)))
     return np.array(seconds), np.array(held).swapaxes(0, 1)

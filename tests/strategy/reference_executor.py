@@ -1,7 +1,7 @@
 """The block executor, plainly: step time of a draft, rule by rule as docs/cost-model/strategy.md states them.
 
-`rlplace.strategy.kernel` is compiled and agrees to rounding. `rlplace.strategy.placed_blocks` says what blocks take on their
-places, `reference_memory` has the rules for memory.
+`rlplace.strategy.kernel` is compiled and agrees to rounding. `reference_blocks` says what blocks take on their places,
+`reference_memory` has the rules for memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from reference_blocks import Block, place_blocks
 from reference_memory import device_bytes, host_bytes, stage_bytes
 from reference_stages import Work, exchange_s, single_stage, stage_action
 
@@ -20,7 +21,7 @@ from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluation import PARTS, Evaluation, bytes_over
 from rlplace.strategy.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
-from rlplace.strategy.placed_blocks import Block, place_blocks, tie_exchanges
+from rlplace.strategy.ties import tie_exchanges
 from rlplace.strategy.traffic import Traffic, Way
 
 

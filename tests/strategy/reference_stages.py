@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reference_blocks import Block
+
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, Floats
-from rlplace.strategy.placed_blocks import Block
 from rlplace.strategy.rules import (
     BUCKET,
     EACH_BACKWARD,

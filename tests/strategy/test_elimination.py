@@ -1,4 +1,4 @@
-"""The search of PaSE against brute force."""
+"""The search of PaSE against brute force, that for the paper's networks and that for blocks."""
 
 import itertools
 from math import prod
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.pase import search
+from benchmarks.papers.pase import elimination, search
 from benchmarks.papers.pase.baselines import strategy_cost
 from benchmarks.papers.pase.costs import CostTables, configurations, cost_tables
+from benchmarks.papers.pase.elimination import eliminate
 from benchmarks.papers.pase.kinds import contiguous, gemm
 from benchmarks.papers.pase.layers import Dim, Layer, LayerEdge, LayerGraph, Machine
 from rlplace.errors import InputError
-from rlplace.strategy import elimination
-from rlplace.strategy.elimination import eliminate
+from rlplace.strategy.elimination import eliminate as eliminate_blocks
 
 MACHINE = Machine()
 
@@ -58,6 +58,9 @@ def test_search_equals_brute_force_in_any_order(case: tuple[LayerGraph, CostTabl
     for sequence in (None, order):
         chosen = eliminate(tables.layer_flop, graph.ends, tables.edge_flop, sequence)
         assert tables.total(graph, chosen) == best
+    for unit in (1.0, 0.1):  # whole numbers tie, and sums of tenths are rounded: both choose the same all the same
+        own, between = ([unit * costs for costs in each] for each in (tables.layer_flop, tables.edge_flop))
+        assert (eliminate_blocks(own, graph.ends, between) == eliminate(own, graph.ends, between)).all()
 
 
 @given(random_case())

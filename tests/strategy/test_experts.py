@@ -18,7 +18,8 @@ from rlplace.strategy.drafts import Draft, Place, draft_of
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.experts import IMBALANCE
 from rlplace.strategy.meshes import lanes
-from rlplace.strategy.placed_blocks import place_blocks
+from rlplace.strategy.packing import Packer
+from rlplace.strategy.placed_blocks import placed_blocks
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
@@ -93,7 +94,7 @@ def test_experts_of_one_device_each_are_not_gathered(mixtral: PricedBlocks) -> N
     held, links = mixtral.held(1, 4), CLUSTER.links
     dense = (held.weight_bytes - held.expert_bytes[0]).astype(float)
     first = collective_s(links, "all_gather", place.devices, float(dense[0]))
-    found = place_blocks(draft(place), 0, lanes(draft(place))[0], mixtral, CLUSTER, Traffic(CLUSTER))
+    found = placed_blocks(draft(place), lanes(draft(place))[0], Packer(mixtral, CLUSTER, Traffic(CLUSTER)))[0]
     assert found[0].gather_s == pytest.approx(first, rel=0.01)
     assert found[LAYER].gather_s == pytest.approx(collective_s(links, "all_gather", place.devices, float(dense[1])), rel=0.01)
 

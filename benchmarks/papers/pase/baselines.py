@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.pase.costs import CostTables, cost_tables, cuts, edge_costs, layer_costs
+from benchmarks.papers.pase.elimination import eliminate
 from benchmarks.papers.pase.layers import Configuration, Layer, LayerGraph, Machine, Strategy, strategy_of
 from rlplace.errors import InputError, unknown_name
-from rlplace.strategy.elimination import eliminate
 
 Wanted = Callable[[Layer, int], Mapping[str, int] | None]
 """For a layer and a number of devices the parts wanted of some dimensions, or None where the expert has no opinion."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import prod
 
 from benchmarks.papers.pase.costs import all_configurations
+from benchmarks.papers.pase.elimination import dependent_sets, min_degree, neighbours
 from benchmarks.papers.pase.layers import LayerGraph
 from benchmarks.papers.pase.search import tables_bytes
-from rlplace.strategy.elimination import dependent_sets, min_degree, neighbours
 
 
 @dataclass(frozen=True)

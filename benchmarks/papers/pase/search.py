@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import prod
 
 from benchmarks.papers.pase.costs import cost_tables
+from benchmarks.papers.pase.elimination import dependent_sets, eliminate, min_degree
 from benchmarks.papers.pase.layers import LayerGraph, Machine, Strategy
 from rlplace.errors import InputError
-from rlplace.strategy.elimination import dependent_sets, eliminate, min_degree
 
 MAX_TABLES_BYTES = 8 << 30
 """What tables and arg-mins may take together; a search that would need more is refused before it starts."""

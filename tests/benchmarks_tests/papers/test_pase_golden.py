@@ -9,6 +9,7 @@ import pytest
 from benchmarks.papers.pase.baselines import complete, data_parallel, expert, one_weird_trick, strategy_cost
 from benchmarks.papers.pase.cnns import alexnet, resnet101
 from benchmarks.papers.pase.costs import all_configurations
+from benchmarks.papers.pase.elimination import neighbours
 from benchmarks.papers.pase.inception import inception_v3
 from benchmarks.papers.pase.layers import LayerGraph, Machine, Strategy
 from benchmarks.papers.pase.mcmc import mcmc
@@ -17,7 +18,6 @@ from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.search import least_cost_strategy
 from benchmarks.papers.pase.transformer import transformer, transformer_large
 from rlplace.errors import InputError
-from rlplace.strategy.elimination import neighbours
 
 OPTIMA = [
     (alexnet, 4, 1.482157e11),

@@ -130,7 +130,6 @@ class Expansion:
         for number, (seconds, involved) in enumerate(tie_exchanges(self.draft, self.costs, self.traffic)):
             for device in range(build.devices):
                 if device % places in involved:
-                    op = build.exchange((TIE, number), device, f"tie{number}@{device}", seconds, [(TIE, number)], UPDATE_RUN)
-                    for before in (build.last[device], *build.waiting[device]):
-                        build.edge(before, op)
+                    key, after = (TIE, number), [build.last[device], *build.waiting[device]]
+                    op = build.exchange(key, device, f"tie{number}@{device}", seconds, [key], UPDATE_RUN, after)
                     build.waiting[device] = [op]

@@ -119,8 +119,7 @@ class LaneBuild:
         key = (SEND, self.number, source, target, microbatch, int(size_bytes))
         name = f"send{way}{source}.{target}.{microbatch}@{self.number}"
         channels = [("way", self.number, channel) for channel in found.channels]
-        op = self.build.exchange(key, self.device(here), name, seconds, channels, "F" if way == "F" else "B")
-        self.build.edge(end, op)
+        op = self.build.exchange(key, self.device(here), name, seconds, channels, way, [end])
         self.arrived[target, way, microbatch] = op
         return op
 
@@ -172,16 +171,10 @@ class LaneBuild:
     def reduce(self, place: int, block: int, row: Block, when: str, after: list[int], *, hold: bool = False) -> int:
         key, name = ("reduce", place, block, when), f"reduce{when}.{block}@{self.device(place)}"
         held = int(row.buffer_bytes) if hold else 0
-        op = self.build.exchange(key, self.device(place), name, row.reduce_s, [("shard", place)], "B", held)
-        for before in after:
-            self.build.edge(before, op)
-        return op
+        return self.build.exchange(key, self.device(place), name, row.reduce_s, [("shard", place)], "B", after, held)
 
     def copy(self, place: int, block: int, row: Block, when: str, after: list[int]) -> int:
         if row.copies_s == 0.0:
             return after[0]
         key, name = ("copies", place, block, when), f"copies{when}.{block}@{self.device(place)}"
-        op = self.build.exchange(key, self.device(place), name, row.copies_s, [("replicate", place)], "B")
-        for before in after:
-            self.build.edge(before, op)
-        return op
+        return self.build.exchange(key, self.device(place), name, row.copies_s, [("replicate", place)], "B", after)

@@ -87,10 +87,7 @@ class PassBuild:
         """Gathers the parameters of a block, which are there until its pass is over."""
         row, when = self.rows[block], f"{self.kind}{self.microbatch}"
         key, name = (GATHER, self.place, block, when), f"gather{when}.{block}@{self.device}"
-        op = self.build.exchange(key, self.device, name, row.gather_s, [("shard", self.place)], self.kind)
-        for before in after:
-            self.build.edge(before, op)
-        return op
+        return self.build.exchange(key, self.device, name, row.gather_s, [("shard", self.place)], self.kind, after)
 
     def _beside(self, base: int, first_wait: int, gathered: set[int], reduced: set[int]) -> None:
         """Collectives beside the blocks: the next one's parameters, in the backward the last one's gradient before these."""
@@ -176,6 +173,6 @@ class PassBuild:
     def _send_buckets(self, base: int, buckets: list[tuple[int, float]]) -> None:
         for number, (row, size) in enumerate(buckets):
             key, name = ("bucket", self.place, number), f"bucket{number}@{self.device}"
-            op = self.build.exchange(key, self.device, name, self._bucket_s(size), [("replicate", self.place)], "B")
-            self.build.edge(base + row, op)
+            held, after = [("replicate", self.place)], [base + row]
+            op = self.build.exchange(key, self.device, name, self._bucket_s(size), held, "B", after)
             self.build.waiting[self.device].append(op)

@@ -110,12 +110,15 @@ class StepBuild:
         seconds: float,
         channels: Iterable[Hashable],
         part: str,
+        after: Iterable[int],
         held_bytes: int = 0,
     ) -> int:
-        """A device's op of the collective that all devices which give this key make together."""
+        """A device's op, after others, of the collective that all devices which give this key make together."""
         op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
         held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
         self.exchanges.setdefault(key, _Exchange([], held, PHASE_OF_PART[part])).ops.append(op)
+        for before in after:
+            self.edge(before, op)
         return op
 
     def edge(self, source: int, target: int, size_bytes: int = 0) -> None:

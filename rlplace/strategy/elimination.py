@@ -66,7 +66,7 @@ def _minimum(tables: list[Table], vertex: int, around: list[int]) -> tuple[Table
     """Minimum over one vertex's options of a sum of tables, for every combination of its neighbours, and where it is."""
     if not around:
         total = _sum(tables, (vertex,))
-        return Table((), total.min()), total.argmin(axis=0)
+        return Table((), np.array(total.min())), np.array(total.argmin())
     counts = {axis: size for table in tables for axis, size in zip(table.scope, table.values.shape, strict=True)}
     mentions = {axis: {other for table in tables if axis in table.scope for other in table.scope} for axis in around}
     # The neighbour whose tables are smallest together is added last.

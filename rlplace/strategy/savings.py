@@ -106,12 +106,12 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
             spent = spent + (gathers * weights + reduces * gradients) / host_rate
         elif offload:
             spent = spent + (gradients + weights) / host_rate
-        static = (0.0 if offload else optimizer) + (0.0 if offload == FULL_OFFLOAD else weights)  # as the executor counts it
-        static = static + (whole[0] if kept_as in (ONCE, EACH_BACKWARD) else 0.0)
+        static = optimizer * (not offload) + weights * (offload != FULL_OFFLOAD)  # as the executor counts it
+        static = static + whole[0] * (kept_as in (ONCE, EACH_BACKWARD))
         if kept_as == WHOLE or (kept_as == ONCE and (count > 1 or draft.stages > 1)):
             static = static + whole[1]
         elif offload != FULL_OFFLOAD:
             static = static + gradients
         seconds.append(spent)
-        held.append((static + np.zeros(len(weights)), kept[recompute].astype(np.float64)))
+        held.append((static, kept[recompute].astype(np.float64)))
     return np.array(seconds), np.array(held).swapaxes(0, 1)

@@ -46,7 +46,7 @@ else:
                     mask = torch.from_numpy(env.unwrapped.action_masks())
                     candidates = torch.from_numpy(observation["candidates"]).reshape(len(mask), -1)
                     with torch.no_grad():
-                        logits, _ = network.scores(candidates, None)
+                        logits, _ = network.scores(candidates)
                     action = torch.distributions.Categorical(logits=logits.masked_fill(~mask, -torch.inf)).sample()
                     observation, reward, over, _, info = env.step(int(action))
                     total += reward

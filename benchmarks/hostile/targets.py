@@ -268,10 +268,10 @@ def _resume(path: Path, seeds: Path) -> None:
     from rlplace.agents.train import _Run
     from rlplace.cli.train import _config
 
-    names = ("cases", "fit_steps", "steps", "layers", "seed", "device", "processes", "env", "problems")
+    names = ("cases", "fit_steps", "steps", "seed", "device", "processes", "problems")
     options: Any = SimpleNamespace(**dict.fromkeys(names), resume=str(path.parent))
     config, _ = _config(options, path.parent)
-    run = _Run(CaseSource("none", lambda number: None, 0), config, path.parent, None, True, False, str)  # type: ignore[arg-type]
+    run = _Run(CaseSource("none", lambda number: None, 0), config, path.parent, True, False, str)  # type: ignore[arg-type]
     if run._moments is not None:
         import torch
 

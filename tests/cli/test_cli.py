@@ -233,7 +233,7 @@ def models(tmp_path: Path) -> str:
 
 def test_what_a_model_prints_is_no_result(capsys: pytest.CaptureFixture[str], models: str) -> None:
     code, out, err = run(capsys, "place", f"{models}:good", "--cluster", "l4:2", "--planner", "best", "--json")
-    assert code == 0 and json.loads(out)["planner"] == "strategy" and "hello from forward" in err
+    assert code == 0 and json.loads(out)["format"] == "rlplace.plan" and "hello from forward" in err
 
 
 def test_capture_that_changes_its_method_is_quiet(capfd: pytest.CaptureFixture[str], models: str) -> None:

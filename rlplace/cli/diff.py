@@ -75,7 +75,8 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference 
         else:
             placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
             sides.append(placement_side(run_plan(problem, placed)))
-    return Difference(*sides, notes=("strategies are simulated block by block, placements task by task",))
+    before, after = sides
+    return Difference(before, after, notes=("strategies are simulated block by block, placements task by task",))
 
 
 def _second(

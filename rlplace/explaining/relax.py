@@ -149,8 +149,10 @@ def _first_fits(tester: Tester, ways: Iterable[Way]) -> Iterator[Trial]:
 
 def _smaller_microbatches(problem: Problem, at: Callable[[int], Problem] | None, microbatches: int) -> Iterator[Way]:
     """Sizes that divide the present one, each at most half of the one before; only the model can be priced for them."""
+    if at is None:
+        return
     samples = last = problem.samples_per_microbatch
-    for size in range(samples // 2, 0, -1) if at is not None else ():
+    for size in range(samples // 2, 0, -1):
         if samples % size == 0 and 2 * size <= last:
             last, count = size, samples // size * microbatches
             yield f"{count} micro-batches of {size}", at(size), count
@@ -179,13 +181,13 @@ def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
     like = int(limits.argmax())
     room = float(limits[like])
     least = math.ceil(proven_bytes / room) if math.isfinite(room) and room > 0 else 1
-    larger: Problem | None = problem
-    count, wanted = 0, 1
+    larger, count, wanted = problem, 0, 1
     while problem.num_devices + wanted <= MOST_DEVICES:
         while count < wanted:
-            larger, count = changes.with_device(larger, like), count + 1
-            if larger is None:  # the problem does not say how a second one would be linked
+            with_one = changes.with_device(larger, like)
+            if with_one is None:  # the problem does not say how a second one would be linked
                 return
+            larger, count = with_one, count + 1
         yield f"{count} more {'device' if count == 1 else 'devices'} like {problem.devices[like].name}", larger, None
         wanted = max(2 * count, least)
 

@@ -30,13 +30,14 @@ MOST_CHANGES = 48
 """Of blocks of a place that are combined to exchanges: the half that is quickest, and the half that saves most."""
 
 
-def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | None:
+def fitted(tries: Tries, draft: Draft, below_s: float = math.inf, *, thorough: bool = False) -> Tried | None:
     """The draft with the fewest steps that fit on every place; None where none fits.
 
     Args:
         tries: Evaluates.
         draft: What it recomputes and offloads already is not looked at.
         below_s: Of interest is only what is quicker: where the draft is not, though it keeps everything, there is no search.
+        thorough: Whether what fits is `repaired` where it is nearly as quick as the best.
     """
     choices = _choices(tries)
     if not choices:
@@ -61,7 +62,8 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf) -> Tried | Non
             if a < b:
                 low[place], high[place] = (middle[place] + 1, b) if over[place] else (a, middle[place])
     tried = tries.score(_at(first, ladders, high))
-    return _repaired(tries, tried if tried.fits else last)
+    found = tried if tried.fits else last
+    return _repaired(tries, found) if thorough else found
 
 
 def least(tries: Tries, draft: Draft) -> Tried:
@@ -84,10 +86,10 @@ def _repaired(tries: Tries, tried: Tried) -> Tried:
     return tried
 
 
-def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2)) -> Iterator[Draft]:
+def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), ends: int = 2) -> Iterator[Draft]:
     """The draft with other choices for so many blocks of a place together; the best promise first.
 
-    Of blocks that are alike and choose alike the first and the last stand for all: memory may peak at either end.
+    Of blocks that are alike and choose alike the first and, for two `ends`, the last stand for all: memory may peak at either.
     """
     choices = _runnable(tries, draft, _choices(tries))
     classes, passes = tries.question.costs.classes, in_flight(draft)
@@ -103,7 +105,7 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2)) 
         for block in own:
             groups.setdefault((int(classes[block]), stage_of[block], now[block]), []).append(block)
         changes = []  # (seconds, bytes, block, choice)
-        for block in dict.fromkeys(end for group in groups.values() for end in (group[0], group[-1])):
+        for block in dict.fromkeys(end for group in groups.values() for end in (group[0], group[-1])[:ends]):
             total = held[0, :, block] + passes[stage_of[block]] * held[1, :, block]
             at = choices.index(now[block]) if now[block] in choices else 0
             changes += [

@@ -108,7 +108,9 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         staged = published + [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
         try_unlike(tries, _explore)
         known = list(starts(tries))
-        improve(tries, [*known, *sorted(staged, key=lambda tried: tried.step_s)[:STARTS]], balance)
+        known += sorted(staged, key=lambda tried: tried.step_s)[:STARTS]
+        improve(tries, known, balance)
+        improve(tries, list(starts(tries)), balance, thorough=True)
         for tried in itertools.chain(others, try_uniform(tries, rest(), balance)):
             uniform = _better(uniform, tried)
     except OutOfBudgetError:
@@ -148,10 +150,11 @@ def _better(one: Tried | None, other: Tried | None) -> Tried | None:
     return min((tried for tried in (one, other) if tried is not None), key=lambda tried: tried.step_s, default=None)
 
 
-def improve(tries: Tries, starts: list[Tried], balance: Balance) -> None:
+def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bool = False) -> None:
     """Goes on from the best drafts to better neighbours, until the best few and all starts have none.
 
-    Drafts that differ in cuts, recomputation and offload alone count as one: the best of them stands for all.
+    Drafts that differ in cuts, recomputation and offload alone count as one: the best of them stands for all. The thorough
+    search tries more of what blocks choose, which costs calls: it is for when the other has ended.
 
     Raises:
         OutOfBudgetError: The budget ended before.
@@ -168,7 +171,7 @@ def improve(tries: Tries, starts: list[Tried], balance: Balance) -> None:
             return
         at = going[0]
         if at.draft not in open_:
-            open_[at.draft] = _neighbours(tries, at, moves)
+            open_[at.draft] = _neighbours(tries, at, moves, thorough)
         for found in open_[at.draft]:
             worst_s = front[-1].step_s if len(front) == BEAM else math.inf
             entered = found.step_s < worst_s and _enter(beam, found)
@@ -195,17 +198,18 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
     return True
 
 
-def _neighbours(tries: Tries, at: Tried, moves: Moves) -> Iterator[Tried]:
+def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried]:
     """Neighbours that fit, and are not much slower; with what blocks choose fitted anew, or as it is where that is better."""
-    yield from filter(_fits, map(tries.score, other_choices(tries, at.draft)))
+    yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, ends=1 + thorough)))
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
-        found = fitted(tries, draft, at.step_s * SLACK)
-        if found is not None and any(found.draft.recompute + found.draft.offload):
+        found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
+        if thorough and found is not None and any(found.draft.recompute + found.draft.offload):
             as_now = dataclasses.replace(draft, recompute=at.draft.recompute, offload=at.draft.offload)
             found = min(found, tries.score(as_now), key=lambda tried: tried.key)
         if found is not None and found.step_s < at.step_s * SLACK:
             yield found
-    yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, (3,))))
+    if thorough:
+        yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, (3,))))
 
 
 def _fits(tried: Tried) -> bool:

@@ -116,8 +116,8 @@ SMALLEST = 3
 FEW = 32
 """Devices of a cluster of which all sets are looked at from the beginning."""
 
-FIRST = 1
-"""Drafts of every family that are evaluated before more of any."""
+TURN = 3
+"""Options by their bounds for each one by its family."""
 
 RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
@@ -167,31 +167,24 @@ def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Ite
 def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
     """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
 
-    The first of every family comes first, a family being of one kind, tensor and pipeline degree and micro-batch size, and
-    kinds taking turns; then twice as many of the better half of them, and so on; then all others.
+    The lowest bounds come first, and every `TURN`-th time the first of the next family, a family being of one kind, tensor and
+    pipeline degree and micro-batch size, and kinds taking turns.
     """
-    families: dict[tuple[object, ...], list[Option]] = {}
+    families: dict[tuple[object, ...], Option] = {}
     for option in options:
         shape = option.shape
-        families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), []).append(option)
+        families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), option)
     kinds = Counter[object]()
     turns = {}
     for family in families:
         turns[family] = kinds[family[0]]
         kinds[family[0]] += 1
-    alive, count, looked_at = sorted(families, key=turns.__getitem__), FIRST, set[int]()
-    while len(alive) > 1:
-        found_s = dict.fromkeys(alive, math.inf)
-        for family in alive:
-            for option in [option for option in families[family] if id(option) not in looked_at][:count]:
-                looked_at.add(id(option))
-                for tried in _try(tries, option, balance):
-                    found_s[family] = min(found_s[family], math.inf if tried is None else tried.step_s)
-                    yield tried
-        alive, count = sorted(alive, key=lambda family: found_s[family])[: len(alive) // 2], 2 * count
-    for option in options:
-        if id(option) not in looked_at:
-            yield from _try(tries, option, balance)
+    firsts, looked_at = [families[family] for family in sorted(families, key=turns.__getitem__)], set[int]()
+    for number, option in enumerate(options):
+        for one in [option, *firsts[number // TURN :][: number % TURN == 0]]:
+            if id(one) not in looked_at:
+                looked_at.add(id(one))
+                yield from _try(tries, one, balance)
 
 
 def _try(tries: Tries, option: Option, balance: Balance) -> Iterator[Tried | None]:

@@ -44,7 +44,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="runs of every classical search")
     add("--agent-seeds", type=int, default=1, help="runs of every checkpoint")
     add("--cases", default="", help="only cases whose name holds one of these texts")
-    add("--shard", default="0/1", metavar="K/N", help="every N-th case from the K-th on; give each its own --out")
     add("--processes", type=int, default=1, help="at most one a core")
     add(
         "--finetune",
@@ -53,10 +52,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="instead: adapt to one problem for 30 s, N instances, and annealing",
     )
-    add("--finetune-seconds", type=float, default=30.0)
     add("--curves", default="", metavar="LABEL=FOLDER,...", help="instead: every checkpoint of run folders, and annealing")
     add("--drop", default="", help="first remove these methods with their rows")
-    add("--merge", nargs="*", default=[], help="first take rows from files of other shards")
     add("--report", action="store_true", help="only the tables of what is there")
     return parser.parse_args(words)
 
@@ -72,15 +69,13 @@ def main(words: Sequence[str] | None = None) -> int:
         store = Store(settings(options.set), options.out)
         if options.drop:
             tell(f"{store.drop(options.drop.split(','))} rows removed")
-        for path in options.merge:
-            store.merge(Store.read(path))
         tell(f"loading the {options.set} cases")
         everything = load_set(options.set)
-        cases = pick(everything, options.cases, options.shard)
+        cases = pick(everything, options.cases)
         if options.curves:
             asked = curve(cases, options.curves, options.budgets, options.seeds)
         elif options.finetune:
-            asked = adapting(cases, options.agents, options.finetune, options.finetune_seconds, options.agent_seeds)
+            asked = adapting(cases, options.agents, options.finetune, options.agent_seeds)
         else:
             methods = chosen_methods(options.methods, options.agents, options.ablation)
             asked = matrix(cases, methods, options.budgets, options.seeds, options.agent_seeds)

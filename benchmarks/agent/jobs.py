@@ -15,6 +15,7 @@ from benchmarks.agent.methods import learned, rival
 from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, BenchmarkRow, Budget, CaseInfo, Method
 from benchmarks.agent.sets import describe
 from benchmarks.agent.store import Store
+from benchmarks.agent.tables import ADAPT_BUDGET
 from rlplace.agents.cases import Case
 from rlplace.errors import InputError
 
@@ -56,10 +57,10 @@ def matrix(cases: Sequence[Case], methods: Sequence[Method], budgets: str, seeds
     ]
 
 
-def adapting(cases: Sequence[Case], agents: str, count: int, seconds: float, seeds: int) -> list[Ask]:
-    """Adapting to one problem against annealing, both for so many seconds, on `count` cases spread over the families."""
+def adapting(cases: Sequence[Case], agents: str, count: int, seeds: int) -> list[Ask]:
+    """Adapting to one problem against annealing, both for 30 seconds, on `count` cases spread over the families."""
     methods = [rival("annealing"), *(learned(text, ADAPT) for text in _split(agents))]
-    budget = Budget("s", seconds)
+    budget = Budget.parse(ADAPT_BUDGET)
     return [(case, method, budget, seed) for case in spread(cases, count) for method in methods for seed in range(seeds)]
 
 
@@ -141,22 +142,13 @@ def measure(store: Store, asked: Sequence[Ask], *, cases_in_set: int, processes:
                 tell(f"row {number}/{len(jobs)}, {row.budget}, {now - begin:.0f} s")
 
 
-def shard(text: str) -> tuple[int, int]:
-    """Reads ``K/N``."""
-    first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
-        raise InputError(f"--shard {text}: expected K/N with K from 0 to N-1")
-    return int(first), int(count)
-
-
-def pick(cases: Sequence[Case], names: str, part: str) -> list[Case]:
-    """The cases whose name holds one of the texts in `names` (all when empty), and of these every N-th from the K-th on."""
+def pick(cases: Sequence[Case], names: str) -> list[Case]:
+    """The cases whose name holds one of the texts in `names` (all when empty)."""
     wanted = _split(names)
     kept = [case for case in cases if not wanted or any(text in case.name for text in wanted)]
     if not kept:
         raise InputError(f"--cases {names}: no case has such a name; for example {cases[0].name}")
-    first, count = shard(part)
-    return kept[first::count]
+    return kept
 
 
 def _split(text: str) -> list[str]:

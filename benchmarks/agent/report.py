@@ -1,14 +1,14 @@
-"""The whole report of a file as markdown: how it was made, tables, claims."""
+"""The whole report of a file as markdown: how it was made, and tables."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.agent.claims import VERDICTS, adapt_rows, findings, verdicts
 from benchmarks.agent.means import log_floors, log_steps, mean_ratio, slices
 from benchmarks.agent.records import AGENT, CURVE, RIVAL, Budget
 from benchmarks.agent.store import Store
 from benchmarks.agent.tables import (
+    adapt_table,
     budgets_of,
     count_table,
     family_table,
@@ -21,14 +21,9 @@ from rlplace.text import markdown
 
 
 def report(store: Store) -> str:
-    """Tables and claims."""
-    found = findings(store)
-    parts = [how(store), *ratio_tables(store), run_table(store), count_table(store), family_table(store), stage_table(store)]
-    lines = adapt_rows(store)
-    if lines:
-        parts.append(markdown(["instance", "annealing, 30 s, over the floor", "adapted", "best known"], lines))
-    parts.append("\n".join(f"- ({claim}) {VERDICTS[holds]}" for claim, holds in sorted(verdicts(found).items())) + "\n")
-    parts.append("\n".join(f"- {finding}" for finding in found) + "\n")
+    """How the rows were made, and the tables."""
+    tables = (run_table, count_table, family_table, stage_table, adapt_table)
+    parts = [how(store), *ratio_tables(store), *(table(store) for table in tables)]
     return "\n".join(part for part in parts if part)
 
 

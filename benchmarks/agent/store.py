@@ -126,20 +126,6 @@ class Store:
         self._rewrite()
         return before - len(self.rows)
 
-    def merge(self, other: Store) -> None:
-        """Takes over what another file holds, for example of another shard."""
-        if other.settings != self.settings:
-            raise InputError(f"settings differ: {self.settings} and {other.settings}; rows under other settings do not compare")
-        for info in other.cases.values():
-            self.add_case(info)
-        for method in other.methods.values():
-            self.add_method(method)
-        for row in other.rows.values():
-            if not self.done(row.key):
-                self.add_row(row)
-        for run in other.runs:
-            self.add_run(run)
-
     def _rewrite(self) -> None:
         if self._file is not None:
             records = (("case", self.cases), ("method", self.methods), ("row", self.rows))

@@ -8,13 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from benchmarks.agent.means import FLOOR, Mean, families, log_floors, log_steps, mean_ratio, slices
-from benchmarks.agent.records import ABLATION, AGENT, OK, RIVAL, BenchmarkRow, Budget
+from benchmarks.agent.records import ABLATION, ADAPT, AGENT, OK, RIVAL, BenchmarkRow, Budget
 from benchmarks.agent.store import Store
 from rlplace.means import wins_ties_losses
 from rlplace.text import markdown
 
 WORSE = 1e-9
 """Relative amount above the floor from which a plan is worse than it."""
+
+ADAPT_BUDGET = "30 s"
 
 _AGENTS = "agent"
 """Label of all training seeds together."""
@@ -139,6 +141,23 @@ def stage_table(store: Store) -> str:
             mean = mean_ratio({case: float(np.mean(found)) for case, found in logs.items()}, floors, logs)
             body.append([label, stage.replace("_", " "), show_mean(mean)])
     return markdown(["method", "stage (the floor counts in)", f"over the {FLOOR}"], body) if body else ""
+
+
+def adapt_table(store: Store) -> str:
+    """A line an instance that was adapted to: annealing, adapted and the best plan of any row, over the floor; or empty."""
+    rows = list(store.rows.values())
+    names = [method.name for method in store.methods.values() if method.role == ADAPT]
+    ours, theirs = log_steps(rows, names, ADAPT_BUDGET), log_steps(rows, ["annealing"], ADAPT_BUDGET)
+    best = {name: math.inf if info.floor_s is None else info.floor_s for name, info in store.cases.items()}
+    for row in rows:
+        if row.valid and row.step_time_s is not None:
+            best[row.case] = min(best[row.case], row.step_time_s)
+    body = []
+    for name in sorted(set(ours) & set(theirs)):
+        floor_s = store.cases[name].floor_s or math.nan
+        values = (math.exp(theirs[name]), math.exp(ours[name]), best[name])
+        body.append([name, *(f"{value / floor_s:.4f}" for value in values)])
+    return markdown(["instance", f"annealing, {ADAPT_BUDGET}, over the floor", "adapted", "best known"], body) if body else ""
 
 
 def faults(rows: Collection[BenchmarkRow], store: Store) -> tuple[int, int]:

@@ -20,22 +20,8 @@ from rlplace.means import interval
 def info(
     name: str, *, family: str = "f", branchy: bool = False, microbatches: int = 1, floor_s: float | None = 1.0
 ) -> CaseInfo:
-    return CaseInfo(
-        name,
-        family,
-        "0" * 64,
-        8,
-        24,
-        2,
-        microbatches,
-        "list",
-        branchy,
-        False,
-        floor_s,
-        None if floor_s is None else [0] * 8,
-        0.1,
-        9,
-    )
+    floor = None if floor_s is None else [0] * 8
+    return CaseInfo(name, family, "0" * 64, 8, 24, 2, microbatches, "list", branchy, False, floor_s, floor, 0.1, 9)
 
 
 def row(
@@ -201,19 +187,6 @@ def test_dropping_a_method_takes_its_rows_out_of_the_file(tmp_path: Path) -> Non
     assert list(again.methods) == ["annealing"] and len(again.rows) == 1 and list(again.cases) == ["a"]
     with pytest.raises(InputError, match="holds no rows of 'seed0'"):
         again.drop(["seed0"])
-
-
-def test_shards_merge_and_other_settings_do_not(tmp_path: Path) -> None:
-    filled(tmp_path / "one.jsonl")
-    other = Store(SETTINGS, tmp_path / "two.jsonl")
-    other.add_method(METHOD)
-    other.add_case(replace(CASE, name="b"))
-    other.add_row(replace(ROW, case="b"))
-    one = Store(SETTINGS, tmp_path / "one.jsonl")
-    one.merge(Store.read(tmp_path / "two.jsonl"))
-    assert len(Store(SETTINGS, tmp_path / "one.jsonl").rows) == 4
-    with pytest.raises(InputError, match="do not compare"):
-        one.merge(Store({"set": "test"}))
 
 
 def test_budgets() -> None:

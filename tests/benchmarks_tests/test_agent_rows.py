@@ -137,16 +137,14 @@ def test_comments_and_docstrings_are_no_program(tmp_path: Path) -> None:
     assert methods.code_fingerprint("simulator") == methods.code_fingerprint("simulator")
 
 
-def test_rows_are_asked_budget_by_budget_and_cases_can_be_split() -> None:
+def test_rows_are_asked_budget_by_budget_and_cases_are_picked_by_name() -> None:
     cases = random_cases(5)
     asked = matrix(cases, [methods.rival("annealing"), methods.rival("random")], "64,1s", seeds=2, agent_seeds=1)
     assert len(asked) == 40 and {str(budget) for _, _, budget, _ in asked[:20]} == {"64 calls"}
-    parts = [pick(cases, "", f"{part}/2") for part in range(2)]
-    assert sorted(case.name for part in parts for case in part) == sorted(case.name for case in cases)
-    assert [case.name for case in pick(cases, "random-1,random-4", "0/1")] == ["random-1", "random-4"]
-    for names, part in (("nothing", "0/1"), ("", "2/2"), ("", "x")):
-        with pytest.raises(InputError):
-            pick(cases, names, part)
+    assert pick(cases, "") == cases
+    assert [case.name for case in pick(cases, "random-1,random-4")] == ["random-1", "random-4"]
+    with pytest.raises(InputError, match="no case has such a name"):
+        pick(cases, "nothing")
 
 
 def test_instances_to_adapt_to_are_spread_over_the_families() -> None:

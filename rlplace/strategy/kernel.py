@@ -32,19 +32,19 @@ def seconds_of(y, s, kind, first):
 
 
 @inner
-def next_end(y, actions, a, end, arrived, idle_s):
+def next_end(y, actions, a, end, arrived, first, stages, idle_s):
     """When the next action of a place ends that is idle from `idle_s`; inf while what it waits for has not been sent."""
     if a == end:
         return np.inf
     s, kind, n = actions[a, 0], actions[a, 1], actions[a, 2]
     ready = 0.0
     if kind == c.DO_F and s > 0:
-        ready = arrived[0, s, n]
-    elif (kind == c.DO_B or kind == c.DO_I) and s < arrived.shape[1] - 1:
-        ready = arrived[1, s, n]
+        ready = arrived[0, first + s, n]
+    elif (kind == c.DO_B or kind == c.DO_I) and s < stages - 1:
+        ready = arrived[1, first + s, n]
     if ready < 0.0:
         return np.inf
-    compute, tensor, gather = seconds_of(y, s, kind, n == 0)
+    compute, tensor, gather = seconds_of(y, first + s, kind, n == 0)
     return max(idle_s, ready) + (compute + tensor + gather)
 
 
@@ -52,93 +52,108 @@ def next_end(y, actions, a, end, arrived, idle_s):
 def pipeline(
     y, works, busy, leaving, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
 ):
-    """As `reference_executor.pipeline`; returns whether all actions ran.
+    """As `reference_executor.pipeline`; returns whether all actions ran. Lanes stand one after the other in rows of stages and
+    places.
 
     Args:
-        y: float64 [S, STAGE].
-        works: float64 [P, ANSWER], filled.
-        busy: float64 [S], filled with seconds.
+        y: float64 [L * S, STAGE].
+        works: float64 [L * P, ANSWER], to be added to.
+        busy: float64 [L * S], to which seconds are added.
         leaving: float64 [.], filled for every action with the bytes of gradients that its place is still sending.
         actions: int32 [., 3].
-        action_ptr: int64 [P + 1], of this lane.
+        action_ptr: int64 [L * P + 1].
         stage_place: int64 [S].
         rows: float64 [rows, B, ROW].
-        row: int64 [P].
+        row: int64 [L, P].
         bounds: int64 [S + 1].
         ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
         way_ptr: int64 [2 S + 1] into `way_channels`.
         way_channels: int64.
-        microbatches: Passes.
+        microbatches: int64 [L], passes.
     """
-    stages, places = len(stage_place), len(works)
-    arrived = np.full((2, stages, microbatches), -1.0)
-    travelled = np.zeros((2, stages, microbatches))
-    channel_free = np.zeros(way_channels.max() + 1 if len(way_channels) else 0)
-    left = np.full(stages, microbatches, dtype=np.int64)
-    position, ends = action_ptr[:places].copy(), np.empty(places)
-    first_gone, last_gone, on_way = action_ptr[:places].copy(), action_ptr[:places].copy(), np.zeros(places)
+    lanes, places = row.shape
+    stages, most = len(stage_place), microbatches.max()
+    arrived = np.full((2, lanes * stages, most), -1.0)
+    travelled = np.zeros((2, lanes * stages, most))
+    channels = way_channels.max() + 1 if len(way_channels) else 0
+    channel_free = np.zeros(lanes * channels)
+    left = np.repeat(microbatches, stages)
+    together, missing = np.zeros(stages), np.full(stages, lanes, dtype=np.int64)  # lanes exchange gradients with one another
+    position, ends = action_ptr[:-1].copy(), np.empty(len(works))
+    first_gone, last_gone, on_way = action_ptr[:-1].copy(), action_ptr[:-1].copy(), np.zeros(len(works))
     gone_at, gone_bytes = np.empty(len(leaving)), np.empty(len(leaving))
-    works[:], busy[:] = 0.0, 0.0
-    for p in range(places):
-        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, 0.0)
+    for p in range(len(works)):
+        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, p // places * stages, stages, 0.0)
     while True:
         p, now = -1, np.inf
-        for e in range(places):
+        for e in range(len(works)):
             if ends[e] < now:
                 p, now = e, ends[e]
         if p < 0:
             break
         s, kind, n = actions[position[p], 0], actions[position[p], 1], actions[position[p], 2]
-        compute, tensor, gather = seconds_of(y, s, kind, n == 0)
+        lane = p // places
+        at = lane * stages + s
+        compute, tensor, gather = seconds_of(y, at, kind, n == 0)
         forward, backward = kind == c.DO_F, kind == c.DO_B or kind == c.DO_I
         if (forward and s > 0) or (backward and s < stages - 1):
             way = 0 if forward else 1
-            works[p, c.HAND_OVER] += min(max(0.0, arrived[way, s, n] - works[p, c.END]), travelled[way, s, n])
+            works[p, c.HAND_OVER] += min(max(0.0, arrived[way, at, n] - works[p, c.END]), travelled[way, at, n])
         works[p, c.COMPUTE] += compute
         works[p, c.TENSOR] += tensor
         works[p, c.GATHER] += gather
-        busy[s] += compute + tensor + gather
+        busy[at] += compute + tensor + gather
         starts = now if forward else now - (compute + tensor + gather)
         while first_gone[p] < last_gone[p] and gone_at[first_gone[p]] <= starts:
             on_way[p] -= gone_bytes[first_gone[p]]
             first_gone[p] += 1
         leaving[position[p]] = on_way[p] if first_gone[p] < last_gone[p] else 0.0
-        target = s + 1 if forward and s < stages - 1 else s - 1 if backward and s > 0 else -1
+        position[p] += 1
+        target = at + 1 if forward and s < stages - 1 else at - 1 if backward and s > 0 else -1
         if target >= 0:
-            way = 0 if forward else 1
+            way, q = 0 if forward else 1, lane * places + stage_place[target - lane * stages]
             start, took = now, 0.0
-            if stage_place[target] != p:
-                size = rows[row[p], bounds[s + 1] - 1, c.SENT] if forward else rows[row[p], bounds[s] - 1, c.RETURNED]
+            if q != p:
+                own = row[lane, p - lane * places]
+                size = rows[own, bounds[s + 1] - 1, c.SENT] if forward else rows[own, bounds[s] - 1, c.RETURNED]
                 took = ways[way, s, c.LATENCY]
                 if size > 0.0:
                     took += size * ways[way, s, c.PART] * ways[way, s, c.S_PER_BYTE]
                 first, last = way_ptr[way * stages + s], way_ptr[way * stages + s + 1]
                 for e in range(first, last):
-                    start = max(start, channel_free[way_channels[e]])
+                    start = max(start, channel_free[lane * channels + way_channels[e]])
                 for e in range(first, last):
-                    channel_free[way_channels[e]] = start + took
+                    channel_free[lane * channels + way_channels[e]] = start + took
                 if backward:
                     gone_at[last_gone[p]], gone_bytes[last_gone[p]] = start + took, size
                     on_way[p] += size
                     last_gone[p] += 1
             arrived[way, target, n], travelled[way, target, n] = start + took, took
-        if kind == c.DO_B or kind == c.DO_W:
-            left[s] -= 1
-            if left[s] == 0:
-                now += y[s, k.EXCHANGE_S]
-                works[p, c.EXCHANGE] += y[s, k.EXCHANGE_S]
-                busy[s] += y[s, k.EXCHANGE_S]
-        works[p, c.END] = now
-        position[p] += 1
-        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, now)
-        if target >= 0:
-            q = stage_place[target]
             if q != p and ends[q] == np.inf:
-                ends[q] = next_end(y, actions, position[q], action_ptr[q + 1], arrived, works[q, c.END])
-    for p in range(places):
-        if position[p] < action_ptr[p + 1]:
-            return False
-    return True
+                ends[q] = next_end(
+                    y, actions, position[q], action_ptr[q + 1], arrived, lane * stages, stages, works[q, c.END]
+                )  # fmt: skip
+        works[p, c.END] = now
+        if kind == c.DO_B or kind == c.DO_W:
+            left[at] -= 1
+            if left[at] == 0 and y[at, k.EXCHANGE_S] > 0.0:
+                together[s] = max(together[s], now)
+                missing[s] -= 1
+                busy[at] += y[at, k.EXCHANGE_S]
+                works[p, c.EXCHANGE] -= now
+                works[p, c.END] = ends[p] = np.inf
+                if missing[s] > 0:
+                    continue
+                for other in range(lanes):
+                    e = other * places + stage_place[s]
+                    works[e, c.END] = together[s] + y[at, k.EXCHANGE_S]
+                    works[e, c.EXCHANGE] += works[e, c.END]
+                    ends[e] = next_end(
+                        y, actions, position[e], action_ptr[e + 1], arrived, other * stages, stages, works[e, c.END]
+                    )  # fmt: skip
+                continue
+        ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, lane * stages, stages, now)
+    return (position == action_ptr[1:]).all()
 
 
 @inner
@@ -226,9 +241,10 @@ def _compile(stamp):
                 return False
         again = _summed(again_block, again_bytes, blocks)
         x = np.empty((blocks, k.BLOCK))
-        y = np.empty((stages, k.STAGE))
-        works = np.zeros((count, c.ANSWER))
-        busy = np.zeros(stages)
+        lanes = len(lane_microbatches)
+        y = np.empty((lanes * stages, k.STAGE))
+        works = np.zeros((lanes * count, c.ANSWER))
+        busy = np.zeros(lanes * stages)
         peaks = np.zeros(count)
         flights = np.ones(stages, dtype=np.int64)
         leaving = np.zeros(len(actions))
@@ -236,43 +252,44 @@ def _compile(stamp):
         stage_out[:] = 0.0
         hosts[:] = 0.0
         over, ended = 0.0, True
-        for lane in range(len(lane_microbatches)):
-            microbatches = lane_microbatches[lane]
-            row = row_of[lane]
+        for lane in range(lanes):
+            microbatches, row, first = lane_microbatches[lane], row_of[lane], lane * stages
             used[lane] = 0.0
-            works[:, c.UPDATE_S] = 0.0
             for s in range(stages):
                 p = stage_place[s]
                 for b in range(bounds[s], bounds[s + 1]):
                     k.place_block(
                         x, b, rows[row[p]], places[p], tables, recompute[b], offload[b], again[b], stages, microbatches
                     )
+                    works[lane * count + p, c.UPDATE_S] += x[b, k.UPDATE]
                     if lane == 0:
                         hosts[p] += x[b, k.HOST]
-                k.prepare_stage(x, y, s, bounds[s], bounds[s + 1], rows[row[p]], stages, microbatches)
-                used[lane, p] += y[s, k.STATIC_BYTES]
+                k.prepare_stage(x, y[first:], s, bounds[s], bounds[s + 1], rows[row[p]], stages, microbatches)
+                used[lane, p] += y[first + s, k.STATIC_BYTES]
             if stages == 1:
                 table = tables[int(places[0, c.REDUCE_TABLE])]
-                peaks[0] = k.single_stage(x, y, works[0], busy, blocks, microbatches, table)
-            else:
+                used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, microbatches, table)
+        if stages > 1:
+            ended = pipeline(
+                y, works, busy, leaving, actions, action_ptr, stage_place, rows, row_of, bounds, ways, way_ptr, way_channels,
+                lane_microbatches,
+            )  # fmt: skip
+        for lane in range(lanes):
+            first = lane * stages
+            if stages > 1:
                 part = action_ptr[lane * count : (lane + 1) * count + 1]
-                ended &= pipeline(
-                    y, works, busy, leaving, actions, part, stage_place, rows, row, bounds, ways, way_ptr, way_channels,
-                    microbatches,
-                )  # fmt: skip
-                held_bytes(y, peaks, flights, leaving, actions, part, microbatches)
+                held_bytes(y[first:], peaks, flights, leaving, actions, part, lane_microbatches[lane])
+                used[lane] += peaks
             for s in range(stages):
-                for b in range(bounds[s], bounds[s + 1]):
-                    works[stage_place[s], c.UPDATE_S] += x[b, k.UPDATE]
-                stage_out[0, s] = max(stage_out[0, s], busy[s])
-                stage_out[1, s] = max(stage_out[1, s], y[s, k.STATIC_BYTES] + flights[s] * y[s, k.KEEPS])
+                stage_out[0, s] = max(stage_out[0, s], busy[first + s])
+                held = y[first + s, k.STATIC_BYTES] + flights[s] * y[first + s, k.KEEPS]
+                stage_out[1, s] = max(stage_out[1, s], held)
             for p in range(count):
-                end = max(answers[p, c.END], works[p, c.END])
-                update = max(answers[p, c.UPDATE_S], works[p, c.UPDATE_S])
-                if works[p, c.COMPUTE] + works[p, c.TENSOR] > answers[p, c.COMPUTE] + answers[p, c.TENSOR]:
-                    answers[p] = works[p]
+                work = works[lane * count + p]
+                end, update = max(answers[p, c.END], work[c.END]), max(answers[p, c.UPDATE_S], work[c.UPDATE_S])
+                if work[c.COMPUTE] + work[c.TENSOR] > answers[p, c.COMPUTE] + answers[p, c.TENSOR]:
+                    answers[p] = work
                 answers[p, c.END], answers[p, c.UPDATE_S] = end, update
-                used[lane, p] += peaks[p]
                 for e in range(room_ptr[lane * count + p], room_ptr[lane * count + p + 1]):
                     over += max(0.0, used[lane, p] - room_bytes[e]) * room_count[e]
         for tie in range(len(tie_s)):

@@ -42,15 +42,16 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     stage_busy, stage_memory = [0.0] * draft.stages, [0.0] * draft.stages
     peaks, hosts = [0.0] * cluster.num_devices, [0.0] * (max(cluster.hosts) + 1)
     ways = traffic.ways(borders(draft))
-    for lane in lanes(draft):
-        rows = [place_blocks(draft, place, lane, costs, cluster, traffic) for place in places]
-        busy = [0.0] * draft.stages
-        if draft.stages == 1:
-            ran = [single_stage(rows[0], lane.microbatches, traffic.table("all_reduce", copy_groups(draft.places[0])))]
-            busy = [ran[0].compute + ran[0].tensor + ran[0].gather + ran[0].exchange]
-            leaving = [[0.0] * (2 * lane.microbatches)]
-        else:
-            ran, leaving = pipeline(draft, lane, rows, ways, busy)
+    together = lanes(draft)
+    rows_of = [[place_blocks(draft, place, lane, costs, cluster, traffic) for place in places] for lane in together]
+    if draft.stages == 1:
+        table = traffic.table("all_reduce", copy_groups(draft.places[0]))
+        done = [[single_stage(rows[0], lane.microbatches, table)] for lane, rows in zip(together, rows_of, strict=True)]
+        busy_of = [[ran[0].compute + ran[0].tensor + ran[0].gather + ran[0].exchange] for ran in done]
+        sends = [[[0.0] * (2 * lane.microbatches)] for lane in together]
+    else:
+        done, busy_of, sends = pipeline(draft, together, rows_of, ways)
+    for lane, rows, ran, busy, leaving in zip(together, rows_of, done, busy_of, sends, strict=True):
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
         stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
@@ -93,92 +94,105 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
 
 
 def pipeline(
-    draft: Draft,
-    lane: Lane,
-    rows: Sequence[Sequence[Block]],
-    ways: Mapping[tuple[int, int], Way],
-    stage_busy: list[float],
-) -> tuple[list[Work], list[list[float]]]:
-    """Runs the actions of all places: one at a time on each, as soon as what it reads has come.
+    draft: Draft, together: Sequence[Lane], rows: Sequence[Sequence[Sequence[Block]]], ways: Mapping[tuple[int, int], Way]
+) -> tuple[list[list[Work]], list[list[float]], list[list[list[float]]]]:
+    """Runs the actions of all places of all lanes: one at a time on each, as soon as what it reads has come.
 
     Of all places' next actions the one that ends first is run, so that tensors are sent in order of time. A hand-over waits for
-    its channels, first come, first served.
+    its channels, first come, first served. After the last backward of a stage its place waits for the same stage of all lanes,
+    whose gradients are exchanged with its own.
 
     Args:
         draft: Several stages.
-        lane: One of its lanes.
-        rows: For each place all blocks.
+        together: Its lanes.
+        rows: For each lane and place all blocks.
         ways: How places hand tensors over.
-        stage_busy: For each stage its seconds; this lane's are added.
 
     Returns:
-        What places spend, and for each of their actions the bytes of gradients that they are still sending.
+        For each lane what places spend, the seconds of each stage, and for each action of each place the bytes of gradients
+        that it is still sending.
     """
-    ranges = draft.ranges
-    stages = [rows[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
-    waiting = [deque(actions) for actions in stage_actions(draft, lane.microbatches)]
-    works = [Work() for _ in draft.places]
-    arrived: dict[tuple[int, str, int], tuple[float, float]] = {}  # (stage, way, micro-batch): when, and how long it travelled
-    channel_free: dict[int, float] = {}
-    backwards = [lane.microbatches] * draft.stages
-    going: list[deque[tuple[float, float]]] = [deque() for _ in works]  # gradients on their way: until when, bytes
-    leaving: list[list[float]] = [[] for _ in works]
+    ranges, places = draft.ranges, range(len(draft.places))
+    stages = [
+        [own[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
+        for own in rows
+    ]
+    waiting = [[deque(actions) for actions in stage_actions(draft, lane.microbatches)] for lane in together]
+    works = [[Work() for _ in places] for _ in together]
+    busy = [[0.0] * draft.stages for _ in together]
+    arrived: dict[tuple[int, int, str, int], tuple[float, float]] = {}  # (lane, stage, way, micro-batch): when, how long
+    channel_free: dict[tuple[int, int], float] = {}
+    backwards = [[lane.microbatches] * draft.stages for lane in together]
+    stopped: dict[int, dict[int, float]] = {stage: {} for stage in range(draft.stages)}  # by lane, since when
+    going: dict[tuple[int, int], deque[tuple[float, float]]]  # gradients on their way: until when, bytes
+    going = {(lane, place): deque() for lane in range(len(together)) for place in places}
+    leaving: list[list[list[float]]] = [[[] for _ in places] for _ in together]
 
-    def awaited(action: Action) -> tuple[float, float] | None:
+    def awaited(lane: int, action: Action) -> tuple[float, float] | None:
         """When what an action waits for arrives, and how long it travels; None while it has not been sent."""
         if action.kind == "F" and action.stage > 0:
-            return arrived.get((action.stage, "F", action.microbatch))
+            return arrived.get((lane, action.stage, "F", action.microbatch))
         if action.kind in "BI" and action.stage < draft.stages - 1:
-            return arrived.get((action.stage, "B", action.microbatch))
+            return arrived.get((lane, action.stage, "B", action.microbatch))
         return 0.0, 0.0
 
-    def send(source: int, target: int, way: str, microbatch: int, size: float, now: float) -> None:
+    def send(lane: int, source: int, target: int, way: str, microbatch: int, size: float, now: float) -> None:
         here, there = draft.place_of_stage[source], draft.place_of_stage[target]
         if here == there:
-            arrived[target, way, microbatch] = now, 0.0
+            arrived[lane, target, way, microbatch] = now, 0.0
             return
-        latency, s_per_byte, part, channels = ways[here, there]
+        latency, s_per_byte, part, numbers = ways[here, there]
         took = latency + (size * part * s_per_byte if size > 0.0 else 0.0)
-        start = max(now, *(channel_free.get(channel, 0.0) for channel in channels)) if channels else now
+        channels = [(lane, number) for number in numbers]
+        start = max([now, *(channel_free.get(channel, 0.0) for channel in channels)])
         channel_free.update(dict.fromkeys(channels, start + took))
-        arrived[target, way, microbatch] = start + took, took
+        arrived[lane, target, way, microbatch] = start + took, took
         if way == "B":
-            going[here].append((start + took, size))
+            going[lane, here].append((start + took, size))
 
     while True:
         ends = []
-        for place, work in enumerate(works):
-            if waiting[place] and (came := awaited(waiting[place][0])) is not None:
-                stage, kind, microbatch = waiting[place][0]
-                ends.append((max(work.end_s, came[0]) + sum(stage_action(stages[stage], kind, microbatch == 0)), place))
-        now, place = min(ends, default=(math.inf, 0))
+        for lane, place in going:
+            left = waiting[lane][place]
+            if left and (came := awaited(lane, left[0])) is not None:
+                stage, kind, microbatch = left[0]
+                took = sum(stage_action(stages[lane][stage], kind, microbatch == 0))
+                ends.append((max(works[lane][place].end_s, came[0]) + took, lane, place))
+        now, lane, place = min(ends, default=(math.inf, 0, 0))
         if now == math.inf:
             break
-        action, work = waiting[place].popleft(), works[place]
+        action, work = waiting[lane][place].popleft(), works[lane][place]
         stage, kind, microbatch = action
-        ready, travelled = awaited(action) or (0.0, 0.0)
+        ready, travelled = awaited(lane, action) or (0.0, 0.0)
         work.hand_over += min(max(0.0, ready - work.end_s), travelled)
-        compute, tensor, gather = stage_action(stages[stage], kind, microbatch == 0)
-        while going[place] and going[place][0][0] <= (now if kind == "F" else now - (compute + tensor + gather)):
-            going[place].popleft()
-        leaving[place].append(sum(size for _, size in going[place]))
+        compute, tensor, gather = stage_action(stages[lane][stage], kind, microbatch == 0)
+        gone = going[lane, place]
+        while gone and gone[0][0] <= (now if kind == "F" else now - (compute + tensor + gather)):
+            gone.popleft()
+        leaving[lane][place].append(sum(size for _, size in gone))
         work.compute += compute
         work.tensor += tensor
         work.gather += gather
-        stage_busy[stage] += compute + tensor + gather
+        busy[lane][stage] += compute + tensor + gather
         if kind == "F" and stage < draft.stages - 1:
-            send(stage, stage + 1, "F", microbatch, stages[stage][-1].sent_bytes, now)
+            send(lane, stage, stage + 1, "F", microbatch, stages[lane][stage][-1].sent_bytes, now)
         if kind in "BI" and stage > 0:
-            send(stage, stage - 1, "B", microbatch, rows[place][ranges[stage].start - 1].returned_bytes, now)
-        if kind in "BW":
-            backwards[stage] -= 1
-            if backwards[stage] == 0:
-                exchange = exchange_s(stages[stage])
-                now += exchange
-                work.exchange += exchange
-                stage_busy[stage] += exchange
+            size = rows[lane][place][ranges[stage].start - 1].returned_bytes
+            send(lane, stage, stage - 1, "B", microbatch, size, now)
         work.end_s = now
-    if any(waiting):
-        works[0].end_s = math.inf  # what they wait for never comes
-        leaving = [sends + [0.0] * len(rest) for sends, rest in zip(leaving, waiting, strict=True)]
-    return works, leaving
+        if kind in "BW":
+            backwards[lane][stage] -= 1
+            exchange = exchange_s(stages[lane][stage])
+            if backwards[lane][stage] == 0 and exchange > 0.0:
+                stopped[stage][lane] = now
+                work.end_s = math.inf  # until the others are there
+                busy[lane][stage] += exchange
+                if len(stopped[stage]) == len(together):
+                    for other, since in stopped[stage].items():
+                        works[other][place].end_s = max(stopped[stage].values()) + exchange
+                        works[other][place].exchange += works[other][place].end_s - since
+    if any(left for own in waiting for left in own):
+        works[0][0].end_s = math.inf  # what they wait for never comes
+        for own, rest in zip(leaving, waiting, strict=True):
+            own[:] = [sent + [0.0] * len(left) for sent, left in zip(own, rest, strict=True)]
+    return works, busy, leaving

@@ -63,7 +63,7 @@ def test_time_and_memory_are_the_simulators(seeds):
             f"| {kind} | {len(time)} | {abs(time).mean():.3%} | {time.min():+.1%} to {time.max():+.1%} | "
             f"{abs(memory).mean():.2%} | {memory.min():+.1%} to {memory.max():+.1%} |"
         )
-        assert abs(time).mean() < 0.02 and abs(time).max() < (0.1 if kind == "unlike replicas" else 0.03)
+        assert abs(time).mean() < 0.02 and abs(time).max() < (0.05 if kind == "unlike replicas" else 0.03)
         assert abs(memory).mean() < 0.005 and abs(memory).max() < 0.02
         if kind == "pipelines":
             assert abs(time).max() < 1e-9

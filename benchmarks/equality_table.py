@@ -11,14 +11,15 @@ _HEAD = """# Equal to the plain model
 
 {kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
 and are compared with the plain model on the whole batch: the loss and every gradient of the first step, parameters and
-buffers after three steps of AdamW. `python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table`
-writes this page); rows are in `benchmarks/equality.jsonl`.
+buffers after three steps of AdamW; the third adds the gradients of two runs up and clips them, to the same norm.
+`python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table` writes this page); rows are in
+`benchmarks/equality.jsonl`.
 
 A figure is the largest difference of any gradient / any trained parameter or buffer, relative to the largest element of its
 tensor. Gradients that are nothing but rounding, such as those of the bias of keys, are compared with 1e-8 of the model's
-largest, and what they train with the learning rate. Losses differ by {loss:.0e} at most. bert, gpt2, opt, qwen2, distilbert
-and t5 have tied weights; mixtral computes experts as batched products; models
-have no dropout here ([dropout](native.md)); a batch is eight samples of eight positions.
+largest, and what they train with the learning rate. Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2,
+distilbert and t5 have tied weights; mixtral computes experts as batched products; resnet has GroupNorm, since BatchNorm over
+replicas is refused ([native](native.md)); models have no dropout here; a batch is eight samples of eight positions.
 
 {summary}
 
@@ -41,7 +42,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Largest difference of a gradient {max(row['gradient'] for row in run):.0e}, "
         f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
     )
-    parts = [_HEAD.format(loss=max(row["loss"] for row in run), kinds=len({row["kind"] for row in rows}), summary=summary)]
+    least = max(row[figure] for row in run for figure in ("loss", "norm"))
+    parts = [_HEAD.format(least=least, kinds=len({row["kind"] for row in rows}), summary=summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
                         ("In host memory", ("offload",))):  # fmt: skip

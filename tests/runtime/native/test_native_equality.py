@@ -1,7 +1,7 @@
 """Strategies on four processes give the loss, the gradients and the trained parameters of the plain model.
 
-All cases run in one launch; a case is a model and a strategy, in double precision. They are what the matrix has not: gradients
-added to those of an earlier step, clipping, and strategies beside its own. `test_native_matrix` runs cells of the matrix.
+All cases run in one launch; a case is a model and a strategy, in double precision. They are strategies that the matrix has not,
+under foreach optimizers. `test_native_matrix` runs cells of the matrix.
 """
 
 import native_worker
@@ -15,18 +15,15 @@ pytest.importorskip("transformers")
 
 HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
 SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2}, "sharding": 0}
-ALONE, BOTH = {"mesh": {}, "sharding": 0}, {"shard": 2, "tensor": 2}
+ALONE = {"mesh": {}, "sharding": 0}
 LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
 
 CASES = {
-    "in host memory": ("gpt2", flat("gpt2", {"shard": 4}, 3, offload="all")),
     "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
-    "tensor, sequence, recomputed": ("llama", flat("llama", BOTH, 3, sequence_parallel=True, recompute="selective")),
     "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
     "1f1b, unlike micro-batches": ("llama", chain("llama", HALVES, "1f1b", **SHARED) | {"microbatches": [5, 3]}),
     "breadth first, shared": ("gpt2", chain("gpt2", LOOP, "looped_bfs", **SHARED)),
     "1f1b, tied three times": ("t5", chain("t5", HALVES, "1f1b", **SHARED)),
-    "interleaved, shared, recomputed": ("llama", chain("llama", LOOP, "interleaved_1f1b", recompute="full", **SHARED)),
     "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", **SHARED)),
     "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "interleaved_zero_bubble", **COPIES)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),

@@ -21,21 +21,20 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON
+from benchmarks.finetune.clusters import CLUSTERS, MODELS
 from benchmarks.finetune.rank import read_rows
 from benchmarks.finetune.report import report
 from tools.hosts import emulated_hosts, launch
 
 METHODS = ("finetuned", "calibrated", "annealing", "random", "bayes")
-REPORTED = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of results")
-    add("--clusters", nargs="+", default=list(REPORTED), choices=CLUSTERS)
-    add("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *TUNED_ON])
+    add("--clusters", nargs="+", default=list(CLUSTERS), choices=CLUSTERS)
+    add("--models", nargs="+", default=list(MODELS), choices=MODELS)
     add("--methods", nargs="+", default=list(METHODS))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--plans", type=int, default=60)
@@ -69,8 +68,7 @@ def _run(name: str, seed: int, args: argparse.Namespace) -> None:
         "best_of_models": [cell.partition("/")[2] for cell in args.best_of_cells if cell.startswith(f"{name}/") and seed == 0],
         **{key: getattr(args, key) for key in ("methods", "plans", "repeats", "calls", "agent", "best_of")},
     }
-    cluster = CLUSTERS[name]
-    with emulated_hosts(cluster.spec) as hosts, cluster.busy(hosts):
+    with emulated_hosts(CLUSTERS[name].spec) as hosts:
         command = [sys.executable, "-m", "benchmarks.finetune.rank", json.dumps(settings)]
         with launch(hosts, command, sink=_pass_on) as job:
             job.wait()

@@ -5,15 +5,12 @@ What is believed is the description alone: equal hosts, equal links, datasheet t
 
 * `slow_host`: ops on host 2 take 1.8 times as long.
 * `slow_link`: between hosts 0 and 1, both ways, links have a fifth of their rate.
-* `contended_link`: somebody else sends from host 1 to host 0 all the time.
 * `unlike_speeds`: ops take 1, 1.4, 0.75 and 2 times as long by host, and by group and host up to 30 % more or less.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -22,34 +19,12 @@ import numpy as np
 from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.problem import Problem
-from tools.hosts import Hosts, HostsSpec, cluster_of, launch
+from tools.hosts import HostsSpec, cluster_of
 
 HOSTS = 4
 RATE = 250e6
 MEMORY_BYTES = 8 << 30
 _SLOW = 0.25  # of a core
-
-FLOW = """
-import os, socket, time
-rank, payload = int(os.environ["RANK"]), bytes(1 << 20)
-if rank == 0:
-    server = socket.create_server(("0.0.0.0", 9))
-    while True:
-        peer, _ = server.accept()
-        while peer.recv(1 << 20):
-            pass
-elif rank == 1:
-    while True:
-        try:
-            with socket.create_connection((os.environ["MASTER_ADDR"], 9), timeout=10) as peer:
-                while True:
-                    peer.sendall(payload)
-        except OSError:
-            time.sleep(0.2)
-else:
-    time.sleep(1e6)
-"""
-"""Sends from host 1 to host 0 as fast as the link lets it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,6 @@ class Emulated:
         believed_spec: As they are described.
         host_factor: True over believed op times by host.
         scatter: Standard deviation of the log of a further factor by group and host.
-        flow: Whether somebody else sends.
     """
 
     name: str
@@ -70,7 +44,6 @@ class Emulated:
     believed_spec: HostsSpec
     host_factor: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     scatter: float = 0.0
-    flow: bool = False
 
     def believed(self) -> Cluster:
         """What plans are priced for."""
@@ -81,17 +54,6 @@ class Emulated:
         rng = np.random.default_rng(7)
         factor = np.exp(self.scatter * rng.uniform(-1.7, 1.7, size=(problem.num_groups, HOSTS))) * np.array(self.host_factor)
         return dataclasses.replace(problem, name=f"{problem.name}, truth", time_s=problem.time_s * factor[problem.op_group])
-
-    @contextmanager
-    def busy(self, hosts: Hosts) -> Iterator[None]:
-        """Lets the other traffic flow meanwhile."""
-        if not self.flow:
-            yield
-            return
-        import sys
-
-        with launch(hosts, [sys.executable, "-c", FLOW]):
-            yield
 
 
 def kind() -> DeviceKind:
@@ -117,12 +79,9 @@ CLUSTERS = {
         Emulated(
             "slow_link", HostsSpec(HOSTS, _matrix({(0, 1): 0.2, (1, 0): 0.2})), HostsSpec(HOSTS, _matrix({})),
         ),
-        Emulated("contended_link", _CARDS, _CARDS, flow=True),
         Emulated("unlike_speeds", _CARDS, _CARDS, host_factor=(1.0, 1.4, 0.75, 2.0), scatter=0.15),
-        Emulated("as_described", _CARDS, _CARDS),
     )
 }  # fmt: skip
-"""By name; `as_described` is the control, where nothing differs."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +115,3 @@ MODELS = {
     ),
 }  # fmt: skip
 """What is reported on."""
-
-TUNED_ON = {
-    "dlrm": Model("zoo:dlrm,rows=10000,width=64", 32, 1),
-    "bert": Model("hf:bert,num_hidden_layers=4,hidden_size=384,intermediate_size=1536,vocab_size=512", 1, 16, 2, "1f1b"),
-}
-"""What settings were chosen on; nothing of it is in the tables."""

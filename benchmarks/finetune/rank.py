@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import rlplace
-from benchmarks.finetune.clusters import CLUSTERS, MODELS, TUNED_ON, Emulated, Model
+from benchmarks.finetune.clusters import CLUSTERS, MODELS, Emulated
 from benchmarks.finetune.rivals import AnnealingProposer, BayesProposer, InTurn, RandomProposer
 from rlplace.agents.planner import load_agent
 from rlplace.agents.tuning.proposer import AgentProposer
@@ -69,7 +69,7 @@ class Rank:
     def open(self, name: str) -> Workload:
         """On rank 0; `release` the service before the next one is opened."""
         broadcast_object(name)
-        model = _model(name)
+        model = MODELS[name]
         service = self._open(name)
         return Workload(self._problems[name], Execution(model.microbatches, model.schedule), service)
 
@@ -79,7 +79,7 @@ class Rank:
 
     def _open(self, name: str) -> PlanService:
         if name not in self._services:
-            model = _model(name)
+            model = MODELS[name]
             loaded = load_model(model.text, batch=model.batch, seq=model.seq)
             problem = slept = None
             if dist.get_rank() == 0:
@@ -89,10 +89,6 @@ class Rank:
                 self._problems[name] = problem
             self._services[name] = open_service(loaded, problem, self.device, LiveOptions(replay=True), slept=slept)
         return self._services[name]
-
-
-def _model(name: str) -> Model:
-    return {**MODELS, **TUNED_ON}[name]
 
 
 class Cells:

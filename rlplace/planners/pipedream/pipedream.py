@@ -8,9 +8,8 @@ Graphs that branch are cut between states: sets of layers closed under what feed
 Paper: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019.
 
 Departures: stages are not replicated. A `PlacementPlan` cannot hold stages with replicas of their own; a strategy can
-(`rlplace.strategy.published`), and `benchmarks.papers.pipedream` has the paper's table for a problem. The released code charges
-activations only when told their compression ratio; here straight pipelines are built both ways. Steps are synchronous, so
-weights have one version. The simulator picks among numbers of devices.
+(`rlplace.strategy.published`). The released code charges activations only when told their compression ratio; here straight
+pipelines are built both ways. Steps are synchronous, so weights have one version. The simulator picks among numbers of devices.
 """
 
 from __future__ import annotations

@@ -29,14 +29,13 @@ class States:
         inside: bool [S, S], whether the first is a subset of the second, or equal.
         time_s: float64 [W, S], seconds of a micro-batch, forward and backward, on each worker.
         crossing_bytes: float64 [S], activations and gradients that cross the border of a state.
-        weight_bytes, resident_bytes, stash_bytes: float64 [S].
+        resident_bytes, stash_bytes: float64 [S].
     """
 
     member: NDArray[np.bool_]
     inside: NDArray[np.bool_]
     time_s: NDArray[np.float64]
     crossing_bytes: NDArray[np.float64]
-    weight_bytes: NDArray[np.float64]
     resident_bytes: NDArray[np.float64]
     stash_bytes: NDArray[np.float64]
 
@@ -117,7 +116,6 @@ def _states(layers: Layers, member: NDArray[np.bool_], crossing: NDArray[np.floa
         inside=shared >= counts.sum(axis=1)[:, None],
         time_s=np.ascontiguousarray((counts @ seconds).T),
         crossing_bytes=crossing,
-        weight_bytes=counts @ chain.weight_bytes,
         resident_bytes=counts @ chain.resident_bytes,
         stash_bytes=counts @ chain.stash_bytes,
     )

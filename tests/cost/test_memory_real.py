@@ -1,14 +1,12 @@
 """Replayed memory against real training steps on the CPU, every storage counted as it comes and goes, and textbook formulas."""
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.memory import LiveBytes, step
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.graph.capture import capture
@@ -29,34 +27,6 @@ MODELS = {
 }
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {}
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.seen:
-            self.seen[key] = storage.nbytes()
-            self.now += self.seen[key]
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, key)
-
-    def drop(self, key):
-        self.now -= self.seen.pop(key)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return out
-
-
 def build(spec, batch, seq, device="cpu"):
     torch.manual_seed(0)
     loaded = load_model(spec, batch=batch, seq=seq, device=device)
@@ -69,11 +39,7 @@ def real_peak(module, inputs, autocast=None):
     for tensor in [*module.parameters(), *module.buffers(), *(leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf))]:
         live.add(tensor)
     with live:
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            out = module(**inputs)
-            loss = out["loss"] if isinstance(out, dict) else out.loss
-            del out
-        loss.backward()
+        step(module, inputs, autocast)
     return live.peak
 
 

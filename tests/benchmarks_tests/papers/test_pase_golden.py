@@ -16,25 +16,9 @@ from benchmarks.papers.pase.mcmc import mcmc
 from benchmarks.papers.pase.orders import breadth_first, prefix_sets, search_statistics
 from benchmarks.papers.pase.rnnlm import rnnlm
 from benchmarks.papers.pase.search import least_cost_strategy
+from benchmarks.papers.pase.tables import GOLDEN, network
 from benchmarks.papers.pase.transformer import transformer, transformer_large
 from rlplace.errors import InputError
-
-OPTIMA = [
-    (alexnet, 4, 1.482157e11),
-    (alexnet, 8, 9.709830e10),
-    (alexnet, 16, 7.032071e10),
-    (alexnet, 32, 5.313635e10),
-    (rnnlm, 4, 6.866838e12),
-    (rnnlm, 8, 4.024963e12),
-    (rnnlm, 16, 2.476067e12),
-    (rnnlm, 32, 1.491938e12),
-    (rnnlm, 64, 9.358186e11),
-    (inception_v3, 4, 9.867570e11),
-    (inception_v3, 8, 7.821406e11),
-    (inception_v3, 16, 6.730459e11),
-    (transformer, 4, 2.189181e12),
-    (resnet101, 8, 1.425263e12),
-]
 
 DATA_PARALLEL = [
     (alexnet, 4, 5.775569e11),
@@ -64,11 +48,11 @@ def seven_digits(value: float, golden: float) -> bool:
     return f"{value:.6e}" == f"{golden:.6e}"
 
 
-@pytest.mark.parametrize(("network", "devices", "golden"), OPTIMA)
-def test_optimum(network: Callable[[], LayerGraph], devices: int, golden: float) -> None:
-    graph = network()
+@pytest.mark.parametrize(("name", "devices"), GOLDEN)
+def test_optimum(name: str, devices: int) -> None:
+    graph = network(name)
     found = least_cost_strategy(graph, devices)
-    assert seven_digits(found.cost_flop, golden)
+    assert seven_digits(found.cost_flop, GOLDEN[name, devices])
     assert found.cost_flop == pytest.approx(strategy_cost(graph, found.configurations, Machine()), rel=1e-12)
     assert all(math.prod(row) <= devices for row in found.configurations)
 

@@ -1,1 +1,0 @@
-"""DLPlacer: the paper's algebra of replicas and their width."""

@@ -3,6 +3,7 @@
     python -m benchmarks.agent --out rows.jsonl --processes 2 --agents default,seed1=runs/seed1,seed2=runs/seed2
     python -m benchmarks.agent --out rows.jsonl --finetune 20
     python -m benchmarks.agent --out rows.jsonl --report
+    python -m benchmarks.agent --out tuned.jsonl --set validation --agents "" --methods annealing --tune annealing,cooling=0.1
     python -m benchmarks.agent --out curves.jsonl --set validation --curves seed0=runs/seed0,seed1=runs/seed1
 
 Rows go to the file one by one and none is made twice; the tables and what they show come last, on stdout. Step times are
@@ -20,7 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.agent.jobs import adapting, chosen_methods, curve, matrix, measure, pick, tell
+from benchmarks.agent.jobs import adapting, chosen_methods, curve, matrix, measure, pick, split, tell
 from benchmarks.agent.methods import RIVALS
 from benchmarks.agent.report import curves, report
 from benchmarks.agent.sets import SETS, load_set
@@ -40,6 +41,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ablation", action="append", default=[], metavar="LABEL=CHECKPOINT[,option=value...]",
         help="an agent beside the product, with options of Agent.place; untrained=1: weights never trained")  # fmt: skip
     add("--methods", default=",".join(RIVALS), help="classical searches, with commas; empty: none")
+    add("--tune", action="append", default=[], metavar="METHOD,option=value[,...]",
+        help="a classical search beside those, with options of its planner")  # fmt: skip
     add("--budgets", default="64,256,1024,4096,1s,5s", help="simulator calls, or seconds with an s")
     add("--seeds", type=int, default=3, help="runs of every classical search")
     add("--agent-seeds", type=int, default=1, help="runs of every checkpoint")
@@ -77,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
         elif options.finetune:
             asked = adapting(cases, options.agents, options.finetune, options.agent_seeds)
         else:
-            methods = chosen_methods(options.methods, options.agents, options.ablation)
+            methods = chosen_methods([*split(options.methods), *options.tune], options.agents, options.ablation)
             asked = matrix(cases, methods, options.budgets, options.seeds, options.agent_seeds)
         measure(store, asked, cases_in_set=len(everything), processes=options.processes)
         print(make(store))

@@ -28,16 +28,16 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def chosen_methods(rivals: str, agents: str, ablations: Sequence[str]) -> list[Method]:
+def chosen_methods(rivals: Sequence[str], agents: str, ablations: Sequence[str]) -> list[Method]:
     """The methods of the main tables.
 
     Args:
-        rivals: Names of classical searches, with commas.
+        rivals: Names of classical searches, some with ``,option=value``.
         agents: ``LABEL=CHECKPOINT`` or ``CHECKPOINT`` a training seed, with commas.
         ablations: ``LABEL=CHECKPOINT,option=value,...`` each.
     """
-    methods = [rival(name) for name in _split(rivals)]
-    methods += [learned(text, AGENT) for text in _split(agents)]
+    methods = [rival(text) for text in rivals]
+    methods += [learned(text, AGENT) for text in split(agents)]
     methods += [learned(text, ABLATION) for text in ablations]
     names = [method.name for method in methods]
     for name in names:
@@ -50,7 +50,7 @@ def matrix(cases: Sequence[Case], methods: Sequence[Method], budgets: str, seeds
     """Every method on every case, budget after budget, so that what is cut short is complete for the first ones."""
     return [
         (case, method, budget, seed)
-        for budget in [Budget.parse(text) for text in _split(budgets)]
+        for budget in [Budget.parse(text) for text in split(budgets)]
         for case in cases
         for method in methods
         for seed in range(agent_seeds if method.checkpoint else seeds)
@@ -59,7 +59,7 @@ def matrix(cases: Sequence[Case], methods: Sequence[Method], budgets: str, seeds
 
 def adapting(cases: Sequence[Case], agents: str, count: int, seeds: int) -> list[Ask]:
     """Adapting to one problem against annealing, both for 30 seconds, on `count` cases spread over the families."""
-    methods = [rival("annealing"), *(learned(text, ADAPT) for text in _split(agents))]
+    methods = [rival("annealing"), *(learned(text, ADAPT) for text in split(agents))]
     budget = Budget.parse(ADAPT_BUDGET)
     return [(case, method, budget, seed) for case in spread(cases, count) for method in methods for seed in range(seeds)]
 
@@ -80,7 +80,7 @@ def spread(cases: Sequence[Case], count: int) -> list[Case]:
 def curve(cases: Sequence[Case], runs: str, budgets: str, seeds: int) -> list[Ask]:
     """Every checkpoint of run folders (``LABEL=FOLDER``, with commas), and annealing beside them."""
     methods = [rival("annealing")]
-    for text in _split(runs):
+    for text in split(runs):
         label, _, folder = text.rpartition("=")
         found = sorted(path.parent for path in Path(folder).rglob("policy.safetensors"))
         if not found:
@@ -144,12 +144,13 @@ def measure(store: Store, asked: Sequence[Ask], *, cases_in_set: int, processes:
 
 def pick(cases: Sequence[Case], names: str) -> list[Case]:
     """The cases whose name holds one of the texts in `names` (all when empty)."""
-    wanted = _split(names)
+    wanted = split(names)
     kept = [case for case in cases if not wanted or any(text in case.name for text in wanted)]
     if not kept:
         raise InputError(f"--cases {names}: no case has such a name; for example {cases[0].name}")
     return kept
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
+    """The items of a list with commas."""
     return [item.strip() for item in text.split(",") if item.strip()]

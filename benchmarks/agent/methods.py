@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
@@ -29,12 +29,14 @@ _BATCH = 16
 Place = Callable[..., PlacementPlan]
 
 
-def rival(name: str) -> Method:
-    """A classical search."""
+def rival(text: str) -> Method:
+    """A classical search by ``NAME``, or with options of its own as ``NAME,option=value``."""
+    name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
     own = {"annealing": "annealing", "brkga": "brkga", "local_search": "local_search.py", "random": "random_plans.py"}[name]
-    return Method(name, RIVAL, code=code_fingerprint("simulator", "planners/common", f"planners/{own}"))
+    code = code_fingerprint("simulator", "planners/common", f"planners/{own}")
+    return Method(" ".join([name, *rest]), RIVAL, options=_options(rest, text), code=code)
 
 
 def learned(text: str, role: str = AGENT) -> Method:
@@ -44,22 +46,27 @@ def learned(text: str, role: str = AGENT) -> Method:
     """
     first, *rest = text.split(",")
     label, _, checkpoint = first.rpartition("=")
-    options = {}
-    for item in rest:
-        key, equals, value = item.partition("=")
-        if not equals or not key.isidentifier():
-            raise InputError(f"agent {show(text)}: expected LABEL=CHECKPOINT,option=value,...")
-        options[key] = _value(value)
     label = label or Path(checkpoint).name
     if role == ADAPT:
         label = f"{label}, adapted"
-    return Method(label, role, checkpoint, weights_fingerprint(checkpoint), options, _agent_code())
+    return Method(label, role, checkpoint, weights_fingerprint(checkpoint), _options(rest, text), _agent_code())
+
+
+def _options(items: Sequence[str], text: str) -> dict[str, Any]:
+    options = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"method {show(text)}: expected option=value after its name, found {show(item)}")
+        options[key] = _value(value)
+    return options
 
 
 def place_of(method: Method) -> Place:
     """The function of a method: `place(problem, *, seed, start, calls or time_limit_s, **execution)`."""
     if method.role == RIVAL:
-        return random_search if method.name == "random" else get_planner(method.name)
+        name = method.name.partition(" ")[0]
+        return partial(random_search if name == "random" else get_planner(name), **method.options)
     options = dict(method.options)
     assert method.checkpoint is not None
     agent = _agent(method.checkpoint, bool(options.pop("untrained", False)))

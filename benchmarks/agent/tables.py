@@ -46,7 +46,7 @@ def _budgets(store: Store, rows: Sequence[BenchmarkRow]) -> list[str]:
 
 
 def ratio_tables(store: Store) -> list[str]:
-    """Step time over the floor's on all cases, then over annealing's by slice of the cases; a column a budget."""
+    """Step time over the floor's on all and on branchy cases, then over annealing's by slice of them; a column a budget."""
     rows = _rows(store)
     floors, budgets = log_floors(store.cases), _budgets(store, rows)
     annealing = {budget: log_steps(rows, ["annealing"], budget) for budget in budgets}
@@ -66,8 +66,12 @@ def ratio_tables(store: Store) -> list[str]:
         return markdown([title, *budgets], body)
 
     parts = slices(store.cases)
-    first = table(f"over the {FLOOR}, {len(store.cases)} cases", list(store.cases), dict.fromkeys(budgets, floors))
-    return [first] + [table(f"over annealing, {name}, {len(keys)} cases", keys, annealing) for name, keys in parts.items()]
+    over = dict.fromkeys(budgets, floors)
+    first = [table(f"over the {FLOOR}, {len(store.cases)} cases", list(store.cases), over)]
+    first += [
+        table(f"over the {FLOOR}, {len(parts[name])} {name}", parts[name], over) for name in ("branchy",) if name in parts
+    ]
+    return first + [table(f"over annealing, {name}, {len(keys)} cases", keys, annealing) for name, keys in parts.items()]
 
 
 def run_table(store: Store) -> str:

@@ -42,7 +42,7 @@ def test_the_floor_is_the_plan_of_best(info: CaseInfo) -> None:
     assert simulate(CASE.problem, info.floor).step_time_s == info.floor_s
 
 
-@pytest.mark.parametrize("name", methods.RIVALS)
+@pytest.mark.parametrize("name", [*methods.RIVALS, "local_search,tries=6"])
 def test_searches_start_from_the_floor_and_keep_to_their_calls(info: CaseInfo, name: str) -> None:
     row = run_row(Job(info, methods.rival(name), Budget("calls", 32), 1), CASE.problem)
     assert row.status == "ok" and row.violation is None and row.stated_s == row.step_time_s
@@ -119,7 +119,12 @@ def test_agents_are_named_by_label_weights_and_options(monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="option=value"):
         methods.learned("default,samples")
     with pytest.raises(InputError, match="two methods are called a"):
-        jobs.chosen_methods("", "a,runs/a", ())
+        jobs.chosen_methods([], "a,runs/a", ())
+    tuned = methods.rival("annealing,cooling=0.1,start_temperature=0")
+    assert (tuned.name, tuned.options) == (
+        "annealing cooling=0.1 start_temperature=0",
+        {"cooling": 0.1, "start_temperature": 0},
+    )
 
 
 def test_comments_and_docstrings_are_no_program(tmp_path: Path) -> None:

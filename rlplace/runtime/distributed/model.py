@@ -68,7 +68,7 @@ class DistributedModel(nn.Module):
 
         @functools.wraps(meta.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with activity.inside("the model"):
+            with activity.inside(activity.MODEL):
                 target = None if has_target(meta) else kwargs.pop("target", None)
                 if not (torch.is_grad_enabled() and self.training):
                     return self._evaluate(args, kwargs, target)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OUTSIDE = "the training script, outside of the model"
+MODEL, OUTSIDE = "the model", "the training script, outside of the model"
 
 _LIBRARIES = (str(Path(__file__).resolve().parents[2]), str(Path(os.__file__).resolve().parent), "<")
 _now: tuple[str, tuple[Any, ...], int | None, float] = ("start-up", (), None, time.monotonic())
@@ -61,6 +61,10 @@ def current(error: BaseException) -> Activity:
     """What the main thread was doing when an error came."""
     what, details, source, since_s = _now
     text = what.format(*details)
+    if what == MODEL:  # a line of generated code is one op
+        frames = traceback.extract_tb(error.__traceback__)
+        ops = [str(frame.line).partition(" = ")[0] for frame in frames if frame.filename.startswith("<eval_with_key>")]
+        text = f"the op {ops[-1]}" if ops else text
     if what == OUTSIDE:
         lines = [_location(frame) for frame in reversed(traceback.extract_tb(error.__traceback__))]
         text += next((f" ({line})" for line in lines if line), "")

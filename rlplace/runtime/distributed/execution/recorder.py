@@ -18,22 +18,23 @@ class Recorder:
     Attributes:
         device: Waited for at the end of every interval where work is queued on it.
         on: Whether to record; off, marks cost next to nothing.
+        kind: Of what goes on.
     """
 
     device: torch.device
     on: bool = False
+    kind: str | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
-    _kind: str | None = None
     _since_s: float = 0.0
 
     def mark(self, kind: str | None) -> None:
         """Something of this kind begins now, unless it goes on; None: nothing does."""
-        if not self.on or kind == self._kind:
+        if not self.on or kind == self.kind:
             return
         now_s = read_clock(self.device)
-        if self._kind is not None:
-            self._seconds[self._kind] = self._seconds.get(self._kind, 0.0) + now_s - self._since_s
-        self._kind, self._since_s = kind, now_s
+        if self.kind is not None:
+            self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now_s - self._since_s
+        self.kind, self._since_s = kind, now_s
 
     def take(self) -> dict[str, float]:
         """The seconds so far by kind, and forgets them."""

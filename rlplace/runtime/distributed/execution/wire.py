@@ -6,16 +6,19 @@ Both sides go by the graph and never by the tensor at hand: a kernel may return 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from rlplace.errors import RlplaceError
 from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.execution.recorder import Recorder
+from rlplace.runtime.distributed.joint.views import lay_out
 from rlplace.runtime.distributed.ranks import default_timeout_s, group_of, one_line
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -35,37 +38,25 @@ class LostPeerError(RlplaceError):
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
-    """A value on its way to this process.
+class Message:
+    """A value on its way between two devices of the plan.
 
     Attributes:
-        work: What torch waits with.
-        rank: Number of this process.
-        source: The rank that sends it.
-        what: Whose text names the value in messages.
+        value: What it is.
+        source: Where it is; None: somewhere in this process.
+        destination: Where it goes.
+        tag: Unique in the step, ascending in the order in which a source sends.
+        needed: Number of the first node that reads it there.
     """
 
-    work: Any
-    rank: int
-    source: int
-    what: object
+    value: fx.Node
+    source: Any
+    destination: int
+    tag: int
+    needed: int
 
-    def wait(self) -> None:
-        """Waits until it has arrived.
-
-        Raises:
-            LostPeerError: It will not.
-        """
-        before = activity.note()
-        activity.doing("{} from rank {}", self.what, self.source, source=self.source)
-        try:
-            self.work.wait(timedelta(seconds=default_timeout_s()))  # gloo's own is that of when the group was made
-        except RuntimeError as error:
-            raise LostPeerError(
-                f"rank {self.rank} waited for {self.what} from rank {self.source}, which is gone or hangs: {one_line(error)}",
-                self.source,
-            ) from error
-        activity.doing(*before)
+    def __str__(self) -> str:
+        return repr(str(self.value))
 
 
 @dataclass(eq=False)
@@ -78,65 +69,36 @@ class Wire:
     Attributes:
         rank: Number of this process.
         device: Where received values go.
+        messages: What is sent and received, by tag.
+        recorder: Told what the step is doing.
     """
 
     rank: int
     device: torch.device
+    messages: Mapping[int, Message]
+    recorder: Recorder
     _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
-
-    def send(self, value: torch.Tensor, like: torch.Tensor, destination: int, tag: int) -> None:
-        """Starts to send a value of the shape and dtype that the receiver expects; it is kept until it has gone."""
-        if value.shape != like.shape or value.dtype != like.dtype:
-            raise RlplaceError(
-                f"rank {self.rank}: a value to be sent to rank {destination} is {value.dtype}{list(value.shape)}, but tracing "
-                f"promised {like.dtype}{list(like.shape)}; the model depends on values that tracing cannot see"
-            )
-        flat = value.detach().contiguous()
-        self._sent = [item for item in self._sent if not item[0].is_completed()]
-        try:
-            work = dist.isend(flat, destination, group=self._group(self.rank, destination), tag=tag)
-        except RuntimeError as error:
-            raise LostPeerError(
-                f"rank {self.rank} cannot send to rank {destination}: {one_line(error)}", destination
-            ) from error
-        self._sent.append((work, flat, destination))
-
-    def receive(self, like: torch.Tensor, source: int, tag: int, what: object) -> tuple[Arrival, torch.Tensor]:
-        """Starts to receive; returns what to wait for and the tensor that it fills; the text of `what` names it."""
-        value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        try:
-            work = dist.irecv(value, source, group=self._group(source, self.rank), tag=tag)
-        except RuntimeError as error:
-            raise LostPeerError(
-                f"rank {self.rank} cannot receive {what} from rank {source}: {one_line(error)}", source
-            ) from error
-        return Arrival(work, self.rank, source, what), value
 
     def finish(self) -> None:
         """Waits until everything that was sent has gone."""
+        self.recorder.mark("wait")
         for work, _, destination in self._sent:
             activity.doing("rank {} to take a value", destination, source=destination)
-            try:
-                work.wait(timedelta(seconds=default_timeout_s()))
-            except RuntimeError as error:
-                raise LostPeerError(
-                    f"rank {self.rank} waited for rank {destination} to take a value: {one_line(error)}", destination
-                ) from error
+            _wait(work, f"rank {self.rank} waited for rank {destination} to take a value", destination)
         self._sent.clear()
+        self.recorder.mark(None)
 
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Makes the groups of some directions that this rank is an end of, and their connections.
+    def connect(self) -> None:
+        """Makes the groups of the directions that this rank is an end of, and their connections.
 
         Every rank makes its own in the same global order before the first message, so that no three of them wait for each other
         in a circle. NCCL connects two ranks when they first send and receive, and holds up the one that comes first.
-
-        Args:
-            pairs: Senders and receivers; both ends of a direction call this with it, the same number of times.
         """
         if dist.get_backend() == "gloo":
             return
-        for source, destination in sorted(set(pairs), key=lambda pair: (min(pair), max(pair), pair)):
-            group = self._group(source, destination)
+        pairs = {(message.source, message.destination) for message in self.messages.values()}
+        for source, destination in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
+            group = _group(source, destination)
             if group in _connected:
                 continue
             _connected.add(group)
@@ -146,7 +108,67 @@ class Wire:
             else:
                 dist.recv(nothing, source, group=group)
 
-    def _group(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        if dist.get_backend() == "gloo":
-            return None
-        return group_of((source, destination), "up" if source < destination else "down")
+
+def begin(wire: Wire, kind: str) -> None:
+    """Work of another kind begins."""
+    wire.recorder.mark(kind)
+
+
+def send(wire: Wire, value: torch.Tensor, tag: int) -> None:
+    """Starts to send a value of the shape and dtype that the receiver expects; it is kept until it has gone."""
+    message = wire.messages[tag]
+    like, there = message.value.meta["val"], message.destination
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise RlplaceError(
+            f"rank {wire.rank}: a value to be sent to rank {there} is {value.dtype}{list(value.shape)}, but tracing "
+            f"promised {like.dtype}{list(like.shape)}; the model depends on values that tracing cannot see"
+        )
+    flat = value.detach().contiguous()
+    wire._sent = [item for item in wire._sent if not item[0].is_completed()]
+    try:
+        work = dist.isend(flat, there, group=_group(wire.rank, there), tag=tag)
+    except RuntimeError as error:
+        raise LostPeerError(f"rank {wire.rank} cannot send to rank {there}: {one_line(error)}", there) from error
+    wire._sent.append((work, flat, there))
+
+
+def post(wire: Wire, tag: int) -> tuple[Any, torch.Tensor, Message]:
+    """Starts to receive a value; returns what `arrive` wants."""
+    message = wire.messages[tag]
+    like, source = message.value.meta["val"], message.source
+    value = torch.empty(like.shape, dtype=like.dtype, device=wire.device)
+    try:
+        work = dist.irecv(value, source, group=_group(source, wire.rank), tag=tag)
+    except RuntimeError as error:
+        what = f"rank {wire.rank} cannot receive {message} from rank {source}"
+        raise LostPeerError(f"{what}: {one_line(error)}", source) from error
+    return work, value, message
+
+
+def arrive(wire: Wire, posted: tuple[Any, torch.Tensor, Message]) -> torch.Tensor:
+    """Waits until a value has arrived.
+
+    Raises:
+        LostPeerError: It will not.
+    """
+    work, value, message = posted
+    before, kind = activity.note(), wire.recorder.kind
+    wire.recorder.mark("wait")
+    activity.doing("{} from rank {}", message, message.source, source=message.source)
+    _wait(work, f"rank {wire.rank} waited for {message} from rank {message.source}, which is gone or hangs", message.source)
+    activity.doing(*before)
+    wire.recorder.mark(kind)
+    return lay_out(value, message.value.meta["val"].stride())
+
+
+def _wait(work: Any, what: str, peer: int) -> None:
+    try:
+        work.wait(timedelta(seconds=default_timeout_s()))  # gloo's own is that of when the group was made
+    except RuntimeError as error:
+        raise LostPeerError(f"{what}: {one_line(error)}", peer) from error
+
+
+def _group(source: int, destination: int) -> dist.ProcessGroup | None:
+    if dist.get_backend() == "gloo":
+        return None
+    return group_of((source, destination), "up" if source < destination else "down")

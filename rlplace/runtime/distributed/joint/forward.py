@@ -19,7 +19,7 @@ from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, autoca
 from rlplace.runtime.distributed.graph.randomness import current_key, random_key
 from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.one_process import TwoParts, two_parts
+from rlplace.runtime.distributed.joint.two_parts import TwoParts, two_parts
 from rlplace.runtime.held import first_names
 
 Key = tuple[int, int, int]

@@ -5,7 +5,9 @@ For clusters of more hosts than there are processors: what is measured is the ne
 
 from __future__ import annotations
 
+import operator
 import time
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,8 +18,8 @@ from rlplace.problem import Problem
 from rlplace.problem.problem import FORWARD, UPDATE
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.engine import Engine, StepState
-from rlplace.runtime.distributed.joint.program import results_of
+from rlplace.runtime.distributed.joint.engine import Engine
+from rlplace.runtime.distributed.joint.views import results_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
 
@@ -49,9 +51,9 @@ class ReplayEngine(Engine):
             key = group, "update" if phase == UPDATE else "forward" if phase == FORWARD else "backward"
             total[key] = total.get(key, 0.0) + float(time_s[groups[group][1]])
         nodes: dict[tuple[int, str], list[fx.Node]] = {}
-        for node in self._calls:
+        for node, there in placement.device_of.items():
             op = source.op_of_node.get(node.meta["owner"])
-            if op in group_of:
+            if there == ranks.rank and op in group_of and node.target is not operator.getitem:
                 group, kind = group_of[op], "backward" if node.meta["backward"] else "forward"
                 apart = number_of.get(f"{groups[group][0].get('name')}.backward", group)
                 nodes.setdefault((apart if node.meta["backward"] else group, kind), []).append(node)
@@ -60,15 +62,20 @@ class ReplayEngine(Engine):
         self.update_s = sum(total.get((number, "update"), 0.0) for number in here)
         self._free_s = 0.0
 
-    def _node(self, state: StepState, node: fx.Node, training: bool) -> None:
-        self.recorder.mark("backward" if node.meta["backward"] else "forward")
-        self._free_s = max(self._free_s, time.perf_counter() - _WAKE_S) + self._seconds.get(node, 0.0)
-        for item in results_of(node):
-            like = item.meta["val"]
-            state.values[item] = torch.empty(tuple(like.shape), dtype=like.dtype, device=self.ranks.device)
-            for part in self._gradients.get(item, ()) if training else ():
-                state.gradients[part] = torch.empty(tuple(part.node.meta["val"].shape), dtype=part.node.meta["val"].dtype)
-        sleep_until(self._free_s)
+    def target_of(self, node: fx.Node) -> Any:
+        """Sleeps, and returns what the node makes."""
+        made = [(result.args[1], result.meta["val"]) for result in results_of(node) if result is not node]
+
+        def sleep(*_: Any, **__: Any) -> Any:
+            self._free_s = max(self._free_s, time.perf_counter() - _WAKE_S) + self._seconds.get(node, 0.0)
+            values = {index: self._empty(like) for index, like in made} or self._empty(node.meta["val"])
+            sleep_until(self._free_s)
+            return values
+
+        return sleep
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(like.shape), dtype=like.dtype, device=self.ranks.device)
 
 
 def sleep_until(end_s: float) -> None:

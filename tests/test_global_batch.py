@@ -1,18 +1,17 @@
-"""`place` for a global batch or again until it fits, problems from networkx, and wrong arguments."""
+"""`place` for a global batch or again until it fits, and wrong arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import rlplace
-from rlplace import Cluster, Problem
+from rlplace import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.graph.capture import capture
@@ -91,45 +90,6 @@ def test_what_never_fits_is_infeasible(graph):
 
 
 CLUSTER = Cluster.preset("l4:2")
-
-
-def pair(node: dict[str, Any] | None = None, edge: dict[str, Any] | None = None, kind: Any = nx.DiGraph) -> Any:
-    graph = kind()
-    graph.add_node("a", **{"time_s": 1e-3, **(node or {})})
-    graph.add_node("b", time_s=2e-3)
-    graph.add_edge("a", "b", **(edge or {}))
-    return graph
-
-
-@pytest.mark.parametrize(
-    ("graph", "words"),
-    [
-        (5, "directed"), (pair(kind=nx.Graph), "directed"), (nx.DiGraph(), "empty"),
-        (pair({"time_s": 10**400}), "in range"), (pair({"time_s": float("inf")}), "in range"), (pair({"time_s": None}), "null"),
-        (pair({"phase": np.array([1, 2])}), "phase"), (pair({"phase": [1]}), "phase"),
-        (pair({"temporary_bytes": 10**5000}), "temporary_bytes"), (pair(edge={"bytes": "5"}), "bytes"),
-        (pair(edge={"tensor": [1]}), "tensor"), (pair(edge={"tensor": {}}), "tensor"),
-    ],
-)  # fmt: skip
-def test_graphs(graph: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        Problem.from_networkx(graph, CLUSTER)
-
-
-def test_parallel_edges_of_a_multigraph_are_tensors_of_their_own() -> None:
-    graph = pair(edge={"bytes": 3}, kind=nx.MultiDiGraph)
-    graph.add_edge("a", "b", bytes=4)
-    problem = Problem.from_networkx(graph, CLUSTER)
-    assert problem.tensor_bytes.tolist() == [3, 4] and problem.consumers.tolist() == [1, 1]
-    graph = pair(edge={"bytes": 3, "tensor": "x"}, kind=nx.MultiDiGraph)
-    graph.add_edge("a", "b", bytes=4, tensor="x")
-    assert Problem.from_networkx(graph, CLUSTER).tensor_bytes.tolist() == [4]
-
-
-@pytest.mark.parametrize("cluster", ["l4:2", None, 5])
-def test_networkx_needs_a_cluster(cluster: Any) -> None:
-    with pytest.raises(InputError, match="expected a Cluster"):
-        Problem.from_networkx(pair(), cluster)
 
 
 def test_capture_price_and_place() -> None:

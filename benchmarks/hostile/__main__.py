@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, default=Path("hostile-failures"), help="where inputs that fail go (hostile-failures)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add the counts to this file")
     options = parser.parse_args()
     names = options.only or list(TARGETS)
     whole = sum(TARGETS[name].share for name in names)
@@ -40,9 +39,6 @@ def main() -> int:
             _add(counts[line.pop("name")], line)
             print(f"\r{part + 1} parts, {sum(c.inputs for c in counts.values())} inputs", end="", file=sys.stderr)
     print(file=sys.stderr)
-    if options.json is not None:
-        _keep_counts(options.json, counts)
-        counts = _kept_counts(options.json)
     print(table(counts))
     failures = [failure for count in counts.values() for failure in count.failures]
     for failure in failures[:20]:
@@ -85,18 +81,6 @@ def _add(count: Count, line: dict[str, object]) -> None:
         setattr(count, key, getattr(count, key) + line.get(key, 0))
     count.peak_bytes = max(count.peak_bytes, int(str(line.get("peak_bytes", 0))))
     count.failures += line["failures"]  # type: ignore[operator]
-
-
-def _keep_counts(path: Path, counts: dict[str, Count]) -> None:
-    """Adds to what earlier runs have counted."""
-    kept = _kept_counts(path) if path.exists() else {}
-    for name, count in counts.items():
-        _add(kept.setdefault(name, Count()), vars(count))
-    path.write_text(json.dumps({name: vars(count) for name, count in kept.items()}))
-
-
-def _kept_counts(path: Path) -> dict[str, Count]:
-    return {name: Count(**values) for name, values in json.loads(path.read_text()).items()}
 
 
 def table(counts: dict[str, Count]) -> str:

@@ -110,6 +110,10 @@ def test_a_drawn_graph_can_be_placed(cluster: Cluster) -> None:
         ({"time_s": 1.0, "resident_bytes": 1.5}, "resident_bytes.*not a whole number"),
         ({"time_s": 1.0, "temporary_bytes": float("nan")}, "temporary_bytes.*not a whole number"),
         ({"time_s": 1.0, "device": 2}, "device.*0..1"),
+        ({"time_s": 10**400}, "in range"),
+        ({"time_s": float("inf")}, "in range"),
+        ({"time_s": 1.0, "phase": np.array([1, 2])}, "phase"),
+        ({"time_s": 1.0, "temporary_bytes": 10**5000}, "temporary_bytes"),
     ],
 )
 def test_bad_attributes_are_refused(cluster: Cluster, node: dict[str, Any], message: str) -> None:
@@ -126,3 +130,30 @@ def test_cyclic_and_empty_graphs_are_refused(cluster: Cluster) -> None:
         Problem.from_networkx(graph, cluster)
     with pytest.raises(InputError, match="empty"):
         Problem.from_networkx(nx.DiGraph(), cluster)
+    for wrong in (5, nx.Graph()):
+        with pytest.raises(InputError, match="directed"):
+            Problem.from_networkx(wrong, cluster)
+    for other in ("l4:2", None):
+        with pytest.raises(InputError, match="expected a Cluster"):
+            Problem.from_networkx(graph, other)
+
+
+def pair(**edge: Any) -> nx.MultiDiGraph:
+    graph = nx.MultiDiGraph()
+    graph.add_nodes_from("ab", time_s=1e-3)
+    graph.add_edge("a", "b", **edge)
+    return graph
+
+
+@pytest.mark.parametrize("edge", [{"bytes": "5"}, {"tensor": [1]}, {"tensor": {}}])
+def test_bad_edges_are_refused(cluster: Cluster, edge: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(edge))):
+        Problem.from_networkx(nx.DiGraph(pair(**edge)), cluster)
+
+
+def test_parallel_edges_of_a_multigraph_are_tensors_of_their_own(cluster: Cluster) -> None:
+    for name, sizes in ({}, [3, 4]), ({"tensor": "x"}, [4]):
+        graph = pair(bytes=3, **name)
+        graph.add_edge("a", "b", bytes=4, **name)
+        problem = Problem.from_networkx(graph, cluster)
+        assert problem.tensor_bytes.tolist() == sizes and problem.consumers.tolist() == [1] * len(sizes)

@@ -15,7 +15,7 @@ from rlplace.envs import MeasuredBackend
 from rlplace.measured.campaign import Campaign
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Budget, BudgetSpent
-from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.job.live import job_site, open_service
 from rlplace.zoo import load_model
 
 MODEL, EPISODES, PLANS = "zoo:moe_toy,width=64,layers=2,experts=4", 4, 20
@@ -28,7 +28,7 @@ problem = None
 if rank == 0:
     graph = rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss)
     problem = rlplace.price(graph, f"cpu:{dist.get_world_size()}", groups=12)
-service = open_service(loaded, problem, device, LiveOptions())
+service = open_service(loaded, problem, device)
 site = job_site(device)
 if rank != 0:
     service.serve()

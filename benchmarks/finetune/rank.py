@@ -31,7 +31,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job import job
-from rlplace.runtime.distributed.job.live import LiveOptions, PlanService, job_site, open_service
+from rlplace.runtime.distributed.job.live import PlanService, job_site, open_service
 from rlplace.runtime.distributed.ranks import broadcast_object
 from rlplace.zoo import load_model
 
@@ -87,7 +87,7 @@ class Rank:
                 problem = rlplace.price(graph, self.cluster.believed(), groups=model.groups)
                 slept = self.cluster.slept(problem)
                 self._problems[name] = problem
-            self._services[name] = open_service(loaded, problem, self.device, LiveOptions(replay=True), slept=slept)
+            self._services[name] = open_service(loaded, problem, self.device, replay=True, slept=slept)
         return self._services[name]
 
 

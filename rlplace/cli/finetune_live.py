@@ -82,7 +82,7 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.job.live import LiveOptions, open_service
+    from rlplace.runtime.distributed.job.live import open_service
     from rlplace.zoo import load_model
 
     problem = slept = None
@@ -95,8 +95,8 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         loaded = load_model(options.model, batch=microbatch(options), seq=options.seq, dtype=options.dtype, device=where)
-    live = LiveOptions(optimizer=options.optimizer, replay=options.replay is not None)
-    return problem, open_service(loaded, problem, device, live, slept=slept)
+    live = {"optimizer": options.optimizer, "replay": options.replay is not None}
+    return problem, open_service(loaded, problem, device, slept=slept, **live)
 
 
 def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem:

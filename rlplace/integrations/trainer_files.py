@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from rlplace.errors import InputError
-from rlplace.files import parse_json, read_text
 from rlplace.runtime.distributed.model import DistributedModel
+from rlplace.runtime.distributed.ranks import one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
-from rlplace.runtime.distributed.state.whole import own_part, whole_state_dict
+from rlplace.runtime.distributed.state.whole import whole_state_dict
 from rlplace.runtime.held import first_names
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
@@ -74,36 +76,16 @@ def load_weights(model: DistributedModel, folder: str) -> None:
     Raises:
         InputError: There are none, or something is missing or has another shape.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError
 
-    index = os.path.join(folder, INDEX)
-    if os.path.isfile(index):
-        listing = parse_json(read_text(index), index)
-        file_of = listing.get("weight_map") if isinstance(listing, dict) else None
-        named = isinstance(file_of, dict) and all(isinstance(f, str) and os.path.basename(f) == f for f in file_of.values())
-        if not isinstance(file_of, dict) or not named:
-            raise InputError(f"{index}: weight_map must name a file of that folder for every tensor")
-    elif os.path.isfile(os.path.join(folder, WEIGHTS)):
-        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as opened:
-            file_of = dict.fromkeys(opened.keys(), WEIGHTS)
-    else:
-        raise InputError(f"{folder}: there is no {WEIGHTS} in it; name a checkpoint of the Trainer")
-    first = first_names(model.meta_model)
-    saved_as = {first[name]: name for name in file_of if name in first}  # of tied tensors only one is saved
-    wanted: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        saved = saved_as.get(first[name])
-        if saved is None:
-            raise InputError(f"{folder}: there is no {name} in it; name a checkpoint of this model")
-        wanted.setdefault(file_of[saved], {})[saved] = tensor
-    with torch.no_grad():
-        for path, tensors in wanted.items():
-            with safe_open(os.path.join(folder, path), framework="pt") as opened:
-                for saved, tensor in tensors.items():
-                    value = opened.get_tensor(saved)
-                    if value.shape != tensor.shape:
-                        raise InputError(f"{folder}: {saved} is {list(value.shape)}, the model's is {list(tensor.shape)}")
-                    tensor.copy_(own_part(value, tensor) if isinstance(tensor, DTensor) else value)
+    first, own, reader = first_names(model.meta_model), model.state_dict(), HuggingFaceStorageReader(folder)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        saved_as = {first[name]: name for name in saved if name in first}  # of tied tensors only one is saved
+        load({saved_as.get(first[name], name): own[name] for name in own}, storage_reader=reader, no_dist=True)
+    except (CheckpointException, SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"{folder}: {one_line(error)}; name a checkpoint of the Trainer with this model") from None
+    model.load_state_dict(own)  # copies of one tensor follow
 
 
 def _save_model(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:

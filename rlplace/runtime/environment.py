@@ -67,38 +67,35 @@ def device_kind_of(device: torch.device) -> str:
 
 def read_environment(device: torch.device, device_kind: str) -> Environment:
     """Describes a device as it is now."""
+    details: dict[str, str | float | int] = dict(_software(device))
     if device.type == "cuda":
-        readings = nvidia_readings(device)
-        properties = torch.cuda.get_device_properties(device)
-        return Environment(
-            device=properties.name,
-            device_kind=device_kind,
-            device_type="cuda",
-            torch=torch.__version__,
-            threads=torch.get_num_threads(),
-            clock_mhz=readings.get("clocks.sm"),
-            power_limit_w=readings.get("power.limit"),
-            temperature_c=readings.get("temperature.gpu"),
-            details={
-                "cuda": str(torch.version.cuda),
-                "multiprocessors": int(properties.multi_processor_count),
-                "matmul_tf32": str(torch.backends.cuda.matmul.allow_tf32),
-                "cudnn_tf32": str(torch.backends.cudnn.allow_tf32),
-            },
-        )
+        details["multiprocessors"] = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    else:
+        details |= {"cores": os.cpu_count() or 1, "load_average": round(os.getloadavg()[0], 2)}
+    readings = nvidia_readings(device) if device.type == "cuda" else {}
     return Environment(
-        device=processor_name(),
+        device=_name(device),
         device_kind=device_kind,
         device_type=device.type,
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        clock_mhz=processor_clock_mhz(),
-        details={
-            "cores": os.cpu_count() or 1,
-            "load_average": round(os.getloadavg()[0], 2),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        clock_mhz=readings.get("clocks.sm") if device.type == "cuda" else processor_clock_mhz(),
+        power_limit_w=readings.get("power.limit"),
+        temperature_c=readings.get("temperature.gpu"),
+        details=details,
     )
+
+
+def _name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).name) if device.type == "cuda" else processor_name()
+
+
+def _software(device: torch.device) -> dict[str, str]:
+    """What beside the device decides how fast it computes."""
+    if device.type != "cuda":
+        return {"capability": torch.backends.cpu.get_cpu_capability()}
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    return {"cuda": str(torch.version.cuda), "matmul_tf32": str(matmul), "cudnn_tf32": str(cudnn)}
 
 
 def clock_mhz(device: torch.device) -> float | None:
@@ -182,28 +179,23 @@ def local_facts(device: torch.device) -> dict[str, str | int | float]:
     from rlplace.cluster.detect import host_processor
 
     cores, memory_bytes = host_processor()
-    processor = processor_name()
     facts: dict[str, str | int | float] = {
         "host": platform.node() or "host",
         "device_type": device.type,
-        "processor": processor,
+        "device": _name(device),
+        "processor": processor_name(),
         "machine": platform.machine(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
+        **_software(device),
     }
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["device"], memory_bytes = properties.name, int(properties.total_memory)
-        facts["cuda"], facts["cudnn"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
-        facts["matmul_tf32"] = str(torch.backends.cuda.matmul.allow_tf32)
-        facts["cudnn_tf32"] = str(torch.backends.cudnn.allow_tf32)
+        memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
         power_limit_w = nvidia_readings(device).get("power.limit")
         if power_limit_w is not None:
             facts["power_limit_w"] = round(power_limit_w)
-    else:
-        facts["device"] = processor
-        facts["capability"] = torch.backends.cpu.get_cpu_capability()
     facts["device_memory_gib"] = round(memory_bytes / 2**30)
     return facts

@@ -22,7 +22,6 @@ ALLOWED = {
         "rlplace/zoo/load.py",  # module:function
         "rlplace/__init__.py",  # names of a literal table
         "rlplace/extensions.py",  # entry points of installed packages
-        "rlplace/integrations/__init__.py",
         "rlplace/reporting/report.py",  # importlib.resources
         "rlplace/cli/info.py",  # versions
         "rlplace/planners/__init__.py",  # names of a literal table

@@ -22,7 +22,7 @@ from rlplace.measured.trial import Budget
 from rlplace.plan.plan import make_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job import faults, job
-from rlplace.runtime.distributed.job.live import LiveOptions, job_site, open_service
+from rlplace.runtime.distributed.job.live import job_site, open_service
 from rlplace.runtime.distributed.job.measure import PlanTimer
 from rlplace.zoo import LoadedModel
 
@@ -105,9 +105,9 @@ def serve_all(path):
     model = loaded()
     problem = problem_of(model) if dist.get_rank() == 0 else None
     slow = None if problem is None else _slower(problem, SLEPT_S / problem.time_s[:, 0].sum())
-    computed = open_service(model, problem, device, LiveOptions())
-    replayed = open_service(model, problem, device, LiveOptions(replay=True), slept=slow)
-    chained = open_service(model, problem, device, LiveOptions())
+    computed = open_service(model, problem, device)
+    replayed = open_service(model, problem, device, replay=True, slept=slow)
+    chained = open_service(model, problem, device)
     site = job_site(device, label="a test")
     own = own_target()
     if dist.get_rank() != 0:
@@ -147,7 +147,7 @@ def main(path):
     model = loaded()
     with faults.guard():
         problem = problem_of(model) if dist.get_rank() == 0 else None
-        service = open_service(model, problem, device, LiveOptions(warmup=1))
+        service = open_service(model, problem, device)
         site = job_site(device, label="test")
         service._timer.__class__ = Dangerous
         if dist.get_rank() == 0:

@@ -7,7 +7,7 @@ The processes of a job stay from plan to plan. Rank 0 may think between two plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,23 +74,8 @@ class PlanService:
         raise PlanFailed("refused", failure)
 
 
-@dataclass(frozen=True)
-class LiveOptions:
-    """How plans are timed.
-
-    Attributes:
-        optimizer: Name of the optimizer.
-        replay: Sleep as long as ops are predicted to take instead of computing.
-        warmup: Steps before timing.
-    """
-
-    optimizer: str = "adam"
-    replay: bool = False
-    warmup: int = 1
-
-
 def open_service(
-    loaded: LoadedModel, problem: Problem | None, device: torch.device, options: LiveOptions, *, slept: Problem | None = None
+    loaded: LoadedModel, problem: Problem | None, device: torch.device, *, slept: Problem | None = None, **options: Any
 ) -> PlanService:
     """Every rank opens its part of the service; see `PlanService`.
 
@@ -98,8 +83,8 @@ def open_service(
         loaded: The model with example inputs of one micro-batch, the same on every rank.
         problem: On rank 0: what plans are made for.
         device: Where this process computes.
-        options: The same on every rank.
         slept: On rank 0, with replay: the problem whose times are slept, where it differs from `problem`.
+        **options: Fields of `PlanTimer`, the same on every rank; one step is warm-up unless they say otherwise.
 
     Raises:
         InputError: The job has fewer processes than the problem has devices.
@@ -113,9 +98,7 @@ def open_service(
         )
     if slept is not None and slept.time_s.shape != problem.time_s.shape:
         raise InputError("finetune: what is replayed has other ops or devices than the problem; price the same model for it")
-    replay = {"replay": options.replay, "replayed": slept}
-    timer = plan_timer(loaded, device, optimizer=options.optimizer, warmup=options.warmup, **replay)
-    return PlanService(timer, problem)
+    return PlanService(plan_timer(loaded, device, **{"warmup": 1, "replayed": slept, **options}), problem)
 
 
 def job_site(device: torch.device, *, name: str = "", label: str = "") -> Site:

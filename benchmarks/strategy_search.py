@@ -7,7 +7,9 @@
 Problems are random models (tests/strategy/random_costs.py) on preset clusters, of four kinds in turn: like devices, unlike
 devices, little memory, unlike layers. The references are the search itself for a long time, annealing over its moves from
 a random strategy, and evolution from random strategies; the best of all that any search found is what regret is measured
-against. Every answer is evaluated again: one that does not fit ends the run.
+against. Every answer is evaluated again: one that does not fit ends the run. Seconds are processor time of one core, so that
+a busy machine gives the same figures. What FILE has already is not run again: a run that was ended goes on, and to try a
+changed search take "found_s" out of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from brute_force import quicker, small_question
@@ -27,12 +31,13 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
+from rlplace.strategy import tries
 from rlplace.strategy.cuts import Balance
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted, other_choices
 from rlplace.strategy.moves import Moves
-from rlplace.strategy.search import search
+from rlplace.strategy.search import FEW_CALLS, search
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
 from rlplace.strategy.uniform import all_options
 
@@ -47,9 +52,11 @@ UNLIKE = (
     "h100:4x8+a100-80g:4x8,ib=400g",
 )
 LARGE = ("h100:64x8,ib=8x400g", "a100-80g:64x8,ib=400g")
-CALLS = (100, 300, 1000, 3000)
+CALLS = [100, 300, 1000, 3000]
 SEEDS = 5_000
 """Of the reported problems; the search was tuned on others."""
+
+tries.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
 
 
 def problem(seed: int, large: bool = False) -> tuple[str, Question]:
@@ -66,9 +73,10 @@ def problem(seed: int, large: bool = False) -> tuple[str, Question]:
         )  # fmt: skip
     batch = cluster.num_devices * int(rng.choice([2, 4, 8]))
     if kind == "little memory":
-        ample = Question(Evaluator(costs, roomy(cluster, 1e15)), batch)
-        best = search(ample, calls=200).ranked[0]
-        need = max(ample.scores.evaluate(best.draft).peak_memory_bytes)
+        devices = cluster.num_devices
+        shared = Place(tuple(range(devices)), shard=devices, sharding=1)
+        draft = plain_draft((0, blocks), [shared], microbatch=(batch // devices,), microbatches=(1,))
+        need = max(Evaluator(costs, roomy(cluster, 1e15)).evaluate(draft).peak_memory_bytes)
         cluster = roomy(cluster, need * rng.uniform(0.25, 0.7))
     return kind, Question(Evaluator(costs, cluster), batch)
 
@@ -86,11 +94,11 @@ class Walk:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
         self.balance = Balance(question.costs, question.cluster)
         self.moves, self.options = Moves(question, self.balance), list(all_options(question, self.balance))
-        self.end_s = time.monotonic() + seconds
+        self.end_s = time.process_time() + seconds
 
     def start(self) -> Tried:
         """A random uniform strategy that fits."""
-        while time.monotonic() < self.end_s:
+        while time.process_time() < self.end_s:
             found = fitted(self.tries, self.options[int(self.rng.integers(len(self.options)))].draft(self.balance))
             if found is not None:
                 return found
@@ -101,7 +109,7 @@ class Walk:
         near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.question.scores.evaluate(at.draft))]
         near += [(draft, True) for draft in other_choices(self.tries, at.draft)]
         for index in self.rng.permutation(len(near))[:count]:
-            if time.monotonic() > self.end_s:
+            if time.process_time() > self.end_s:
                 raise OutOfBudgetError
             draft, as_it_is = near[int(index)]
             found = self.tries.score(draft) if as_it_is else fitted(self.tries, draft)
@@ -113,12 +121,12 @@ def annealed(question: Question, seed: int, seconds: float) -> float:
     """Seconds of the best that annealing over random moves finds, from one random strategy."""
     rng = np.random.default_rng(seed)
     walk = Walk(question, rng, seconds)
-    best_s, began = math.inf, time.monotonic()
+    best_s, began = math.inf, time.process_time()
     try:
         at = walk.start()
         while True:
             best_s = min(best_s, at.step_s)
-            heat = 0.1 * max(0.0, 1 - (time.monotonic() - began) / seconds)
+            heat = 0.1 * max(0.0, 1 - (time.process_time() - began) / seconds)
             for found in walk.neighbours(at, 4):
                 if found.step_s < at.step_s or rng.random() < math.exp(-(found.step_s / at.step_s - 1) / max(heat, 1e-9)):
                     at = found
@@ -143,41 +151,49 @@ def evolved(question: Question, seed: int, seconds: float, *, size: int = 20) ->
         return walk.tries.best.step_s if walk.tries.best is not None and walk.tries.fitting() else math.inf
 
 
-def answered(question: Question, **budget: float) -> float:
-    """Seconds of the answer, evaluated again; it fits."""
+def answered(question: Question, **budget: float) -> tuple[float, int]:
+    """Seconds of the answer, evaluated again, and evaluations; it fits."""
     fresh = dataclasses.replace(question, scores=Evaluator(question.costs, question.cluster))
-    best = search(fresh, **budget).ranked[0]  # type: ignore[arg-type]
+    answer = search(fresh, **budget)  # type: ignore[arg-type]
+    best = answer.ranked[0]
     said = Evaluator(question.costs, question.cluster).evaluate(best.draft)
     assert said.feasible and best.draft.strategy(question.costs.names).batch == question.batch
-    return said.step_time_s
+    return said.step_time_s, answer.calls
 
 
-def row(seed: int, reference_s: float, large: bool) -> dict[str, object] | None:
-    """One problem: seconds of every search; None where nothing fits."""
+def row(seed: int, known: dict[str, Any], reference_s: float, large: bool, budgets: list[int]) -> dict[str, Any]:
+    """One problem: seconds of every search, those that are `known` as they are; without any where nothing fits."""
     kind, question = problem(seed, large)
+    if not known:
+        known = {
+            "seed": seed,
+            "kind": kind,
+            "cluster": question.cluster.text,
+            "blocks": len(question.costs.names),
+            "batch": question.batch,
+        }
     try:
-        found: dict[str, float] = {"5 s": answered(question, time_limit_s=5)}
+        if budgets and "found_s" not in known:
+            best_s, calls = answered(question, time_limit_s=5)
+            found = {"5 s": best_s} | {f"{calls} calls": answered(question, calls=calls)[0] for calls in budgets}
+            known |= {"calls_in_5_s": calls, "found_s": found}
+        if reference_s and "references_s" not in known:
+            references = {"search": answered(question, time_limit_s=reference_s)[0]}
+            references["annealing"] = annealed(question, seed, reference_s)
+            references["evolution"] = evolved(question, seed, reference_s)
+            known |= {"reference_s": reference_s, "references_s": references}
     except InfeasibleError:
-        return None
-    found |= {f"{calls} calls": answered(question, calls=calls) for calls in (CALLS[:1] if large else CALLS)}
-    references = {}
-    if reference_s:
-        references["search"] = answered(question, time_limit_s=reference_s)
-        references["annealing"] = annealed(question, seed, reference_s)
-        references["evolution"] = evolved(question, seed, reference_s)
-    blocks = len(question.costs.names)
-    return {
-        "seed": seed, "kind": kind, "cluster": question.cluster.text, "blocks": blocks, "batch": question.batch,
-        "reference_s": reference_s, "found_s": found, "references_s": references,
-    }  # fmt: skip
+        return {"seed": seed}
+    return known
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Mean and worst regret in per cent by kind, for every budget and reference."""
-    names = [*rows[0]["found_s"], *rows[0]["references_s"]]  # type: ignore[misc]
+    every = [{**r["found_s"], **r.get("references_s", {})} for r in rows]
+    names = list(dict.fromkeys(name for one in every for name in one))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for kind in (*KINDS, "all"):
-        some = [{**r["found_s"], **r["references_s"]} for r in rows if kind in (r["kind"], "all")]  # type: ignore[dict-item]
+        some = [one for r, one in zip(rows, every, strict=True) if kind in (r["kind"], "all")]
         if some:
             regrets = [[one[name] / min(one.values()) - 1 for one in some] for name in names]
             cells = [f"{100 * float(np.mean(values)):.2f} ({100 * max(values):.1f})" for values in regrets]
@@ -190,8 +206,9 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--first", type=int, default=SEEDS, help="seed of the first problem")
     parser.add_argument("--reference-s", type=float, default=60.0, help="seconds of each of the three references; 0: none")
+    parser.add_argument("--calls", type=int, nargs="*", default=CALLS, help="budgets beside 5 s; none: references alone")
     parser.add_argument("--large", action="store_true", help="512 devices")
-    parser.add_argument("--rows", type=Path, help="JSONL that gets a row a problem")
+    parser.add_argument("--rows", type=Path, help="JSONL with a row a problem; what it has is not run again")
     parser.add_argument(
         "--brute-force", type=int, default=0, metavar="N", help="N small problems against every strategy instead"
     )
@@ -207,16 +224,17 @@ def main() -> None:
                 print(f"seed {seed} {asked.cluster.text}: {100 * (mine_s / better[0] - 1):.2f} % above the best", flush=True)
         print(f"{equal} of {args.brute_force} equal")
         return
-    rows = []
-    for seed in range(args.first, args.first + args.problems):
-        made = row(seed, args.reference_s, args.large)
-        if made is not None:
-            rows.append(made)
-            print(json.dumps(made), flush=True)
-            if args.rows:
-                with args.rows.open("a") as file:
-                    file.write(json.dumps(made) + "\n")
-    print(table(rows))
+    rows = {}
+    if args.rows and args.rows.exists():
+        rows = {known["seed"]: known for known in map(json.loads, args.rows.read_text().splitlines())}
+    search(problem(0)[1], calls=FEW_CALLS)  # kernels are loaded
+    seeds = range(args.first, args.first + args.problems)
+    for seed in seeds:
+        rows[seed] = row(seed, rows.get(seed, {}), args.reference_s, args.large, args.calls)
+        print(json.dumps(rows[seed]), flush=True)
+        if args.rows:
+            args.rows.write_text("".join(json.dumps(rows[seed]) + "\n" for seed in sorted(rows)))
+    print(table([rows[seed] for seed in seeds if "found_s" in rows[seed]]))
 
 
 if __name__ == "__main__":

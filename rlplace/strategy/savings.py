@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.schedule import LOOP, LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
+from rlplace.schedule import LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import FORWARD_PASS, FULL, kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree
@@ -65,13 +65,20 @@ def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int]]:
 def in_flight(draft: Draft) -> list[int]:
     """About how many micro-batches every stage holds at once."""
     count = max(draft.microbatches)
-    if draft.stages == 1:
-        return [1]
-    name = str(draft.schedule)
-    if name == ONE_F_ONE_B:
+    most = most_in_flight(draft.schedule, draft.stages, len(draft.places), count)
+    if draft.schedule == ONE_F_ONE_B:
         return [min(count, draft.stages - stage) for stage in range(draft.stages)]
-    keeps_all = SCHEDULES[name].layout == ONE or (SCHEDULES[name].layout == LOOP and name == LOOPED_BFS)
-    return [count if keeps_all else min(count, len(draft.places) + 1)] * draft.stages
+    return [most] * draft.stages
+
+
+def most_in_flight(schedule: str | None, stages: int, places: int, count: int) -> int:
+    """Likewise, of the stage that holds most."""
+    if stages == 1:
+        return 1
+    if schedule == ONE_F_ONE_B:
+        return min(count, stages)
+    keeps_all = SCHEDULES[str(schedule)].layout == ONE or schedule == LOOPED_BFS
+    return count if keeps_all else min(count, places + 1)
 
 
 def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:

@@ -139,7 +139,7 @@ def try_published(tries: Tries) -> Iterator[Tried | None]:
 def _explore(tries: Tries) -> None:
     """Uniform strategies, and what is better near them; raises as `improve` does."""
     balance = Balance(tries.question.costs, tries.question.cluster)
-    options = sorted(all_options(tries.question, balance), key=lambda option: option.bound_s)
+    options = sorted(all_options(tries.question, balance), key=lambda option: option.key)
     for _ in try_uniform(tries, options, balance):
         pass
     improve(tries, list(starts(tries)), balance)

@@ -112,9 +112,6 @@ class Table:
         cluster, blocks = question.cluster, len(question.costs.names)
         self._kind = kind_numbers(question.costs, cluster)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
-        self._room = [
-            np.inf if device.memory_bytes is None else device.memory_bytes - device.reserved_bytes for device in cluster.devices
-        ]
         self._known: dict[object, tuple[Floats, ...] | None] = {}
 
     def drafts(self, devices: tuple[int, ...], degree: int, size: int, count: int) -> Iterator[tuple[Draft, float]]:
@@ -224,7 +221,7 @@ class Table:
                 rows.append(np.full((len(ends), len(ends)), np.inf))
                 continue
             plain_s, again_s, static, kept, saved, border, working = sums
-            room = min(self._room[device] for device in devices) - working[0]
+            room = min(self._question.room_bytes[device] for device in devices) - working[0]
 
             def between(total: Floats) -> Floats:
                 return total[None, ends] - total[ends, None]

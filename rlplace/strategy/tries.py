@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -62,6 +63,14 @@ class Question:
     def cluster(self) -> Cluster:
         """The devices."""
         return self.scores.cluster
+
+    @cached_property
+    def room_bytes(self) -> tuple[float, ...]:
+        """What every device has for a plan; inf where nobody says."""
+        return tuple(
+            math.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
+            for device in self.cluster.devices
+        )
 
 
 class OutOfBudgetError(Exception):

@@ -14,15 +14,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rlplace.schedule import SCHEDULES
+from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.fit import fitted, least
 from rlplace.strategy.kinds import KINDS
+from rlplace.strategy.savings import estimates, most_in_flight
 from rlplace.strategy.shapes import Shape, device_sets, shapes, stage_order
 from rlplace.strategy.shares import equal_shares, unlike_shares
 from rlplace.strategy.space import Space
@@ -41,12 +44,20 @@ class Option:
         sizes: Samples of a micro-batch, as in drafts; so is `counts`.
         counts: Micro-batches of a replica.
         bound_s: Seconds of compute that it cannot beat.
+        short_bytes: What is missing on a device where blocks recompute all that they may and nothing is offloaded, for stages
+            of equal size; below 0 where there is room. An estimate.
     """
 
     shape: Shape
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
     bound_s: float
+    short_bytes: float
+
+    @property
+    def key(self) -> tuple[bool, float]:
+        """What is tried first is smaller."""
+        return self.short_bytes > 0.0, self.bound_s
 
     def draft(self, balance: Balance) -> Draft:
         """With places and balanced stages; nothing runs again."""
@@ -68,14 +79,41 @@ Spread = tuple[tuple[int, ...], tuple[int, ...], float]
 """Samples of a micro-batch, micro-batches, and seconds of compute that these cannot beat."""
 
 
-def options(question: Question, shape: Shape, balance: Balance, known: dict[object, list[Spread]]) -> Iterator[Option]:
+def options(question: Question, shape: Shape, balance: Balance, known: dict[object, Any]) -> Iterator[Option]:
     """One option for each way to spread the batch over a shape's replicas and micro-batches; `known` is filled."""
     order = stage_order(shape.places, shape.schedule, shape.chunks)
     split = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
     key = (shape.devices, shape.places, shape.axes.data_degree, shape.axes.cut(1), order, split, shape.axes.sharding > 1)
     if key not in known:
         known[key] = [*_equal(question, shape, balance, order, split), *_unlike(question, shape, balance)]
-    return (Option(shape, *spread) for spread in known[key])
+    for sizes, counts, bound_s in known[key]:
+        yield Option(shape, sizes, counts, bound_s, _short_bytes(question, shape, sizes, counts, balance, known))
+
+
+def _short_bytes(
+    question: Question,
+    shape: Shape,
+    sizes: tuple[int, ...],
+    counts: tuple[int, ...],
+    balance: Balance,
+    known: dict[object, Any],
+) -> float:
+    """See `Option`."""
+    count = max(counts)
+    splits = shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
+    key = shape.axes, max(sizes), shape.places > 1, count > 1, splits
+    if key not in known:
+        allowed = [(number, 0) for number, word in enumerate(RECOMPUTE) if question.space.allows("recompute", word)]
+        held = estimates(question, _draft(shape, sizes, counts, balance), 0, allowed or [(0, 0)])[1].min(axis=1)
+        passes = question.costs.passes(0, shape.axes.cut(max(sizes)))
+        if splits:  # a micro-batch is held until its gradients of weights are there
+            held[1] = np.maximum(held[1], passes.halved_bytes.min(axis=0))
+        working = passes.working_bytes[BACKWARD_PASS].min(axis=0).max()
+        known[key] = (*held.sum(axis=1).tolist(), float(held.sum(axis=0).max()), float(working))
+    static, kept, largest, working = known[key]
+    kept *= most_in_flight(shape.schedule, shape.places * shape.chunks, shape.places, count)
+    room = max(question.room_bytes[device] for device in shape.devices)
+    return max((static + kept) / shape.places, largest) + working - room
 
 
 def _equal(question: Question, shape: Shape, balance: Balance, order: tuple[int, ...], split: bool) -> Iterator[Spread]:
@@ -125,7 +163,7 @@ RIVALS = 4
 
 def try_one(tries: Tries, balance: Balance) -> None:
     """Evaluates a strategy of the first device alone, if there is one."""
-    known: dict[object, list[Spread]] = {}
+    known: dict[object, Any] = {}
     for shape in shapes(tries.question, (0,)):
         for option in options(tries.question, shape, balance, known):
             tries.score(option.draft(balance))
@@ -141,12 +179,7 @@ def try_smallest(tries: Tries, options: Sequence[Option], balance: Balance) -> N
     if tries.fitting():
         return
 
-    def keeps(option: Option) -> tuple[int, ...]:
-        axes = option.shape.axes
-        parts = option.shape.places * axes.tensor * (axes.shard * axes.context if axes.sharding else 1)
-        return -parts, option.shape.places, -axes.sharding, max(option.sizes)
-
-    for option in heapq.nsmallest(SMALLEST, options, key=keeps):
+    for option in heapq.nsmallest(SMALLEST, options, key=lambda option: option.short_bytes):
         if least(tries, option.draft(balance)).fits:
             return
 
@@ -195,9 +228,10 @@ def _try(tries: Tries, option: Option, balance: Balance) -> Iterator[Tried | Non
 
 
 def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
-    """Options by their bound: to begin with, those of kinds with one dimension, and all others, which are made when asked for.
+    """Options, those that may fit first, by their bound; made when asked for: the last.
 
-    In large clusters the first leave no device of a kind out unless it leaves out all: the rest has higher bounds, mostly.
+    To begin with, those of kinds with one dimension, and all others. In large clusters the first leave no device of a kind out
+    unless it leaves out all: the rest has higher bounds, mostly.
     """
     cluster, sets = question.cluster, device_sets(question.cluster)
     kind = [one.name for one in cluster.kinds]
@@ -206,7 +240,7 @@ def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Op
         whole = sets
 
     def sorted_(own: Iterable[tuple[int, ...]], kinds: Collection[str] | None = None) -> list[Option]:
-        return sorted(all_options(question, balance, own, kinds), key=lambda option: option.bound_s)
+        return sorted(all_options(question, balance, own, kinds), key=lambda option: option.key)
 
     first = sorted_(whole)
     rest = [own for own in sets if own not in whole]
@@ -220,7 +254,7 @@ def all_options(
     kinds: Collection[str] | None = None,
 ) -> Iterator[Option]:
     """Every uniform strategy on these sets of devices and of these kinds (None: all), be it too large for the memory."""
-    known: dict[object, list[Spread]] = {}
+    known: dict[object, Any] = {}
     question = dataclasses.replace(question, space=_runnable(question))
     for devices in device_sets(question.cluster) if sets is None else sets:
         if question.devices is not None and not set(devices) <= set(question.devices):

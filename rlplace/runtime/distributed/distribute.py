@@ -36,8 +36,8 @@ from rlplace.runtime.held import meta_copy
 if TYPE_CHECKING:
     from rlplace.runtime.distributed.strategy_model import StrategyModel
 
-NATIVE, JOINT_GRAPH, REPLAY = "native", "joint_graph", "replay"
-"""What runs strategies: torch's own parts; what runs placements; and what only sleeps."""
+JOINT_GRAPH, REPLAY = "joint_graph", "replay"
+"""What runs placements, and what only sleeps."""
 
 
 def distribute(
@@ -160,7 +160,7 @@ def _by_strategy(
     seed: int,
 ) -> StrategyModel:
     """The model under a plan's strategy; its modules are changed in place."""
-    from rlplace.runtime.distributed.strategy_model import StrategyModel, keyword_inputs
+    from rlplace.runtime.distributed.strategy_model import keyword_inputs
     from rlplace.runtime.native.run import prepare
 
     devices = sorted(strategy.devices)
@@ -168,9 +168,7 @@ def _by_strategy(
     check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)
     inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
-    meta = meta_copy(model)
-    native = prepare(model, strategy, inputs, device.type)
-    placed = StrategyModel(meta, native, batching, loss, seed, NATIVE)
+    placed = prepare(model, strategy, inputs, device.type, batching=batching, loss=loss, seed=seed)
     check_first_batches(placed, placed.ranks, batching.share)
     return placed
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of
 from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
 from rlplace.runtime.distributed.graph.forward_graph import Loss
@@ -24,10 +27,30 @@ from rlplace.runtime.distributed.state.stash import Stash
 from rlplace.runtime.distributed.state.whole import own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Loss as PartLoss
-from rlplace.runtime.native.batches import Batch, Share, micro_batches, own_samples, passes_of, share_of
-from rlplace.runtime.native.run import NativeModel
+from rlplace.runtime.native.batches import Batch, Pass, Share, passes_of, share_of
+from rlplace.runtime.native.clip import clip_grad_norm_
+from rlplace.runtime.native.mesh import Place
+from rlplace.runtime.native.streams import step_stream
+from rlplace.runtime.native.ties import Ties
 
+NATIVE = "native"
 TARGET = "target"
+
+
+class Runner(Protocol):
+    """What runs the passes of a step: one stage by itself, or torch's schedules.
+
+    Attributes:
+        keeps_gradients: The next step writes into the memory of the gradients that this one made.
+    """
+
+    keeps_gradients: bool
+
+    def step(self, passes: Sequence[Pass], loss: PartLoss) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the weighted sum of their losses."""
+
+    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
+        """What the model returns for every micro-batch; None where another process of the replica has it."""
 
 
 class StrategyModel(DistributedModel):
@@ -35,19 +58,43 @@ class StrategyModel(DistributedModel):
 
     `step` offers what torch's pipelines do by themselves: forward and backward of a batch, with any loss.
 
-    Attributes:
-        native: This process's part of the model.
+    Args:
+        meta: The model without its values.
+        strategy: What is run.
+        place: Where this process stands.
+        bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
+        runner: What runs passes.
+        names: Keyword inputs that `step` calls the model with.
+        roots: Modules that are set to training or evaluation besides.
+        batching: How a batch becomes micro-batches.
+        loss: See `rlplace.distribute`.
+        seed: Of what the model draws.
+        ties: Of parameters that stages share.
+        tied: Names of parameters that are one tensor, for every such tensor.
     """
 
     def __init__(
-        self, meta: nn.Module, native: NativeModel, batching: Batching, loss: Loss | None, seed: int, report: str
+        self,
+        meta: nn.Module,
+        strategy: Strategy,
+        place: Place,
+        bodies: Mapping[int, nn.Module],
+        runner: Runner,
+        names: Sequence[str],
+        roots: Sequence[nn.Module],
+        *,
+        batching: Batching,
+        loss: Loss | None,
+        seed: int,
+        ties: Ties | None = None,
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:
-        place = native.place
-        first = native.strategy.pipelines[0].stages[0]
-        rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(first.data_degree, -1).tolist()
+        rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(strategy.pipelines[0].data_degree, -1).tolist()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), place.device, tuple(map(tuple, rows)))
-        super().__init__(meta, ranks, batching, seed, report)
-        self.native, self._loss = native, loss
+        super().__init__(meta, ranks, batching, seed, NATIVE)
+        self.strategy, self.place, self._runner, self._loss = strategy, place, runner, loss
+        self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
+        self._ties, self._tied = ties, tied
         self._latest: weakref.ref[Stash] | None = None
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
@@ -60,20 +107,32 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
-        share = self._share(batch, self.native.place.replica)
-        native = self._drawing()
-        value = native.run(self._passes(batch, share, native.names), loss)
-        self.random_state = native.random_state
+        value, stash = self._run(self._passes(batch, self._share(batch, self.place.replica), self._names), loss)
+        stash.deliver(torch.ones(()))
+        self.random_state = self.random_state[0], self.random_state[1] + 1
         return value
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
-        return self.native.parameter_groups()
+    def _run(self, passes: Sequence[Pass], loss: PartLoss) -> tuple[torch.Tensor, Stash]:
+        """Forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
+        earlier = self._latest() if self._latest is not None and self._runner.keeps_gradients else None
+        if earlier is not None:
+            earlier.keep()
+        with Stash(dict(self.named_parameters()), copy=self._runner.keeps_gradients) as stash:
+            with step_stream(self.random_state, self.place):
+                total = self._runner.step(passes, loss)
+            _sum_parts(self.parameters())
+            if self._ties is not None:
+                self._ties.sum_gradients(self._bodies)
+            stash.take()
+        self._latest = weakref.ref(stash)
+        total = total.double() if self.place.device.type == "cpu" else total.float()
+        dist.all_reduce(total)
+        return total / (self.ranks.replica_count * self.place.mesh["tensor"].size()), stash
 
     def train(self, mode: bool = True) -> StrategyModel:
-        """Sets the mode of all modules."""
-        self.meta_model.train(mode)
-        self.native.train(mode)
+        """Sets the mode of all modules; a pipeline records its forward again for it."""
+        for module in (self.meta_model, *self._roots):
+            module.train(mode)
         self.training = mode
         return self
 
@@ -81,21 +140,15 @@ class StrategyModel(DistributedModel):
         check_inputs((args, kwargs))
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        passes = self._passes(batch, self._share(batch, self.native.place.replica), inputs)
+        passes = self._passes(batch, self._share(batch, self.place.replica), inputs)
         seen: list[Any] = []
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
             seen[:] = [output]
             return self._loss_of(output, part.get(TARGET))
 
-        earlier = self._latest() if self._latest is not None and self.native.runner.keeps_gradients else None
-        if earlier is not None:
-            earlier.keep()
-        with Stash(dict(self.native.named_parameters()), copy=self.native.runner.keeps_gradients) as stash:
-            value = self._drawing().run(passes, loss)
-            stash.take()
-        self._latest = weakref.ref(stash)
-        output = seen[0] if seen else self.native.runner.recorded(passes)[1].output  # type: ignore[attr-defined]
+        value, stash = self._run(passes, loss)
+        output = seen[0] if seen else self._runner.recorded(passes)[1].output  # type: ignore[attr-defined]
         flat, spec = pytree.tree_flatten(output)
         position = None if self._loss is not None else next(i for i, leaf in enumerate(flat) if leaf is loss_of(output, None))
 
@@ -110,13 +163,16 @@ class StrategyModel(DistributedModel):
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
         replicas = [self._share(batch, replica) for replica in range(self.ranks.replica_count)]
-        own = self.native.place.replica
+        own = self.place.replica
         passes = self._passes(batch, replicas[own], inputs)
-        outputs = self._drawing().evaluate(passes)
+        with torch.no_grad(), step_stream(self.random_state, self.place):
+            outputs = self._runner.evaluate(passes)
+        for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
+            module.reshard()  # without a backward nothing else does
         if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
             with torch.no_grad():
                 outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
-        place, pipeline = self.native.place, self.native.strategy.pipelines[0]
+        place, pipeline = self.place, self.strategy.pipelines[0]
         makes = dist.get_rank() == place.ranks_of_stage(pipeline, len(pipeline.stages) - 1) and place.index["tensor"] == 0
         wanted = [own] if self.batching.share == "replica" else list(range(len(replicas)))
         gathered = gather_outputs(outputs if makes else None, own, place.device)
@@ -134,52 +190,55 @@ class StrategyModel(DistributedModel):
 
     def _share(self, batch: Batch, replica: int) -> Share:
         samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
-        return share_of(self.native.strategy, replica, samples)
+        return share_of(self.strategy, replica, samples)
 
-    def _passes(self, batch: Batch, share: Share, names: Any) -> list[Any]:
+    def _passes(self, batch: Batch, share: Share, names: Any) -> list[Pass]:
         """This replica's micro-batches of a batch, on its device."""
-        kept, device = self.batching.whole, self.ranks.device
-        own = own_samples(batch, share, samples_of(dict(batch)), kept) if self.batching.share == "global" else batch
-        own = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), dict(own))
         if self.batching.reduction == "sum":
-            share = Share(share.first, share.sizes, tuple(float(self.ranks.replica_count) for _ in share.sizes))
-        return passes_of(micro_batches(own, share, kept), share, names)
+            share = replace(share, weights=tuple(float(self.ranks.replica_count) for _ in share.sizes))
+        if self.batching.share == "replica":
+            share = replace(share, first=0, whole=share.samples)
+        return passes_of(batch, share, names, self.batching.whole, self.ranks.device)
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         if self._loss is None:
             return loss_of(output, None)
         return self._loss(output) if target is None else self._loss(output, target)  # type: ignore[call-arg]
 
-    def _drawing(self) -> NativeModel:
-        """Random ops draw anew in every step, and the same again after a checkpoint was loaded."""
-        self.native.random_state = self.random_state
-        return self.native
-
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedModel.trained`."""
-        for name, parameter in self.native.named_parameters():
-            yield self.native.first_name(name), parameter
+        for name, parameter in self.named_parameters():
+            yield next((names[0] for names in self._tied if name in names), name), parameter
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
+        parameters = list(self.parameters())
+        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
+        return [{"params": group} for group in groups if group]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank trains, under the names that it has in the model; a DTensor where it is shared out or laid out."""
-        dot = f"{prefix}." if prefix else ""
-        return ((dot + name, parameter) for name, parameter in self.native.named_parameters())
+        for body in self._bodies.values():
+            yield from body.named_parameters(prefix)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers, under the names that they have in the model."""
-        dot = f"{prefix}." if prefix else ""
-        return ((dot + name, buffer) for name, buffer in self.native.named_buffers())
+        for body in self._bodies.values():
+            yield from body.named_buffers(prefix)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """This rank's parameters and buffers, under the names that they have in the model."""
-        own = {f"{prefix}{name}": value for name, value in self.native.state_dict().items()}
-        return own if destination is None else {**destination, **own}
+        own = {name: value for body in self._bodies.values() for name, value in body.state_dict().items()}
+        for names in self._tied:
+            held = next((name for name in names if name in own), None)
+            own |= {} if held is None else {name: own[held] for name in names}
+        return {**(destination or {}), **{f"{prefix}{name}": value for name, value in own.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
@@ -188,7 +247,7 @@ class StrategyModel(DistributedModel):
         Raises:
             InputError: With `strict`, one is missing.
         """
-        for name, own in self.native.state_dict().items():
+        for name, own in self.state_dict().items():
             value = state_dict.get(name)
             if value is None and strict and isinstance(own, torch.Tensor):
                 raise InputError(f"load_state_dict: there is no {name}; give all tensors of this rank, or strict=False")
@@ -198,11 +257,26 @@ class StrategyModel(DistributedModel):
                     own.to_local().copy_(part.to_local())
             elif isinstance(own, torch.Tensor) and value is not None and value is not own:
                 own.copy_(value)
-        self.native.loaded()
+        held = dict(self.named_parameters())
+        for names in self._tied:  # copies of one parameter in several stages of this process follow
+            copies = [held[name] for name in names if name in held]
+            for other in copies[1:]:
+                other.copy_(copies[0])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """See `DistributedModel.clip_grad_norm_`."""
-        return self.native.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        copies = {} if self._ties is None else self._ties.copies(self._bodies)
+        counted = [(parameter, copies.get(parameter, 1)) for _, parameter in self.named_parameters()]
+        processes = self.place.mesh.size() // self.place.mesh["pipeline"].size()
+        return clip_grad_norm_(counted, processes, self.place.device, max_norm, norm_type, error_if_nonfinite)
+
+
+def _sum_parts(parameters: Iterator[nn.Parameter]) -> None:
+    """Gradients that are partial sums over the tensor axis are summed, as their parameters are held."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+            if parameter.grad.placements != parameter.placements:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:

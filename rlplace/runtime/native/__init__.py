@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_HOME = {"prepare": "run", "NativeModel": "run", "examine": "facts", "ModelFacts": "why_not"}
+_HOME = {"prepare": "run", "examine": "facts", "ModelFacts": "why_not"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,13 @@ class Share:
         sizes: Samples of each pass.
         weights: What the mean loss of each pass is multiplied with, so that the mean over the data degree of the replicas'
             sums is the mean over the samples of the batch.
+        whole: Samples of the batch.
     """
 
     first: int
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
+    whole: int
 
     @property
     def samples(self) -> int:
@@ -82,7 +84,7 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None) -> Sh
             passes = [even_sizes(n, most) for n in own]
     total = sum(map(sum, passes))
     first = sum(map(sum, passes[:replica]))
-    return Share(first, passes[replica], tuple(size * degree / total for size in passes[replica]))
+    return Share(first, passes[replica], tuple(size * degree / total for size in passes[replica]), total)
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
@@ -90,40 +92,40 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
     return tuple(samples // parts + (number < samples % parts) for number in range(parts))
 
 
-def own_samples(batch: Batch, share: Share, whole: int, kept: Collection[str] = ()) -> dict[str, Any]:
-    """A replica's samples of a whole batch: every tensor with as many rows as the batch is cut, others are kept.
-
-    Raises:
-        InputError: No tensor has that many rows.
-    """
-    return _rows(batch, whole, share.first, share.samples, kept)
-
-
-def micro_batches(batch: Batch, share: Share, kept: Collection[str] = ()) -> list[dict[str, Any]]:
-    """A replica's samples in micro-batches.
+def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device) -> list[Pass]:
+    """A replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
 
     Args:
-        batch: Its samples.
-        share: Its share.
-        kept: Names of inputs that are not cut although they have as many rows.
+        batch: What the model is called with, and what the loss needs besides.
+        share: Of the replica.
+        names: Keyword inputs of the model.
+        kept: Names of what is not cut although it has as many rows.
+        device: Where the micro-batches go.
 
     Raises:
-        InputError: The batch has another number of samples, such as the last one of an epoch.
+        InputError: An input is missing, or no tensor has that many rows.
     """
-    starts = [sum(share.sizes[:number]) for number in range(len(share.sizes))]
-    return [_rows(batch, share.samples, start, size, kept) for start, size in zip(starts, share.sizes, strict=True)]
-
-
-def passes_of(parts: Sequence[dict[str, Any]], share: Share, names: Collection[str]) -> list[Pass]:
-    """Micro-batches with what the model is called with: the inputs of these names; a batch may hold more, for the loss.
-
-    Raises:
-        InputError: One is missing.
-    """
-    missing = [name for part in parts[:1] for name in names if name not in part]
-    if missing:
+    if missing := [name for name in names if name not in batch]:
         raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
-    return [Pass({n: part[n] for n in names}, part, weight) for part, weight in zip(parts, share.weights, strict=True)]
+    flat, spec = pytree.tree_flatten({name: value for name, value in batch.items() if name not in kept})
+    rows = [len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in flat]
+    if share.whole not in rows:
+        found = ", ".join(map(str, sorted({*rows} - {0})))
+        raise InputError(
+            f"native: the strategy runs {share.whole} samples here, but no tensor of the batch has that many rows (found "
+            f"{found or 'no tensors'}); drop a short last batch (drop_last=True), or pad it"
+        )
+    own, cut = slice(share.first, share.first + share.samples), [count == share.whole for count in rows]
+    leaves = [leaf[own] if is_cut else leaf for leaf, is_cut in zip(flat, cut, strict=True)]
+    whole = {name: batch[name] for name in batch if name in kept}
+    leaves, whole = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), (leaves, whole))
+    passes, start = [], 0
+    for size, weight in zip(share.sizes, share.weights, strict=True):
+        taken = [leaf[start : start + size] if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
+        part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole
+        passes.append(Pass({name: part[name] for name in names}, part, weight))
+        start += size
+    return passes
 
 
 def signature_of(inputs: Batch) -> tuple[Any, ...]:
@@ -133,17 +135,3 @@ def signature_of(inputs: Batch) -> tuple[Any, ...]:
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _rows(batch: Batch, whole: int, start: int, count: int, kept: Collection[str]) -> dict[str, Any]:
-    leaves, spec = pytree.tree_flatten({name: value for name, value in batch.items() if name not in kept})
-    cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == whole for leaf in leaves]
-    if not any(cut):
-        found = sorted({len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0})
-        raise InputError(
-            f"native: the strategy runs {whole} samples here, but no tensor of the batch has that many rows (found "
-            f"{', '.join(map(str, found)) or 'no tensors'}); drop a short last batch (drop_last=True), or pad it"
-        )
-    taken = [leaf[start : start + count] if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
-    result: dict[str, Any] = pytree.tree_unflatten(taken, spec)
-    return result | {name: batch[name] for name in batch if name in kept}

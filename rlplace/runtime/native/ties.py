@@ -37,7 +37,6 @@ class Ties:
 
     def __init__(self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: Place) -> None:
         self._ties: list[_Tie] = []
-        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         for names in ties:
             held = (
                 (number, next((name for name in names if name in stage.parameters), None))
@@ -68,15 +67,8 @@ class Ties:
         """How many stages hold each parameter that stages share, for those of this process."""
         return {bodies[stage].get_parameter(name): tie.stages for tie in self._ties for stage, name in tie.names.items()}
 
-    def begin(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Puts gradients of earlier steps aside, which are sums already."""
-        copies = self.copies(bodies)
-        self._before = {copy: copy.grad for copy in copies}
-        for copy in copies:
-            copy.grad = None
-
     def sum_gradients(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Gives every copy the sum of all copies' gradients of this step, added to those of earlier steps."""
+        """Gives every copy the sum of all copies' gradients of this step, which are all that there are."""
         for tie in self._ties:
             if not tie.names:
                 continue
@@ -88,9 +80,6 @@ class Ties:
             for copy, own in zip(copies, local, strict=True):
                 if copy.grad is not None:
                     own.copy_(total)
-                before = self._before.pop(copy)
-                if before is not None:
-                    copy.grad = before if copy.grad is None else copy.grad + before
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native.batches import share_of
 from rlplace.runtime.native.run import prepare
 
 P = 0.2
@@ -53,10 +54,10 @@ def step(strategy, seed=0, attention="eager"):
     native.random_state = seed, 0
     torch.rand(native.place.mesh.get_rank())  # where a process's own stream stands does not matter
     with Masks() as noted:
-        loss = native.step(native.own_samples(batch), native_worker.loss).item()
+        loss = native.step(batch, native_worker.loss).item()
     return {
         "loss": loss, "gradients": native_worker.own_gradients(native), "masks": noted, "place": native.place.index,
-        "passes": len(native.share.sizes),
+        "passes": len(share_of(strategy, 0).sizes),
     }  # fmt: skip
 
 

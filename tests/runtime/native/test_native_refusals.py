@@ -11,7 +11,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native import examine, prepare
-from rlplace.runtime.native.batches import micro_batches, own_samples, share_of
+from rlplace.runtime.native.batches import passes_of, share_of
 from rlplace.runtime.native.why_not import why_not
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
@@ -123,9 +123,10 @@ def test_one_process_runs_micro_batches(alone):
 def test_a_short_last_batch_is_refused():
     share = share_of(strategy("llama", {"shard": 4}, 3), 1)
     whole = {"input_ids": torch.arange(8)[:, None]}
-    assert own_samples(whole, share, 8)["input_ids"].tolist() == [[2], [3]]
+    passes = passes_of(whole, share, ["input_ids"], (), torch.device("cpu"))
+    assert [one.inputs["input_ids"].tolist() for one in passes] == [[[2]], [[3]]]
     with pytest.raises(InputError, match=r"drop a short last batch \(drop_last=True\)"):
-        micro_batches({"input_ids": torch.zeros(1, 6)}, share)
+        passes_of({"input_ids": torch.zeros(1, 6)}, share, (), (), torch.device("cpu"))
 
 
 def test_a_batch_of_another_size_is_dealt_out_evenly():

@@ -20,12 +20,11 @@ from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.distributed.state.untrusted import check_setting
 from rlplace.runtime.distributed.state.whole import gather_tensors, own_part, tensors_of
-from rlplace.runtime.native.run import NativeModel
 
 Named = list[tuple[str, nn.Parameter]]
 
 
-def optimizer_tensors(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``."""
     flat: dict[str, Any] = {}
     for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
@@ -35,7 +34,7 @@ def optimizer_tensors(model: nn.Module | NativeModel, optimizer: torch.optim.Opt
     return flat
 
 
-def optimizer_facts(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What of this rank's optimizer is no tensor, as plain data.
 
     Returns:
@@ -53,7 +52,7 @@ def optimizer_facts(model: nn.Module | NativeModel, optimizer: torch.optim.Optim
 
 
 def load_optimizer(
-    model: nn.Module | NativeModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     index: Mapping[str, Any],
     facts: Sequence[Mapping[str, Any]],
@@ -148,7 +147,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
 
 
 def _set(
-    model: nn.Module | NativeModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Mapping[str, Any]],
     settings: Sequence[tuple[Mapping[str, Any], set[str]]],
@@ -173,7 +172,7 @@ def _set(
         raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
 
 
-def _named_groups(model: nn.Module | NativeModel, optimizer: torch.optim.Optimizer) -> list[Named]:
+def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:
     """An optimizer's parameters by group, each with the first of its names in the undistributed model.
 
     The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
@@ -182,8 +181,6 @@ def _named_groups(model: nn.Module | NativeModel, optimizer: torch.optim.Optimiz
     if isinstance(model, DistributedModel):
         known = {id(parameter): name for name, parameter in model.trained()}
         nothing = [model.nothing]
-    elif isinstance(model, NativeModel):
-        known = {id(parameter): model.first_name(name) for name, parameter in model.named_parameters()}
     else:
         known = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: list[Named] = []

@@ -34,7 +34,6 @@ from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, 
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
 from rlplace.runtime.distributed.state.untrusted import IndexReader, check_facts, check_index, check_scheduler, check_sizes
 from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
-from rlplace.runtime.native.run import NativeModel
 
 FORMAT = "rlplace.training"
 VERSION = 1
@@ -59,7 +58,7 @@ class TrainingState:
 
 def save_checkpoint(
     folder: str | Path,
-    model: nn.Module | NativeModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int,
@@ -129,7 +128,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | Path,
-    model: nn.Module | NativeModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
@@ -160,10 +159,7 @@ def load_checkpoint(
         check_index(folder, index, _whole(model))
         fill = partial(_load, path=folder, model=model)
         load_packed_whole(state, lambda tensors: fill({"model": tensors}))
-        if not isinstance(model, NativeModel):
-            model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
-        else:
-            model.loaded()
+        model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         if optimizer is not None:
             fill_optimizer = partial(load_packed_whole, load=lambda tensors: fill({"optimizer": tensors}))
             load_optimizer(model, optimizer, index, facts["optimizers"], fill_optimizer)
@@ -188,7 +184,7 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _resolve(path: Path, model: nn.Module | NativeModel) -> Path:
+def _resolve(path: Path, model: nn.Module) -> Path:
     """The checkpoint that is meant, the same on every rank."""
     folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
     if _together(model):
@@ -200,13 +196,13 @@ def _resolve(path: Path, model: nn.Module | NativeModel) -> Path:
     return folder
 
 
-def _load(state: dict[str, Any], path: Path, model: nn.Module | NativeModel) -> None:
+def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
 
 
-def _whole(model: nn.Module | NativeModel) -> dict[str, torch.Tensor]:
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All tensors of the model by name; of those that other processes hold only the shapes."""
     if isinstance(model, DistributedModel):
         return tensors_of(model.meta_model.state_dict())
@@ -215,13 +211,13 @@ def _whole(model: nn.Module | NativeModel) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, device="meta") for rank in told for name, shape in rank.items()}
 
 
-def _gathered(own: dict[str, Any], model: nn.Module | NativeModel) -> list[dict[str, Any]]:
+def _gathered(own: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
     return gather_objects(own) if _together(model) else [own]
 
 
-def _together(model: nn.Module | NativeModel) -> bool:
+def _together(model: nn.Module) -> bool:
     """Whether all ranks save or load at once; a plain model is this process's own affair."""
-    return isinstance(model, (DistributedModel, NativeModel)) and dist.is_initialized()
+    return isinstance(model, DistributedModel) and dist.is_initialized()
 
 
 def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:

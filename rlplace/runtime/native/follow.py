@@ -1,21 +1,27 @@
-"""How a cut dimension passes an op."""
+"""How a cut dimension passes an op.
+
+What runs along which dimension of an op's tensors say the rules that planning has (`rlplace.graph.access`); views keep the
+extent in memory of a dimension that stays outermost of what it is split into, or of what it is merged with.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from rlplace.graph.access import Use, access_of
 from rlplace.graph.export import module_path
+from rlplace.graph.kinds import kind_of
 
 if TYPE_CHECKING:
     from rlplace.runtime.native.layouts import BlockGraph, Trail
 
-_POINTWISE = {"to", "_to_copy", "clone", "contiguous", "alias", "detach", "dropout", "silu", "gelu", "relu", "expand"}
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten"}
-_BY_DIM = {"softmax", "_softmax", "select", "slice", "mean", "sum", "cat"}
+_VIEWS = {*_RESHAPES, "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "slice", "expand"}
 
 
 class RefusedError(Exception):
@@ -48,94 +54,83 @@ def follow(node: fx.Node, trail: Trail, block: BlockGraph) -> int | None:
         if isinstance(value, (tuple, list)) or node.op != "call_function":
             raise RefusedError(f"nothing is known of {node.name}")
         return None
-    before = [item for item in node.all_input_nodes if item in trail.cut]
-    first, dim = before[0], trail.cut[before[0]]
-    shape = first.meta["val"].shape
+    if name in _VIEWS:
+        return _viewed(node, trail)
+    return along(node, trail.cut, lambda item: item in block.live)
+
+
+def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node], bool]) -> int:
+    """The dimension of what an op makes that its cut inputs are cut on.
+
+    Args:
+        node: Reads at least one of them, and makes one tensor.
+        cut: Values to cut dimension.
+        shared: Whether a whole input must not be read beside parts, because its gradient would be a partial sum.
+
+    Raises:
+        RefusedError: The op mixes parts, or is not known.
+    """
+    name = getattr(node.target, "_opname", "") or node.name
+    if kind_of(name) == "view" and name not in ("alias", "detach"):
+        raise RefusedError(f"{name} may take parts apart")
+    made = {value: _contiguous(value.meta["val"]) for value in (node, *node.all_input_nodes) if _is_tensor(value)}
+    storage = {tensor.untyped_storage()._cdata: value for value, tensor in made.items()}
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda value: made.get(value, value.meta.get("val")))
+    access = access_of(node.target, args, kwargs, made[node], lambda tensor: tensor.untyped_storage()._cdata)
+    if access is None:
+        raise RefusedError(f"a cut through {name} is not known")
+    uses: dict[fx.Node, list[Use]] = {}
+    for use in access.uses:
+        if use.storage in storage:
+            uses.setdefault(storage[use.storage], []).append(use)
+    dims: set[str] = set()
+    for value, dim in cut.items():
+        if value in made and value is not node:
+            extent = made[value].shape[dim] * made[value].stride(dim)
+            dims.add(next((n for use in uses.get(value, ()) for n, size, step in use.runs if size * step == extent), ""))
+    (dim_name,) = dims if len(dims) == 1 else ("",)
+    if not dim_name or any(dim_name not in names for names, _ in access.statistics):
+        raise RefusedError(f"{name} mixes the cut dimension, or reads values that are cut on unlike ones")
+    for value in made:
+        if value is not node and value not in cut:
+            if any(dim_name in (n for n, _, _ in use.runs) for use in uses.get(value, ())):
+                raise RefusedError(f"{node.name} reads a whole value beside parts")
+            if shared(value):
+                raise RefusedError(f"the gradient of {value.name} would be a partial sum")
+    for use in uses.get(node, ()):
+        for n, size, step in use.runs:
+            if n == dim_name:
+                return _place(made[node].shape, made[node].stride(), size * step, node)
+    raise RefusedError(f"{name} works along the cut dimension")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _contiguous(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _place(shape: Any, strides: Any, extent: int, node: fx.Node) -> int:
+    """The dimension whose parts are parts of so many neighbours in memory."""
+    found = [n for n, (size, step) in enumerate(zip(shape, strides, strict=True)) if size > 1 and size * step == extent]
+    if len(found) != 1:
+        raise RefusedError(f"{node.name} takes the cut dimension apart")
+    return found[0]
+
+
+def _viewed(node: fx.Node, trail: Trail) -> int:
+    source: Any = node.args[0]
+    name, dim, before, after = getattr(node.target, "_opname", ""), trail.cut[source], source.meta["val"], node.meta["val"]
     if name in _RESHAPES:
-        return _reshaped(node, shape, dim, tuple(value.shape), trail)
-    if name in ("transpose", "permute", "t", "unsqueeze", "squeeze"):
-        return _moved(node, name, dim, len(shape))
-    if name in _BY_DIM:
-        _check_by_dim(node, name, dim, shape)
-        return _aligned(node, trail, block, value.dim()) if name == "cat" else dim - _dropped(node, name, dim, len(shape))
-    if name == "scaled_dot_product_attention" or name in ("matmul", "bmm"):
-        if any(len(item.meta["val"].shape) - trail.cut[item] < 3 for item in before):
-            raise RefusedError(f"{name} mixes the cut dimension")
-        return _aligned(node, trail, block, value.dim())
-    if name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _aligned(node, trail, block, value.dim())
-    raise RefusedError(f"a cut through {name or node.name} is not known")
-
-
-def _aligned(node: fx.Node, trail: Trail, block: BlockGraph, dims: int) -> int:
-    """All operands are cut on the same dimension, counted from the last, or have nothing to cut there."""
-    ends = {trail.cut[item] - item.meta["val"].dim() for item in node.all_input_nodes if item in trail.cut}
-    if len(ends) > 1:
-        raise RefusedError(f"{node.name} reads values that are cut on unlike dimensions")
-    end = ends.pop()
-    for item in node.all_input_nodes:
-        value = item.meta.get("val")
-        if item in trail.cut or not isinstance(value, torch.Tensor):
-            continue
-        if value.dim() >= -end and value.shape[end] != 1:
-            raise RefusedError(f"{node.name} reads a whole value beside parts")
-        if item in block.live:
-            raise RefusedError(f"the gradient of {item.name} would be a partial sum")
-    return dims + end
-
-
-def _reshaped(node: fx.Node, shape: Any, dim: int, made: tuple[int, ...], trail: Trail) -> int:
-    """The cut dimension stays outermost of what it is split into, or of what it is merged with."""
-    given: Any = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else ()
-    ahead = 1
-    for size in shape[:dim]:
-        ahead *= size
-    done = 1
-    for position, size in enumerate(made):
-        if done == ahead and size != 1:
-            if shape[dim] % size and size % shape[dim]:
-                break
-            trail.sizes.add(min(size, shape[dim]))
-            if -1 in given and given.index(-1) != position:  # a whole number of heads would be made up for elsewhere
-                trail.stored.append((module_path(node), "num_heads"))
-            return position
-        done *= size
-    raise RefusedError(f"{node.name} takes the cut dimension apart")
-
-
-def _moved(node: fx.Node, name: str, dim: int, dims: int) -> int:
-    arguments = [item for item in node.args[1:]]
-    if name == "permute":
-        return [int(item) % dims for item in arguments[0]].index(dim)  # type: ignore[union-attr, arg-type]
-    if name in ("transpose", "t"):
-        one, other = (int(item) % dims for item in (arguments or (0, 1)))  # type: ignore[arg-type]
-        return {one: other, other: one}.get(dim, dim)
-    place = int(arguments[0]) % (dims + (name == "unsqueeze"))  # type: ignore[arg-type]
-    if name == "unsqueeze":
-        return dim + (place <= dim)
-    if place == dim:
-        raise RefusedError(f"{node.name} takes the cut dimension away")
-    return dim - (place < dim)
-
-
-def _check_by_dim(node: fx.Node, name: str, dim: int, shape: Any) -> None:
-    default: Any = 0 if name in ("slice", "cat", "select") else None
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", default)
-    listed = given if isinstance(given, (list, tuple)) else [dim if given is None else given]
-    if dim not in {int(item) % len(shape) for item in listed}:
-        return
-    start, end = [*node.args[2:4], None, None][:2]
-    if name != "slice" or start or not isinstance(end, int) or end < shape[dim] or len(node.args) > 4:
-        raise RefusedError(f"{name} works along the cut dimension")
-
-
-def _dropped(node: fx.Node, name: str, dim: int, dims: int) -> int:
-    """Dimensions before the cut one that an op takes away."""
-    if name == "select":
-        return int(int(node.args[1]) % dims < dim)  # type: ignore[arg-type]
-    if name in ("mean", "sum") and not (len(node.args) > 2 and node.args[2]):
-        return sum(int(item) % dims < dim for item in node.args[1])  # type: ignore[union-attr, arg-type]
-    return 0
+        before, after = _contiguous(before), _contiguous(after)
+    place = _place(after.shape, after.stride(), before.shape[dim] * before.stride(dim), node)
+    trail.sizes.update((before.shape[dim], after.shape[place]))
+    given: Any = node.args[1] if name in _RESHAPES and len(node.args) > 1 else ()
+    if isinstance(given, (list, tuple)) and -1 in given and given.index(-1) != place:
+        trail.stored.append((module_path(node), "num_heads"))  # a whole number of heads would be made up for elsewhere
+    return place
 
 
 def _packed(node: fx.Node, trail: Trail, block: BlockGraph) -> int:

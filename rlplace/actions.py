@@ -193,25 +193,24 @@ def _in_rounds(device: int, devices: int, stages: int, microbatches: int, *, spl
     """
     size = microbatches // max(1, microbatches // devices)  # micro-batches a round
     total = stages * microbatches
+    own = range(device, stages * devices, devices)
 
-    def pick(n: int, kind: str) -> Action:
-        lap, place = divmod(n, size * stages)
-        turn, inside = divmod(place, size)
-        local = turn if kind == FORWARD_ACTION else stages - 1 - turn
-        return Action(local * devices + device, kind, lap * size + inside)
+    def passes(kind: str) -> list[Action]:
+        turns = own if kind == FORWARD_ACTION else own[::-1]
+        laps = range(0, microbatches, size)
+        return [Action(stage, kind, n) for lap in laps for stage in turns for n in range(lap, lap + size)]
 
+    forwards, backwards = passes(FORWARD_ACTION), passes(INPUT_ACTION if split else BACKWARD_ACTION)
+    weights = passes(WEIGHT_ACTION) if split else []
     hops = devices - 1 - device
     ahead = min((stages - 1) * size + (hops if split else 2 * hops), total)
-    actions = [pick(n, FORWARD_ACTION) for n in range(ahead)]
+    actions = forwards[:ahead]
     for n in range(total):
-        if ahead + n < total:
-            actions.append(pick(ahead + n, FORWARD_ACTION))
-        actions.append(pick(n, INPUT_ACTION if split else BACKWARD_ACTION))
+        actions += forwards[ahead + n : ahead + n + 1]
+        actions.append(backwards[n])
         if split and n >= device:
-            actions.append(pick(n - device, WEIGHT_ACTION))
-    if split:
-        actions += [pick(n, WEIGHT_ACTION) for n in range(max(0, total - device), total)]
-    return actions
+            actions.append(weights[n - device])
+    return actions + weights[max(0, total - device) :]
 
 
 def _zero_bubble_v(device: int, devices: int, microbatches: int) -> list[Action]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import permutations
 from typing import overload
 
@@ -94,6 +95,8 @@ def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
     Returns:
         The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
     """
+    if len(groups) == 1:
+        return 1.0
     every: list[tuple[int, int]] = []
     alone = 0.0
     for devices in groups:
@@ -261,13 +264,19 @@ def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
     with np.errstate(divide="ignore"):
         cost = 1.0 / links.bandwidth_bytes_per_s[np.ix_(group, group)]
     if len(group) <= _EXACT_DEVICES:
-        orders = np.array([(0, *rest) for rest in permutations(range(1, len(group)))])
+        orders = _every_order(len(group))
     else:
         starts = range(0, len(group), max(1, len(group) // _EXACT_DEVICES))
         orders = np.array([list(range(len(group))), *(_follow(cost, start) for start in starts)])
     hops = cost[orders, np.roll(orders, -1, axis=1)]
     best = orders[np.lexsort((hops.sum(axis=1), hops.max(axis=1)))[0]]
     return tuple(group[i] for i in best.tolist())
+
+
+@cache
+def _every_order(count: int) -> NDArray[np.int64]:
+    """All orders of so many that begin with 0."""
+    return np.array([(0, *rest) for rest in permutations(range(1, count))])
 
 
 def _follow(cost: NDArray[np.float64], start: int) -> list[int]:

@@ -214,6 +214,20 @@ def _compile(stamp):
         return x
 
     @entry
+    def moved_s(tables, numbers, size_bytes, calls):
+        """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, by their tables' numbers [K]."""
+        stamp  # noqa: B018
+        ways, kinds, blocks = size_bytes.shape
+        found = np.zeros((ways, blocks))
+        for way in range(ways):
+            for kind in range(kinds):
+                for b in range(blocks):
+                    if calls[way, kind, b] > 0.0:
+                        size = size_bytes[way, kind, b] / calls[way, kind, b]
+                        found[way, b] += calls[way, kind, b] * k.table_s(tables[numbers[kind]], size)
+        return found
+
+    @entry
     def evaluate_packed(
         rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, way_ptr, way_channels,
         room_bytes, room_count, room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes,
@@ -306,7 +320,7 @@ def _compile(stamp):
         result[1] = over
         return True
 
-    return place_blocks, evaluate_packed
+    return place_blocks, moved_s, evaluate_packed
 
 
-place_blocks, evaluate_packed = _compile(STAMP)
+place_blocks, moved_s, evaluate_packed = _compile(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
-from rlplace.strategy.costs import BlockCosts, Floats
+from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import borders, check_draft, lanes, places_of, stage_actions
-from rlplace.strategy.rows import Rows
+from rlplace.strategy.meshes import Lane, borders, check_draft, lanes, stage_actions
+from rlplace.strategy.rows import Passes, Rows
 from rlplace.strategy.ties import tie_exchanges, tie_part
 from rlplace.strategy.traffic import Traffic
 
@@ -62,6 +63,8 @@ class Frame:
         room_bytes: float64 [R], capacity without what is reserved.
         room_count: int64 [R], devices that have that.
         room_ptr: int64 [L * P + 1] into both.
+        seats: Number of each place's seat, see `Rows.seat`.
+        alike: How the places lie, see `Seats.alike`; empty for one.
         devices: For each lane and place its devices.
         known_ties: `Ties` by the places of all tied blocks.
     """
@@ -79,6 +82,8 @@ class Frame:
     room_count: NDArray[np.int64]
     room_ptr: NDArray[np.int64]
     devices: tuple[tuple[int, ...], ...]
+    seats: tuple[int, ...]
+    alike: tuple[object, ...]
     known_ties: dict[tuple[tuple[int, ...], ...], Ties] = field(default_factory=dict)
 
 
@@ -95,6 +100,7 @@ class Packer:
             np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
             for device in cluster.devices
         ]
+        self._kind = kind_numbers(costs, cluster)
         self._one_room = self._room[0] if len(set(self._room)) == 1 else None
         self._forget()
 
@@ -127,35 +133,39 @@ class Packer:
 
     def ties(self, frame: Frame, draft: Draft) -> Ties:
         """The ties of a draft."""
-        held = tuple([tuple([places_of(draft, (block,))[0] for block in tie.blocks]) for tie in self.costs.ties])
+        bounds, at = draft.bounds, draft.place_of_stage
+        held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
         if held not in frame.known_ties:
-            involved = [draft.places[number] for number in sorted({number for placed in held for number in placed})]
-            seats = tuple([self.costed.seat(place) for place in involved])
-            key = held, seats, self.traffic.seats.alike(tuple([place.devices for place in involved]))
+            numbers = sorted({number for placed in held for number in placed})
+            key = held, tuple([frame.seats[number] for number in numbers]), frame.alike if len(numbers) > 1 else ()
             if key not in self._ties:
                 self._ties[key] = self._tie(draft, held)
             frame.known_ties[held] = self._ties[key]
         return frame.known_ties[held]
 
     def _make(self, draft: Draft) -> Frame:
-        differ: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
-        for lane in lanes(draft):
-            rows = tuple(
-                self.costed.number(place, replicas) for place, replicas in zip(draft.places, lane.replicas, strict=True)
-            )
-            inside = differ.setdefault((lane.microbatches, rows), [[] for _ in draft.places])
-            for place, replicas in enumerate(lane.replicas):
-                inside[place] += [device for _, own in replicas for device in own]
-        counts = tuple(key[0] for key in differ)
+        costed, places = self.costed, draft.places
+        seats = tuple([costed.seat(place) for place in places])
+        alike = self.traffic.seats.alike(tuple([place.devices for place in places])) if len(places) > 1 else ()
+        differ: dict[tuple[int, tuple[Passes, ...]], list[list[int]]] = {}
+        for lane in self._lanes(draft):
+            passes = tuple([costed.passes(replicas) for replicas in lane.replicas])
+            inside = differ.setdefault((lane.microbatches, passes), [[] for _ in places])
+            for own, replicas in zip(inside, lane.replicas, strict=True):
+                for _, devices_of in replicas:
+                    own += devices_of
+        counts = tuple([key[0] for key in differ])
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
-        ways, way_ptr, way_channels = self._ways_of(draft)
+        ways, way_ptr, way_channels = self._ways_of(draft, alike)
         room_bytes, room_count, room_ptr = self._rooms(devices)
         return Frame(
+            seats=seats,
+            alike=alike,
             stage_place=self._kept_ints(draft.place_of_stage),
-            places=self._places_of(draft),
+            places=self._places_of(draft, seats),
             microbatches=self._kept_ints(counts),
-            row=np.array([key[1] for key in differ], dtype=np.int64),
+            row=np.array([list(map(costed.number, places, seats, passes)) for _, passes in differ], dtype=np.int64),
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
@@ -167,22 +177,30 @@ class Packer:
             devices=tuple(devices),
         )
 
+    def _lanes(self, draft: Draft) -> Sequence[Lane]:
+        """The lanes, or one for all where they cannot differ: its replicas are as one."""
+        kind, places = self._kind, draft.places
+        if len(draft.microbatch) > 1 or len(draft.microbatches) > 1:
+            return lanes(draft)
+        if any([len({kind[device] for device in place.devices}) > 1 for place in places]):
+            return lanes(draft)
+        samples = draft.microbatch[0] * draft.data_degree
+        return [Lane(draft.microbatches[0], tuple([((samples // place.data_degree, place.devices),) for place in places]))]
+
     def _kept_ints(self, values: tuple[int, ...]) -> NDArray[np.int64]:
         """The values, made once."""
         if values not in self._ints:
             self._ints[values] = np.array(values, dtype=np.int64)
         return self._ints[values]
 
-    def _places_of(self, draft: Draft) -> Floats:
+    def _places_of(self, draft: Draft, seats: tuple[int, ...]) -> Floats:
         """float64 [P, PLACE]; places that are alike have rows that are."""
-        key = tuple([self.costed.seat(place) for place in draft.places])
-        if key not in self._places:
-            self._places[key] = np.array([self.costed.place(place) for place in draft.places])
-        return self._places[key]
+        if seats not in self._places:
+            self._places[seats] = np.array(list(map(self.costed.place, draft.places, seats)))
+        return self._places[seats]
 
-    def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+    def _ways_of(self, draft: Draft, alike: tuple[object, ...]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
         """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`; chains that lie alike do it alike."""
-        alike = self.traffic.seats.alike(tuple([place.devices for place in draft.places]))
         key = alike, tuple([place.data_degree for place in draft.places]), draft.place_of_stage
         if key not in self._ways:
             known = self.traffic.ways(borders(draft))

@@ -41,11 +41,10 @@ def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]
     chosen = [np.frombuffer(values, dtype=np.uint8) for values in (draft.recompute, draft.offload)]
     found = []
     for place, replicas in zip(draft.places, lane.replicas, strict=True):
-        number, seat = packer.costed.number(place, replicas), np.array(packer.costed.place(place))
-        row = packer.costed.rows[number]
-        placed = place_blocks(
-            row, seat, packer.traffic.tables, *chosen, ties.block, ties.again_bytes, draft.stages, lane.microbatches
-        )
+        costed, seat = packer.costed, packer.costed.seat(place)
+        row, tables = costed.rows[costed.number(place, seat, costed.passes(replicas))], packer.traffic.tables
+        own = np.array(costed.place(place, seat))
+        placed = place_blocks(row, own, tables, *chosen, ties.block, ties.again_bytes, draft.stages, lane.microbatches)
         sent = row[:, [c.SENT, c.RETURNED]]
         found.append([Block(*block) for block in np.concatenate([placed[:, columns], sent], axis=1).tolist()])
     return found

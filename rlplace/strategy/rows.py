@@ -20,6 +20,9 @@ from rlplace.strategy.meshes import (
 )
 from rlplace.strategy.traffic import Traffic
 
+Passes = frozenset[tuple[int, int]]
+"""Samples and device kinds of the passes that some replicas run."""
+
 
 class Rows:
     """Makes rows when they are first asked for, and keeps them.
@@ -31,7 +34,6 @@ class Rows:
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
         self.costs, self.traffic = costs, traffic
         self._kind = kind_numbers(costs, cluster)
-        self._one_kind = set(self._kind) == {0}
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
         self._passes: dict[object, Floats] = {}
@@ -53,8 +55,8 @@ class Rows:
             self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
         return self._seat_of[place]
 
-    def place(self, place: Place) -> list[float]:
-        seat = self.seat(place)
+    def place(self, place: Place, seat: int) -> list[float]:
+        """float64 [PLACE] of a place that has this seat."""
         if seat not in self._place:
             traffic = self.traffic
             row = [0.0] * c.PLACE
@@ -72,42 +74,40 @@ class Rows:
             self._place[seat] = row
         return self._place[seat]
 
-    def number(self, place: Place, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-        """Number of the row of a place's replicas in a lane."""
-        if self._one_kind:
-            passes = {(samples, 0) for samples, _ in replicas}
-        else:
-            passes = {(samples, self._kind[device]) for samples, devices in replicas for device in devices}
+    def passes(self, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> Passes:
+        """What replicas run: samples, and the kind of device."""
+        kind = self._kind
+        return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
+
+    def number(self, place: Place, seat: int, passes: Passes) -> int:
+        """Number of the row of a place with this seat, whose replicas in a lane have these passes."""
         grouped = place.tensor * place.context * place.expert > 1
-        key = (
-            frozenset(passes), place.tensor, place.sequence_parallel, place.context, place.expert,
-            self._tensor_tables(place) if grouped else None,
-        )  # fmt: skip
+        tables = self._tensor_tables(place, seat) if grouped else None
+        key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
         number = self._row_of.get(key)
         if number is None:
-            rows = [self._pass(place, samples, kind) for samples, kind in passes]  # may be refused: no number before
+            rows = [self._pass(place, seat, samples, kind) for samples, kind in passes]  # may be refused: no number before
             number = self._row_of[key] = len(self._row_of)
             if number == len(self.rows):
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            self.rows[number] = np.max([self.rows[number], *rows], axis=0)
+            self.rows[number] = rows[0] if len(rows) == 1 else np.max(rows, axis=0)
         return number
 
-    def _tensor_tables(self, place: Place) -> tuple[int, ...]:
+    def _tensor_tables(self, place: Place, seat: int) -> tuple[int, ...]:
         """Number of the table of each kind of collective inside blocks."""
-        seat = self.seat(place)
         if seat not in self._tables:
             self._tables[seat] = self.traffic.tables_inside(place)
         return self._tables[seat]
 
-    def _pass(self, place: Place, samples: int, kind: int) -> Floats:
+    def _pass(self, place: Place, seat: int, samples: int, kind: int) -> Floats:
         """float64 [B, ROW], a pass of so many samples on a device of that kind."""
-        cut = place.cut(samples)
-        key = kind, cut, self._tensor_tables(place)
+        cut, tables = place.cut(samples), self._tensor_tables(place, seat)
+        key = kind, cut, tables
         if key in self._passes:
             return self._passes[key]
         row = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
-        forward, backward = self.traffic.inside_s(self._tensor_tables(place), one).sum(axis=1)
+        forward, backward = self.traffic.moved_s(tables, one.collective_bytes, one.collective_calls)
         for column, values in (
             (c.WEIGHTS, held.weight_bytes), (c.GRADIENTS, held.gradient_bytes), (c.OPTIMIZER, held.optimizer_bytes),
             (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),

@@ -94,7 +94,8 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
     cut = here.cut(max(draft.microbatch) * (draft.data_degree // here.data_degree))
     again = np.max([costs.passes(kind, cut).again_s for kind in kinds], axis=0)
     kept = np.max([costs.passes(kind, cut).kept_bytes for kind in kinds], axis=0)
-    forward_s = traffic.inside_s(traffic.tables_inside(here), costs.passes(kinds[0], cut))[FORWARD_PASS].sum(axis=0)
+    first = costs.passes(kinds[0], cut)
+    forward_s = traffic.moved_s(traffic.tables_inside(here), first.collective_bytes, first.collective_calls)[FORWARD_PASS]
     copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
     whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
     expert = held_costs.expert_bytes.astype(np.float64)

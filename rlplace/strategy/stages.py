@@ -27,7 +27,6 @@ from rlplace.strategy.fit import fitted
 from rlplace.strategy.meshes import copy_groups, share_groups
 from rlplace.strategy.savings import estimates
 from rlplace.strategy.shares import divisors, equal_shares
-from rlplace.strategy.traffic import tables_s
 from rlplace.strategy.tries import Question, Tried, Tries
 
 MOST_STAGES = 16
@@ -249,16 +248,17 @@ class Table:
         seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
         one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
         spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
-        for moved in traffic.inside_s(traffic.tables_inside(place), one[0]).sum(axis=0):
+        for moved in traffic.moved_s(traffic.tables_inside(place), one[0].collective_bytes, one[0].collective_calls):
             spent = spent + moved
         whole = costs.held(place.tensor, place.expert)
         weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
         exchanged = seconds[0]
         if place.sharding:
-            exchanged = exchanged + tables_s(traffic.table("all_gather", share_groups(place)), weights)
-            exchanged = exchanged + tables_s(traffic.table("reduce_scatter", share_groups(place)), gradients)
-        elif place.replicate > 1:
-            exchanged = exchanged + tables_s(traffic.table("all_reduce", copy_groups(place)), gradients)
+            tables = traffic.collectives(("all_gather", "reduce_scatter"), share_groups(place))
+            moved = np.stack([weights, gradients])[None]
+        else:
+            tables, moved = traffic.collectives(("all_reduce",), copy_groups(place)), gradients[None, None]
+        exchanged = exchanged + traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
         sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
         working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
         again = (seconds[1] - seconds[0]) / count

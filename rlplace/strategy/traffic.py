@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats, PassCosts
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats
 from rlplace.strategy.drafts import Place
 from rlplace.strategy.meshes import Groups, tensor_groups
 from rlplace.strategy.seats import Seats
@@ -53,23 +53,6 @@ def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
     return float(below + (table[at + 1] - below) * ((size_bytes - low) / width))
 
 
-def tables_s(
-    table: NDArray[np.float64], size_bytes: NDArray[np.float64], number: NDArray[np.int64] | None = None
-) -> NDArray[np.float64]:
-    """As `table_s`, for many sizes above 0; with numbers, each from that row of several tables."""
-    mantissa, exponent = np.frexp(size_bytes)
-    below, beyond = exponent <= FIRST_OCTAVE, exponent > LAST
-    part = np.where(beyond, 3, ((mantissa - 0.5) * 8.0).astype(np.int64))
-    power = 2.0 ** np.where(beyond, LAST, exponent)
-    low = np.where(below, 0.0, np.where(beyond, 0.875, 0.5 + part * 0.125) * power)
-    width = np.where(below, 2.0**FIRST_OCTAVE, 0.125 * power)
-    at = np.where(below, 0, np.where(beyond, 4 * OCTAVES, 1 + 4 * (exponent - 1 - FIRST_OCTAVE) + part))
-    first, second = (table[place] if number is None else table[number, place] for place in (at, at + 1))
-    with np.errstate(invalid="ignore"):
-        seconds = first + (second - first) * ((size_bytes - low) / width)
-    return np.where(first == np.inf, np.inf, seconds)
-
-
 class Way(NamedTuple):
     """How one place hands tensors over to another.
 
@@ -100,7 +83,7 @@ class Traffic:
         self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
         self._groups: dict[tuple[object, ...], tuple[NDArray[np.float64], Groups]] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
-        self._pairs: dict[Pairs, tuple[float, float]] = {}
+        self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
@@ -129,14 +112,11 @@ class Traffic:
             tables += self.collectives([COLLECTIVE_KINDS[kind] for kind in kinds], tensor_groups(place, kinds[0]))
         return tuple(tables)
 
-    def inside_s(self, tables: Sequence[int], one: PassCosts) -> Floats:
-        """float64 [2, K, B], seconds of the collectives inside blocks in a pass; `tables` as `tables_inside` gives them."""
-        seconds = np.zeros(one.collective_bytes.shape)
-        here = (one.collective_bytes > 0.0) & (one.collective_calls > 0.0)
-        if here.any():
-            number, calls = np.array(tables)[np.nonzero(here)[1]], one.collective_calls[here]
-            seconds[here] = calls * tables_s(self.tables, one.collective_bytes[here] / calls, number)
-        return seconds
+    def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
+        """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K tables."""
+        from rlplace.strategy.kernel import moved_s
+
+        return cast(Floats, moved_s(self.tables, np.array(tables), size_bytes.copy(), calls.copy()))
 
     def _kept(self, table: NDArray[np.float64]) -> int:
         """The number of a table; equal ones have one."""
@@ -158,10 +138,9 @@ class Traffic:
             borders: By sender and receiver the pairs of devices that send, all at once, and the part of the tensor that each
                 pair carries.
         """
-        channels = self.links.effective_channels
         users: dict[int, list[tuple[int, int]]] = {}
         for border, (pairs, _) in borders.items():
-            for channel in sorted({channel for i, j in pairs for channel in channels[i][j]}):
+            for channel in self._sent(pairs)[2]:
                 users.setdefault(channel, []).append(border)
         numbers: dict[tuple[tuple[int, int], ...], int] = {}  # channels that the same borders use are as good as one
         held: dict[tuple[int, int], set[int]] = {border: set() for border in borders}
@@ -169,13 +148,18 @@ class Traffic:
             number = numbers.setdefault(tuple(using), len(numbers))
             for border in using:
                 held[border].add(number)
-        return {border: Way(*self._rate(pairs), part, tuple(sorted(held[border]))) for border, (pairs, part) in borders.items()}
+        found = {}
+        for border, (pairs, part) in borders.items():
+            latency, s_per_byte, _ = self._sent(pairs)
+            found[border] = Way(latency, s_per_byte, part, tuple(sorted(held[border])))
+        return found
 
-    def _rate(self, pairs: Pairs) -> tuple[float, float]:
-        """Latency, and seconds per byte of each pair, when all pairs send at once."""
+    def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
+        """Latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:
-            latency = max(float(self.links.latency_s[i, j]) for i, j in pairs)
-            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs)
+            latency, channels = max(float(self.links.latency_s[i, j]) for i, j in pairs), self.links.effective_channels
+            used = sorted({channel for i, j in pairs for channel in channels[i][j]})
+            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used
         return self._pairs[pairs]
 
     def host_bytes_per_s(self, device: int) -> float:

@@ -17,7 +17,7 @@ from rlplace.problem import Links
 from rlplace.strategy import packing
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.traffic import SIZES, Traffic, table_s, tables_s
+from rlplace.strategy.traffic import SIZES, Traffic, table_s
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "stage_memory_bytes", "peak_memory_bytes", "host_bytes")
 PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}
@@ -65,8 +65,12 @@ def test_without_links_the_step_never_ends():
 
 def test_tables_of_many_sizes_say_what_single_ones_say():
     sizes = np.concatenate([SIZES[1:], 2.0 ** np.random.default_rng(0).uniform(0, 50, 500)])
-    for table in (Traffic(PRESETS["v100:8"]).table("all_reduce", (tuple(range(8)),)), np.full(len(SIZES), np.inf)):
-        assert tables_s(table, sizes).tolist() == [table_s(table, size) for size in sizes.tolist()]
+    traffic = Traffic(PRESETS["v100:8"])
+    traffic.tables[7] = np.inf
+    number = traffic.collective("all_reduce", (tuple(range(8)),))
+    for calls, numbers in ((1.0, [number]), (2.0, [number]), (1.0, [7])):
+        found = traffic.moved_s(numbers, sizes[None, None], np.full((1, 1, len(sizes)), calls))[0]
+        assert found.tolist() == [calls * table_s(traffic.tables[numbers[0]], size / calls) for size in sizes.tolist()]
 
 
 def test_cuts_that_do_not_fit_are_refused_though_their_frame_is_known():

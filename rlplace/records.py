@@ -272,7 +272,10 @@ def _wanted(info: Any) -> str:
     if isinstance(info, msgspec.inspect.LiteralType):
         return "one of " + ", ".join(map(str, info.values))
     if isinstance(info, msgspec.inspect.StrType):
-        return "text" if not info.min_length else "text that is not empty"
+        if info.pattern:
+            return f"text of the form {info.pattern}"
+        length = "" if info.max_length is None else f" of at most {info.max_length} characters"
+        return f"text{length}" if not info.min_length else f"text{length} that is not empty"
     if isinstance(info, msgspec.inspect.DictType):
         return "an object" + (f" of {info.min_length} or more entries" if info.min_length else "")
     if isinstance(info, msgspec.inspect.TupleType):

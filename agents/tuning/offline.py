@@ -10,11 +10,11 @@ weights are held near those at the start.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -181,4 +181,4 @@ def _rehearsal(count: int, seed: int, report: Callable[[str], None]) -> list[Les
 
 def _joined(first: Trial, second: Trial) -> Trial:
     status = "done" if "done" in (first.status, second.status) else first.status
-    return dataclasses.replace(first, step_s=(*first.step_s, *second.step_s), status=status)
+    return msgspec.structs.replace(first, step_s=(*first.step_s, *second.step_s), status=status)

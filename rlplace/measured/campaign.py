@@ -14,10 +14,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cost.timings import PlanTiming
+from rlplace.cost.timings import Mode, PlanTiming
 from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
 from rlplace.measured.race import FIRST_NOISE, Levels, Race, level_at, pace_levels, pooled_noise, settled, upper_bound
@@ -68,7 +69,7 @@ class Campaign:
         budget: Budget | None = None,
         repeats: int = 5,
         retime_every: int = 10,
-        mode: str = "computed",
+        mode: Mode = "computed",
         run: str = "",
         isolated: bool = False,
         on_trial: Callable[[Trial], None] = lambda trial: None,
@@ -100,7 +101,7 @@ class Campaign:
         for number, trial in self._store.interrupted(run):
             if not self._mine(trial):
                 continue  # another cluster's job of the same name may be running it now
-            crashed = dataclasses.replace(trial, status="crashed", reason="the job ended while this plan ran")
+            crashed = msgspec.structs.replace(trial, status="crashed", reason="the job ended while this plan ran")
             self._store.finish(number, crashed)
         known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
         self.trials = [trial for trial in known if self._mine(trial)]
@@ -179,7 +180,7 @@ class Campaign:
         best = trial or self.best()
         if best is None:
             return None
-        again = dataclasses.replace(self._begun(best.device_of_group), anchor=True)
+        again = msgspec.structs.replace(self._begun(best.device_of_group), anchor=True)
         return self._run(again, Race(repeats=self._race.repeats))
 
     def plan(self, trial: Trial) -> PlacementPlan:
@@ -245,7 +246,7 @@ class Campaign:
         try:
             timing = self._timer(self.plan(trial), race)
         except PlanFailed as error:
-            return dataclasses.replace(trial, status=error.status, reason=str(error), setup_s=self._since(trial))
+            return msgspec.structs.replace(trial, status=error.status, reason=str(error), setup_s=self._since(trial))
         except KeyboardInterrupt:
             self._store.discard(number)  # nobody's fault: it may be tried again
             raise
@@ -253,10 +254,10 @@ class Campaign:
             memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             status = "out_of_memory" if memory else "crashed"
-            self._store.finish(number, dataclasses.replace(trial, status=status, reason=reason, setup_s=self._since(trial)))
+            self._store.finish(number, msgspec.structs.replace(trial, status=status, reason=reason, setup_s=self._since(trial)))
             raise
         lost = race.lost(timing.step_s) and len(timing.step_s) < race.repeats
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             trial,
             status="dropped" if lost else "done",
             step_s=timing.step_s,
@@ -275,7 +276,7 @@ class Campaign:
         trial = self._store.lookup(self._begun(plain))
         if trial is None:
             return None
-        trial = dataclasses.replace(trial, run=self.run)
+        trial = msgspec.structs.replace(trial, run=self.run)
         self._store.add(trial)
         self._note(trial)
         return trial

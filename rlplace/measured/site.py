@@ -9,8 +9,7 @@ from typing import Any
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, check_header, check_keys, fingerprint, finite_number
-
-MAX_NAME = 1000
+from rlplace.measured.trial import MAX_NAME
 
 
 def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:

@@ -16,15 +16,9 @@ from typing import Any
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
 from rlplace.measured.database import open_database, reported, writing
-from rlplace.measured.rows import (
-    COLUMNS,
-    MAX_GROUPS,
-    plan_key,
-    trial_from_row,
-    trial_to_row,
-)
-from rlplace.measured.site import MAX_FACTS_TEXT, MAX_NAME, Site, check_fingerprint, check_text
-from rlplace.measured.trial import Trial
+from rlplace.measured.rows import COLUMNS, plan_key, trial_from_row, trial_to_row
+from rlplace.measured.site import MAX_FACTS_TEXT, Site, check_fingerprint, check_text
+from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 
 MAX_TRIALS = 1_000_000

@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from rlplace.cost.timings import PlaceTiming
-from rlplace.records import Count, Record, check_record
+from rlplace.cost.timings import Mode, PlaceTiming
+from rlplace.limits import DEVICES
+from rlplace.records import Count, Number, Record, check_record
 
-STATUSES = ("done", "dropped", "out_of_memory", "crashed", "refused", "running")
+Status = Literal["done", "dropped", "out_of_memory", "crashed", "refused", "running"]
 """How a trial ended. `dropped`: it was clear after few steps that the plan is slower than the best one, so its times are few.
 `refused`: no engine runs the plan. `running`: it has not ended, or the job ended with it."""
 
+STATUSES: tuple[str, ...] = get_args(Status)
 FAILED = ("out_of_memory", "crashed", "refused")
 
+MAX_GROUPS = 1 << 20
+MAX_OPS = 1 << 21
+MAX_STEPS = 1 << 20
+MAX_REASON = 4000
+MAX_NAME = 1000
 
-@dataclass(frozen=True)
-class Trial:
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
+_Seconds = Annotated[float, Meta(ge=0.0, lt=1e18)]
+_Step = Annotated[float, Meta(gt=0.0, lt=1e18)]
+
+
+class Trial(Record, frozen=True):
     """The timed steps of one plan.
 
     Attributes:
         problem: Fingerprint of the problem that the plan was made for.
-        site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`.
+        site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`; empty where it was not described.
         device_of_group: The plan, a device number per group.
         microbatches: Number of them in the step.
         schedule: The step's schedule.
-        status: One of `STATUSES`.
+        status: How it ended.
         step_s: Seconds of every timed step, the slowest process of each; empty when it failed.
         places: What every process did in the median step.
         predicted_s: Simulated step time of the problem as it was priced; None where unknown.
@@ -43,23 +54,23 @@ class Trial:
         anchor: A repeated run of a known plan, which shows whether the cluster itself has changed.
     """
 
-    problem: str
-    site: str
-    device_of_group: tuple[int, ...]
-    microbatches: int
-    schedule: str
-    status: str
-    step_s: tuple[float, ...] = ()
-    places: tuple[PlaceTiming, ...] = ()
-    predicted_s: float | None = None
-    engine: str = ""
-    mode: str = "computed"
-    priority: tuple[float, ...] | None = None
-    setup_s: float = 0.0
-    began_at: float = 0.0
-    reason: str = ""
-    run: str = ""
-    anchor: bool = field(default=False)
+    problem: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    site: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
+    device_of_group: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(max_length=MAX_GROUPS)]
+    microbatches: Annotated[int, Meta(ge=1, le=1 << 31)]
+    schedule: _Name
+    status: Status
+    step_s: Annotated[tuple[_Step, ...], Meta(max_length=MAX_STEPS)] = ()
+    places: Annotated[tuple[PlaceTiming, ...], Meta(max_length=DEVICES)] = ()
+    predicted_s: _Seconds | None = None
+    engine: _Name = ""
+    mode: Mode = "computed"
+    priority: Annotated[tuple[Number, ...], Meta(max_length=MAX_OPS)] | None = None
+    setup_s: _Seconds = 0.0
+    began_at: _Seconds = 0.0
+    reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
+    run: _Name = ""
+    anchor: bool = False
 
     @property
     def timed(self) -> bool:

@@ -1,8 +1,8 @@
 """The verbs ``report``, ``explain`` and ``diff``: files, tables, JSON, exit codes, measurements of both kinds."""
 
-import dataclasses
 import json
 
+import msgspec
 import pytest
 from command import run
 
@@ -58,7 +58,7 @@ def test_measurements_of_both_kinds(capsys, made):
             problem.fingerprint, "", tuple(plan.device_of_group.tolist()), 1, "list", "done", (0.7, 0.8), predicted_s=0.4
         )
         store.add(trial)
-        failed = dataclasses.replace(
+        failed = msgspec.structs.replace(
             trial, status="out_of_memory", step_s=(), reason="gpu0 was full", device_of_group=(0,) * 12
         )
         store.add(failed)

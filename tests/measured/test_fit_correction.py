@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import msgspec
 import numpy as np
 import pytest
 from simulated_cluster import SimulatedCluster, random_plans
@@ -151,7 +152,7 @@ def test_one_disturbed_trial_spoils_nothing(steps):
     trials = [cluster.trial(PROBLEM, plan) for plan in plans[:TRIALS]]
     wrong = trials[TRIALS // 2]
     slow = tuple(10.0 * step if number < steps else step for number, step in enumerate(wrong.step_s))
-    trials[TRIALS // 2] = dataclasses.replace(wrong, step_s=slow)
+    trials[TRIALS // 2] = msgspec.structs.replace(wrong, step_s=slow)
     held_out = np.array(plans[TRIALS:])
     true_s = np.array([cluster.true_s(plan) for plan in held_out])
     error = np.abs(predict(PROBLEM, fit_correction(PROBLEM, trials).correction, held_out) / true_s - 1.0).mean()
@@ -179,7 +180,7 @@ def test_trials_without_busy_seconds_still_teach():
 def test_failures_are_left_out_and_better_times_are_believed():
     cluster = SimulatedCluster(TRUTHS["slow device"])
     trials = [cluster.trial(PROBLEM, plan) for plan in random_plans(PROBLEM, 3, around=BASE)]
-    failed = [dataclasses.replace(trial, status="crashed", step_s=(), places=()) for trial in trials[:2]]
+    failed = [msgspec.structs.replace(trial, status="crashed", step_s=(), places=()) for trial in trials[:2]]
     found, plain = fit_correction(PROBLEM, [*failed, *trials]), fit_correction(PROBLEM, trials)
     assert np.array_equal(found.measured_s, plain.measured_s) and np.array_equal(found.predicted_s, plain.predicted_s)
     seconds = [cluster.true_s(trial.device_of_group) for trial in trials]
@@ -202,7 +203,7 @@ def test_equal_trials_give_equal_fits():
 
 def test_nothing_to_learn_from():
     trial = SimulatedCluster(PROBLEM).trial(PROBLEM, BASE)
-    for trials in ([], [dataclasses.replace(trial, status="crashed", step_s=(), places=())]):
+    for trials in ([], [msgspec.structs.replace(trial, status="crashed", step_s=(), places=())]):
         with pytest.raises(InputError, match="no trial has step times"):
             fit_correction(PROBLEM, trials)
 

@@ -158,7 +158,7 @@ def test_a_plan_that_was_changed(path):
 
 def test_values_that_are_too_long_are_not_read(path, monkeypatch):
     change(path, "UPDATE trials SET reason = ? WHERE id = 3", values=("x" * 200_000,))
-    refused(path, "trial 3.reason: text of 200000 characters")
+    refused(path, "trial 3: reason: expected text of at most 4000 characters")
     monkeypatch.setattr(database, "MAX_VALUE_BYTES", 100_000)
     refused(path, "too big")
 
@@ -166,8 +166,8 @@ def test_values_that_are_too_long_are_not_read(path, monkeypatch):
 def test_lists_that_are_too_long_are_not_parsed(path, monkeypatch):
     from rlplace.measured import rows
 
-    monkeypatch.setattr(rows, "MAX_STEPS", 2)
-    refused(path, "trial 1.step_s: more than 2 numbers")
+    monkeypatch.setitem(rows._LISTS, "step_s", 2)
+    refused(path, "trial 1: step_s: more than 2 numbers")
 
 
 @pytest.mark.parametrize(

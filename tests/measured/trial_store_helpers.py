@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -45,7 +44,7 @@ def done(number: int = 0, **changes: object) -> Trial:
         began_at=1000.0 + number,
         run="first",
     )
-    return dataclasses.replace(trial, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(trial, **changes)
 
 
 def begun(number: int = 0, **changes: object) -> Trial:

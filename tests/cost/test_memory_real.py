@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.memory import LiveBytes, step
+from benchmarks.memory import LiveBytes, layer_bytes, step
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import ACTIVATION, BACKWARD
 from rlplace.plan import PlacementPlan
 from rlplace.zoo import load_model
 
@@ -167,37 +166,21 @@ S, B, H, A = 256, 2, 96, 6
 GPT2 = f"hf:gpt2,vocab_size=500,n_embd={H},n_head={A},activation_function=gelu"
 
 
-def saved_per_layer(spec, key="n_layer", **options):
-    """Bytes that one more layer keeps from the forward for the backward, in units of s b h."""
-    saved = []
-    for layers in (2, 3):
-        loaded = load_model(f"{spec},{key}={layers}", batch=B, seq=S)
-        graph = capture(loaded.module, loaded.example_inputs, optimizer="sgd", **options)
-        begin = int(np.flatnonzero(graph.op_phase == BACKWARD)[0])
-        last = np.full(graph.num_tensors, -1)
-        np.maximum.at(last, graph.edge_tensor, graph.consumers)
-        kept = (
-            (graph.tensor_role == ACTIVATION) & (graph.tensor_producer >= 0) & (graph.tensor_producer < begin) & (last >= begin)
-        )
-        saved.append(int(graph.tensor_bytes[kept].sum()))
-    return (saved[1] - saved[0]) / (S * B * H)
-
-
 def test_activations_of_a_layer_with_unfused_attention():
     """Korthikanti et al. (2022): s b h (34 + 5 a s / h); the norms' statistics (2 x 2 x 4 bytes a token) are not in it."""
-    found = saved_per_layer(f"{GPT2},attn_implementation=eager", dtype="bf16")
+    found = layer_bytes(f"{GPT2},attn_implementation=eager", B, S, "n_layer", dtype="bf16") / (S * B * H)
     assert found == pytest.approx(34 + 5 * A * S / H, abs=16 / H + 0.01)
 
 
 def test_activations_of_a_layer_with_fused_attention():
     """No scores and masks; instead the log-sum-exp, and the attention mask that is made when the model is traced."""
-    found = saved_per_layer(GPT2, dtype="bf16")
+    found = layer_bytes(GPT2, B, S, "n_layer", dtype="bf16") / (S * B * H)
     assert found == pytest.approx(34 + 4 * A / H + 2 * S / H, abs=16 / H + 0.01)
 
 
 def test_activations_of_a_checkpointed_layer():
     """Full recomputation: the layer's input, 2 s b h; plus what the library hands to every layer."""
-    found = saved_per_layer(f"{GPT2},gradient_checkpointing=true", dtype="bf16")
+    found = layer_bytes(f"{GPT2},gradient_checkpointing=true", B, S, "n_layer", dtype="bf16") / (S * B * H)
     assert 2.0 <= found <= 2.0 + 2 * S / H
 
 

@@ -87,6 +87,10 @@ def ask(plan: PlacementPlan) -> Asked:
     layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
     if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
         raise InputError(f"export: {reason}")
+    if pipeline.unlike_meshes:
+        raise InputError(
+            "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute"
+        )
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
         raise InputError(
             "export: replicas have unlike micro-batches, which one loop does not say; run it with rlplace.distribute"

@@ -104,6 +104,11 @@ class Pipeline(Record, frozen=True):
         return tuple(dict.fromkeys(stage.devices for stage in self.stages))
 
     @property
+    def unlike_meshes(self) -> bool:
+        """Whether its stages have unlike meshes."""
+        return len({tuple(stage.axis(axis) for axis in AXES) for stage in self.stages}) > 1
+
+    @property
     def samples(self) -> int:
         """Samples of a step, over all replicas."""
         degree = self.data_degree

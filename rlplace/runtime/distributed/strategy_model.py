@@ -89,7 +89,11 @@ class StrategyModel(DistributedModel):
         ties: Ties | None = None,
         tied: Sequence[Sequence[str]] = (),
     ) -> None:
-        rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(strategy.pipelines[0].data_degree, -1).tolist()
+        self._pipeline = strategy.pipelines[0]
+        if self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
+            rows, batching = [list(range(dist.get_world_size()))], replace(batching, share="global")
+        else:
+            rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(place.data_degree, -1).tolist()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), place.device, tuple(map(tuple, rows)))
         super().__init__(meta, ranks, batching, seed, NATIVE)
         self.strategy, self.place, self._runner, self._loss = strategy, place, runner, loss
@@ -107,7 +111,7 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
-        value, stash = self._run(self._passes(batch, self._share(batch, self.place.replica), self._names), loss)
+        value, stash = self._run(self._passes(batch, self._own_share(batch), self._names), loss)
         stash.deliver(torch.ones(()))
         self.random_state = self.random_state[0], self.random_state[1] + 1
         return value
@@ -127,7 +131,8 @@ class StrategyModel(DistributedModel):
         self._latest = weakref.ref(stash)
         total = total.double() if self.place.device.type == "cpu" else total.float()
         dist.all_reduce(total)
-        return total / (self.ranks.replica_count * self.place.mesh["tensor"].size()), stash
+        last = self._pipeline.stages[-1]
+        return total / (last.data_degree * last.axis("tensor")), stash
 
     def train(self, mode: bool = True) -> StrategyModel:
         """Sets the mode of all modules; a pipeline records its forward again for it."""
@@ -140,7 +145,7 @@ class StrategyModel(DistributedModel):
         check_inputs((args, kwargs))
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        passes = self._passes(batch, self._share(batch, self.place.replica), inputs)
+        passes = self._passes(batch, self._own_share(batch), inputs)
         seen: list[Any] = []
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
@@ -162,9 +167,9 @@ class StrategyModel(DistributedModel):
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         inputs = self._keywords(args, kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
-        replicas = [self._share(batch, replica) for replica in range(self.ranks.replica_count)]
-        own = self.place.replica
-        passes = self._passes(batch, replicas[own], inputs)
+        replicas = [self._share(batch, replica) for replica in range(self._pipeline.data_degree)]
+        own, share = self.place.replica, self._own_share(batch)
+        passes = self._passes(batch, share, inputs)
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self._runner.evaluate(passes)
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
@@ -172,11 +177,15 @@ class StrategyModel(DistributedModel):
         if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
             with torch.no_grad():
                 outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
-        place, pipeline = self.place, self.strategy.pipelines[0]
-        makes = dist.get_rank() == place.ranks_of_stage(pipeline, len(pipeline.stages) - 1) and place.index["tensor"] == 0
+        if outputs is not None and share.joined > 1:
+            outputs = [
+                _part(output, one.samples, n, share.joined)
+                for n in range(share.joined)
+                for output, one in zip(outputs, passes, strict=True)
+            ]
+        gathered = gather_outputs(outputs if self.place.index["tensor"] == 0 else None, own, self.place.device)
         wanted = [own] if self.batching.share == "replica" else list(range(len(replicas)))
-        gathered = gather_outputs(outputs if makes else None, own, place.device)
-        parts = [output for replica in wanted for output in gathered[replica]]
+        parts = [output for made in (gathered if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         spec = pytree.tree_structure(parts[0])
         joined = join_leaves([pytree.tree_leaves(part) for part in parts], sizes, self.batching.reduction == "mean")
@@ -188,14 +197,17 @@ class StrategyModel(DistributedModel):
             return dict(kwargs)
         return keyword_inputs(self.meta_model, args) | dict(kwargs)
 
-    def _share(self, batch: Batch, replica: int) -> Share:
+    def _own_share(self, batch: Batch) -> Share:
+        return self._share(batch, self.place.replica, self.place.data_degree)
+
+    def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
         samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
-        return share_of(self.strategy, replica, samples)
+        return share_of(self.strategy, replica, samples, degree)
 
     def _passes(self, batch: Batch, share: Share, names: Any) -> list[Pass]:
         """This replica's micro-batches of a batch, on its device."""
         if self.batching.reduction == "sum":
-            share = replace(share, weights=tuple(float(self.ranks.replica_count) for _ in share.sizes))
+            share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
         if self.batching.share == "replica":
             share = replace(share, first=0, whole=share.samples)
         return passes_of(batch, share, names, self.batching.whole, self.ranks.device)
@@ -277,6 +289,15 @@ def _sum_parts(parameters: Iterator[nn.Parameter]) -> None:
         if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
             if parameter.grad.placements != parameter.placements:
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def _part(output: Any, samples: int, number: int, parts: int) -> Any:
+    """One of several replicas' part of what the model returned for their samples together."""
+
+    def rows(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.chunk(parts)[number] if leaf.shape[:1] == (samples,) else leaf
+
+    return pytree.tree_map_only(torch.Tensor, rows, output)
 
 
 def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:

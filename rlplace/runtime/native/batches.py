@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ class Share:
         weights: What the mean loss of each pass is multiplied with, so that the mean over the data degree of the replicas'
             sums is the mean over the samples of the batch.
         whole: Samples of the batch.
+        joined: Replicas of a wider stage that it computes together: each pass is one of each of theirs.
     """
 
     first: int
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
     whole: int
+    joined: int = 1
 
     @property
     def samples(self) -> int:
@@ -46,14 +48,16 @@ class Pass:
         inputs: Keyword inputs of the model.
         part: Everything of the batch that belongs to it, for the loss.
         weight: What its loss counts.
+        samples: Its number of samples.
     """
 
     inputs: dict[str, Any]
     part: dict[str, Any]
     weight: float
+    samples: int
 
 
-def share_of(strategy: Strategy, replica: int, samples: int | None = None) -> Share:
+def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
     """The share of a replica: its number on replicate x shard.
 
     A batch of another size than the strategy's, such as the last one of an epoch, is dealt out as evenly as it goes, in the
@@ -63,9 +67,10 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None) -> Sh
         strategy: What is run.
         replica: Number of the replica.
         samples: Of the batch; None: as many as the strategy says.
+        own_degree: Data degree of its stage; None: the pipeline's, which is the largest.
 
     Raises:
-        InputError: There are fewer samples than replicas.
+        InputError: There are fewer samples than replicas, or stages of unlike degrees cannot deal them out.
     """
     pipeline = strategy.pipelines[0]
     degree = pipeline.data_degree
@@ -83,13 +88,28 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None) -> Sh
         else:
             passes = [even_sizes(n, most) for n in own]
     total = sum(map(sum, passes))
-    first = sum(map(sum, passes[:replica]))
-    return Share(first, passes[replica], tuple(size * degree / total for size in passes[replica]), total)
+    if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
+        raise InputError(
+            f"native: stages of unlike degrees need as many samples in every replica, found {total} over {degree}; drop a "
+            "short last batch (drop_last=True), or pad it"
+        )
+    joined = degree // (own_degree or degree)
+    sizes = tuple(size * joined for size in passes[replica * joined])
+    first = sum(map(sum, passes[: replica * joined]))
+    return Share(first, sizes, tuple(size * degree / joined / total for size in sizes), total, joined)
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
     """Sizes as equal as possible, larger ones first."""
     return tuple(samples // parts + (number < samples % parts) for number in range(parts))
+
+
+def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
+    """The micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
+    made: dict[str, Any] = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf, dict(batch)
+    )
+    return made
 
 
 def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device) -> list[Pass]:
@@ -115,17 +135,24 @@ def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collecti
             f"native: the strategy runs {share.whole} samples here, but no tensor of the batch has that many rows (found "
             f"{found or 'no tensors'}); drop a short last batch (drop_last=True), or pad it"
         )
-    own, cut = slice(share.first, share.first + share.samples), [count == share.whole for count in rows]
-    leaves = [leaf[own] if is_cut else leaf for leaf, is_cut in zip(flat, cut, strict=True)]
+    cut, each = [count == share.whole for count in rows], share.samples // share.joined
+    firsts = [number * each for number in range(share.joined)]
     whole = {name: batch[name] for name in batch if name in kept}
+    own = slice(share.first, share.first + share.samples)
+    leaves = [leaf[own] if is_cut else leaf for leaf, is_cut in zip(flat, cut, strict=True)]
     leaves, whole = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), (leaves, whole))
     passes, start = [], 0
     for size, weight in zip(share.sizes, share.weights, strict=True):
-        taken = [leaf[start : start + size] if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
+        runs = [slice(first + start, first + start + size // share.joined) for first in firsts]
+        taken = [_rows(leaf, runs) if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
         part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole
-        passes.append(Pass({name: part[name] for name in names}, part, weight))
-        start += size
+        passes.append(Pass({name: part[name] for name in names}, part, weight, size))
+        start += size // share.joined
     return passes
+
+
+def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    return torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
 
 
 def signature_of(inputs: Batch) -> tuple[Any, ...]:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, tied_names
 from rlplace.runtime.native.capture import capture
-from rlplace.runtime.native.cut import cut
+from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
 from rlplace.runtime.native.why_not import ModelFacts, why_not
 
@@ -35,10 +37,11 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         called = dict.fromkeys(str(node.target) for node in captured.graph.nodes if node.op == "call_module")
         known = set(block_names(model))
         blocks = tuple(path for path in called if path in known)
-        cut(captured, [[block] for block in blocks])
+        stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
         return _facts(model, str(error), None)
-    return replace(_facts(model, None, find_layouts(captured.units, captured.calls)), blocks=blocks)
+    facts = _facts(model, None, find_layouts(captured.units, captured.calls))
+    return replace(facts, blocks=blocks, no_samples=_no_samples(stages, inputs))
 
 
 def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
@@ -56,6 +59,14 @@ def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy
         facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
     cut = None if facts is None or not facts.layouts else frozenset({*facts.layouts, *facts.vocabulary})
     return lambda strategy: why_not(strategy, facts), cut
+
+
+def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:
+    """Which value crosses between stages without the samples as its first dimension."""
+    samples = {leaf.shape[0] for leaf in pytree.tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    shapes = dict.fromkeys(tuple(value.shape) for stage in stages for value in stage.taken)
+    strange = next((shape for shape in shapes if not shape or shape[0] not in samples), None)
+    return None if strange is None else f"a value of shape {strange} is handed on, which has not the samples first"
 
 
 def _needed(model: nn.Module, ties: Sequence[Sequence[str]]) -> tuple[str, ...]:

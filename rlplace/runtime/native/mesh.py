@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -17,31 +19,80 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 """Axes of the mesh, outermost first."""
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A process of a neighbouring stage.
+
+    Attributes:
+        rank: In the job.
+        first: Where its samples begin, as a share of this process's micro-batch.
+        samples: How many it has of them, as a share.
+    """
+
+    rank: int
+    first: Fraction
+    samples: Fraction
+
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """Its rows of a value."""
+        rows = len(value) if self.samples < 1 else 0
+        return value.narrow(0, int(self.first * rows), int(self.samples * rows)) if rows else value
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where this process stands.
 
     Attributes:
-        mesh: All processes, by `AXES`.
+        mesh: All processes, by `AXES`; where stages have unlike meshes, those of this process's stages.
         device: The device that this process computes on.
         index: Its coordinate on each axis.
         stages: Numbers of the stages that it holds, in model order.
+        ranks: Process of each device.
     """
 
     mesh: DeviceMesh
     device: torch.device
     index: dict[str, int]
     stages: tuple[int, ...]
+    ranks: Mapping[int, int]
 
     @property
     def replica(self) -> int:
         """Number of the replica that it is part of: its coordinate on replicate x shard."""
         return self.index["replicate"] * self.mesh["shard"].size() + self.index["shard"]
 
-    def ranks_of_stage(self, pipeline: Pipeline, stage: int) -> int:
-        """The process that holds a stage at this process's coordinates on all other axes."""
-        place = pipeline.device_sets.index(pipeline.stages[stage].devices)
-        return int(self.mesh.mesh[place, self.index["replicate"], self.index["shard"], self.index["tensor"]])
+    @property
+    def data_degree(self) -> int:
+        """Replicas of this process's stages."""
+        return self.mesh["replicate"].size() * self.mesh["shard"].size()
+
+    def peers(self, pipeline: Pipeline, own: int, other: int, *, sends: bool) -> list[Peer]:
+        """The processes of another stage that have samples of this process's, in the order of the samples.
+
+        Every process of a tensor group takes what it needs from one process, so some may have nothing to send.
+
+        Args:
+            pipeline: What the strategy says.
+            own: Number of a stage of this process.
+            other: Number of the stage beside it.
+            sends: Whether they take from this process, or it from them.
+        """
+        mine, theirs = pipeline.stages[own], pipeline.stages[other]
+        width, other_width = (pipeline.data_degree // stage.data_degree for stage in (mine, theirs))
+        first, columns = self.replica * width, range(theirs.axis("tensor"))
+        column, scale = self.index["tensor"], (mine.axis("tensor"), theirs.axis("tensor"))
+        if sends:
+            taking = [n for n in columns if n * scale[0] // scale[1] == column]
+        else:
+            taking = [column * scale[1] // scale[0]]
+        found = []
+        for replica in range(first // other_width, -(-(first + width) // other_width)):
+            start, end = max(first, replica * other_width), min(first + width, (replica + 1) * other_width)
+            for n in taking:
+                rank = self.ranks[theirs.devices[replica * scale[1] + n]]
+                found.append(Peer(rank, Fraction(start - first, width), Fraction(end - start, width)))
+        return found
 
 
 def check_same(model: nn.Module) -> None:
@@ -72,14 +123,19 @@ def find_place(strategy: Strategy, device_type: str) -> Place:
             f"native: the strategy has {len(rank_of_device)} devices, the job {dist.get_world_size()} processes; "
             f"start it with --nproc-per-node {len(rank_of_device)}, or as many over all hosts"
         )
-    sets, first = pipeline.device_sets, pipeline.stages[0]
-    shape = [len(sets), *(first.axis(name) for name in AXES[1:])]
-    ranks = torch.tensor([[rank_of_device[device] for device in devices] for devices in sets]).view(shape)
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
-    index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
-    mine = sets[index["pipeline"]]
-    held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == mine)
+    sets = pipeline.device_sets
+    axes = [next([stage.axis(name) for name in AXES[1:]] for stage in pipeline.stages if stage.devices == own) for own in sets]
+    mine = next(number for number, own in enumerate(sets) if dist.get_rank() in {rank_of_device[device] for device in own})
+    numbers = [[number] for number in range(len(sets))] if pipeline.unlike_meshes else [list(range(len(sets)))]
+    ranks = [torch.tensor([[rank_of_device[device] for device in sets[n]] for n in together]) for together in numbers]
+    made = [
+        DeviceMesh(device_type, own.view(len(own), *axes[together[0]]), mesh_dim_names=AXES)  # all processes make all groups
+        for own, together in zip(ranks, numbers, strict=True)
+    ]
+    mesh = next(one for one in made if one.get_coordinate() is not None)
+    index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
+    held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == sets[mine])
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return Place(mesh, device, index, held)
+    return Place(mesh, device, index, held, rank_of_device)

@@ -129,6 +129,55 @@ class _Stage(pipelining.PipelineStage):
     root: StageModule
 
 
+class _UnlikeStage(_Stage):
+    """A stage whose neighbours have other meshes: it exchanges rows with every process that has some of its own.
+
+    Torch's stage knows one process of each neighbour; what it would send there is sent in parts instead. Gradients are
+    averaged over the replicas of a stage, so those that are handed back count as much as there are more replicas there.
+    """
+
+    def connect(self, pipeline: Pipeline, place: Place) -> None:
+        """Says where it stands among stages that have no process group in common."""
+        self.group, self.group_rank, self.group_size = None, place.index["pipeline"], len(pipeline.device_sets)
+        self.stage_index_to_group_rank = {number: number % self.group_size for number in range(self.num_stages)}
+        degrees, own = [stage.data_degree for stage in pipeline.stages], self.stage_index
+        self.scale = degrees[own - 1] / degrees[own]
+        self.peers = {
+            (other, sends): place.peers(pipeline, own, other, sends=sends)
+            for other in (own - 1, own + 1)
+            if 0 <= other < self.num_stages
+            for sends in (False, True)
+        }
+
+    def _parts(self, ops: list[dist.P2POp], other: int, sends: bool) -> list[dist.P2POp]:
+        peers = self.peers.get((other, sends), ())
+        return [dist.P2POp(op.op, peer.part(op.tensor), peer.rank) for op in ops for peer in peers]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._parts(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, False)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._parts(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1, True)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._parts(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index + 1, False)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor * self.scale
+        return self._parts(ops, self.stage_index - 1, True)
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)  # torch's vote for the given shapes, which pairs of processes hold
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+
 class PipelineRun:
     """The stages of this process under torch's schedule.
 
@@ -182,7 +231,7 @@ class PipelineRun:
         """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
         key, recorded = self.recorded(passes)
         if (key, len(passes)) not in self._schedules:
-            self._schedules[key, len(passes)] = self._schedule(recorded, len(passes))
+            self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
         losses: list[torch.Tensor] = []
         self._begin(recorded, passes, loss)
         target = torch.arange(len(passes))
@@ -197,21 +246,24 @@ class PipelineRun:
         """What the model returns for every micro-batch, on the process of the last stage; None elsewhere."""
         _, recorded = self.recorded(passes)
         self._begin(recorded, passes, None)
-        outputs, last = [], len(recorded.stages) - 1
-        ranks = [self._place.ranks_of_stage(self._pipeline, number) for number in range(last + 1)]
+        outputs, last, group = [], len(recorded.stages) - 1, None
+        if not self._pipeline.unlike_meshes:
+            group = self._place.mesh["pipeline"].get_group()
         for at in range(len(passes)):
             values: tuple[torch.Tensor, ...] = ()
             for number, root in sorted(self._roots.items()):
                 taken = recorded.stages[number].taken
-                if number and ranks[number - 1] != dist.get_rank():
+                if number and number - 1 not in self._roots:
                     values = tuple(torch.empty(v.shape, dtype=v.dtype, device=self._place.device) for v in taken)
-                    for value in values:
-                        dist.recv(value, ranks[number - 1], group=self._place.mesh["pipeline"].get_group())
+                    for peer in self._place.peers(self._pipeline, number, number - 1, sends=False):
+                        for value in values:
+                            dist.recv(peer.part(value), peer.rank, group=group)
                 root.number = at
                 values = root(*values)
-                if number < last and ranks[number + 1] != dist.get_rank():
-                    for value in values:
-                        dist.send(value, ranks[number + 1], group=self._place.mesh["pipeline"].get_group())
+                if number < last and number + 1 not in self._roots:
+                    for peer in self._place.peers(self._pipeline, number, number + 1, sends=True):
+                        for value in values:
+                            dist.send(peer.part(value), peer.rank, group=group)
             if last in self._roots:
                 outputs.append(pytree.tree_unflatten(values, recorded.out_spec))
         self._begin(recorded, (), None)
@@ -222,7 +274,7 @@ class PipelineRun:
         for number, root in self._roots.items():
             root.begin(number, recorded, passes, leaves, loss)
 
-    def _schedule(self, recorded: Recorded, microbatches: int) -> Any:
+    def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
         made, splits = [], SCHEDULES[self._name(microbatches)].splits_backward
         for number, root in self._roots.items():
             if splits and number and not any(value.requires_grad for value in recorded.stages[number].taken):
@@ -230,8 +282,9 @@ class PipelineRun:
                     f"native: no gradient flows back from stage {number}, and torch then makes none of its weights in a split "
                     f"backward; take a schedule that does not split it, such as {LOOPED_BFS}"
                 )
+            self._check_rows(number, (*recorded.stages[number].taken, *recorded.stages[number].given), samples)
             given = recorded.stages[number].given or (torch.empty(1, dtype=torch.float64, requires_grad=True),)
-            stage = _Stage(
+            stage = (_UnlikeStage if self._pipeline.unlike_meshes else _Stage)(
                 root,
                 number,
                 len(recorded.stages),
@@ -241,10 +294,22 @@ class PipelineRun:
                 group=self._place.mesh["pipeline"].get_group(),
             )
             stage.root = root
+            if isinstance(stage, _UnlikeStage):
+                stage.connect(self._pipeline, self._place)
             made.append(stage)
         kind = getattr(pipelining, SCHEDULES[self._name(microbatches)].torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
         return kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
+
+    def _check_rows(self, number: int, values: Sequence[torch.Tensor], samples: int) -> None:
+        """Refuses to cut values between stages of unlike degrees that do not have the samples as rows."""
+        degrees = {stage.data_degree for stage in self._pipeline.stages[max(number - 1, 0) : number + 2]}
+        shapes = [tuple(value.shape) for value in values]
+        if strange := [shape for shape in shapes if len(degrees) > 1 and shape[:1] != (samples,)]:
+            raise InputError(
+                f"native: a value of shape {strange[0]} crosses between stages of unlike degrees and has not the {samples} "
+                "samples first; give these stages one degree, or cut elsewhere"
+            )
 
     def _name(self, microbatches: int) -> str:
         """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.

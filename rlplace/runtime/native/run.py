@@ -18,7 +18,7 @@ from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
 from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
-from rlplace.runtime.native.batches import Batch
+from rlplace.runtime.native.batches import Batch, repeated
 from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
@@ -49,7 +49,7 @@ def prepare(
     Args:
         model: Its modules are changed in place, and keep their names; what only other processes run loses its values.
         strategy: Stages on meshes; its lowest device number is the first process.
-        example_inputs: Keyword inputs of one micro-batch of this process; only shapes and dtypes matter.
+        example_inputs: Keyword inputs of one micro-batch of a replica; only shapes and dtypes matter.
         device_type: ``"cpu"`` or an accelerator's, such as ``"cuda"``.
         batching: How a batch becomes micro-batches. Default: every process is handed the whole batch.
         loss: See `rlplace.distribute`.
@@ -60,15 +60,15 @@ def prepare(
     """
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
-    laid_out = strategy.stages[0].axis("tensor") > 1
+    laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
     layouts = find_layouts(found, observe(model, example_inputs, found)[1]) if laid_out else None
     reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
     if reason is not None:
         raise InputError(f"native: {reason}")
-    degree = strategy.stages[0].axis("tensor")
     length = 0 if layouts is None else layouts.length
-    if length % degree and any(stage.sequence_parallel for stage in strategy.stages):
-        raise InputError(f"native: {length} positions cannot be split over {degree} processes; pad them to a multiple")
+    for stage in strategy.stages:
+        if stage.sequence_parallel and length % (degree := stage.axis("tensor")):
+            raise InputError(f"native: {length} positions cannot be split over {degree} processes; pad them to a multiple")
     place = find_place(strategy, device_type)
     check_same(model)
     meta = meta_copy(model)
@@ -108,6 +108,8 @@ def _pipelined(
 ) -> StrategyModel:
     pipeline, names = strategy.pipelines[0], tied_names(model)
     blocks = [block for stage in pipeline.stages for block in stage.blocks]
+    if (joined := pipeline.data_degree // place.data_degree) > 1:
+        example_inputs = repeated(example_inputs, joined, pipeline.microbatch[0])
     captured = capture(model, example_inputs, blocks)
     stages = _cut(captured, pipeline)
     ties = Ties(names, pipeline, stages, place)
@@ -122,7 +124,7 @@ def _pipelined(
         root.training = model.training
         own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
-        if layouts is not None:
+        if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
             _lay_out(layouts, captured, inside, pipeline.stages[number], place)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Pipeline
+from rlplace.runtime.distributed.state.whole import own_part, whole_tensor
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 
@@ -37,6 +38,7 @@ class Ties:
 
     def __init__(self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: Place) -> None:
         self._ties: list[_Tie] = []
+        self._unlike, self._processes = pipeline.unlike_meshes, place.mesh.size()
         for names in ties:
             held = (
                 (number, next((name for name in names if name in stage.parameters), None))
@@ -45,8 +47,12 @@ class Ties:
             name_of_stage = {number: name for number, name in held if name is not None}
             if len(name_of_stage) < 2:
                 continue
-            places = sorted({pipeline.device_sets.index(pipeline.stages[stage].devices) for stage in name_of_stage})
-            groups = place.mesh.mesh[places].reshape(len(places), -1).T.tolist()
+            held_by = dict.fromkeys(pipeline.stages[stage].devices for stage in name_of_stage)
+            columns = [[place.ranks[device] for device in devices] for devices in held_by]
+            if pipeline.unlike_meshes:
+                groups = [[rank for ranks in columns for rank in ranks]]
+            else:
+                groups = [list(ranks) for ranks in zip(*columns, strict=True)]
             made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
             own = next((group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks), None)
             mine = {stage: name for stage, name in name_of_stage.items() if stage in place.stages}
@@ -73,6 +79,9 @@ class Ties:
             if not tie.names:
                 continue
             copies = [bodies[stage].get_parameter(name) for stage, name in tie.names.items()]
+            if self._unlike:
+                self._sum_whole(tie, copies)
+                continue
             local = [_local(copy.grad) if copy.grad is not None else torch.zeros_like(_local(copy)) for copy in copies]
             total = torch.stack(local).sum(0) if len(local) > 1 else local[0].clone()
             if tie.group is not None:
@@ -80,6 +89,18 @@ class Ties:
             for copy, own in zip(copies, local, strict=True):
                 if copy.grad is not None:
                     own.copy_(total)
+
+    def _sum_whole(self, tie: _Tie, copies: Sequence[nn.Parameter]) -> None:
+        """Stages that cut the parameter in unlike ways sum it whole; every process of a stage counts as its part."""
+        gradients = [copy.grad if copy.grad is not None else torch.zeros_like(copy.detach()) for copy in copies]
+        total = torch.stack([_whole(gradient) for gradient in gradients]).sum(0) / self._processes
+        dist.all_reduce(total, group=tie.group)
+        for copy in copies:
+            copy.grad = own_part(total, copy) if isinstance(copy, DTensor) else total.clone()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

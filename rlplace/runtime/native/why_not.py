@@ -36,6 +36,7 @@ class ModelFacts:
         layouts: Layout of each product with a weight that has one, by module path; empty when nobody looked.
         vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
         sync_norm: A module computes statistics over all processes of the job.
+        no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
     """
 
     blocks: tuple[str, ...] = ()
@@ -48,6 +49,7 @@ class ModelFacts:
     layouts: Mapping[str, str] = field(default_factory=dict)
     vocabulary: tuple[str, ...] = ()
     sync_norm: bool = False
+    no_samples: str | None = None
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
@@ -80,17 +82,17 @@ def minor_version(text: str) -> tuple[int, int]:
 
 
 def _axes(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
-    first, degrees = pipeline.stages[0], ("replicate", "shard", "tensor")
     for stage in pipeline.stages:
         for axis in ("context", "branch"):
             if stage.axis(axis) > 1:
                 yield f"the axis {axis} is not run yet; plan without it (--space all plans it all the same)"
         if stage.expert > 1:
             yield "expert parallelism is not run yet; plan without it (--space all plans it all the same)"
-        if any(stage.axis(axis) != first.axis(axis) for axis in degrees):
-            yield "stages of unlike replicate, shard or tensor degree are not run yet: torch sends between equal meshes only"
-        if stage.sharding != first.sharding:
-            yield "stages of unlike sharding level are not run yet; give all the same"
+    degrees = {stage.data_degree for stage in pipeline.stages}
+    if len(degrees) > 1 and max(len(set(pipeline.microbatch)), len(set(pipeline.microbatches))) > 1:
+        yield "stages of unlike data degrees run replicas with micro-batches of one size and number; give all the same"
+    if len(degrees) > 1 and facts.no_samples is not None:
+        yield f"stages of unlike data degrees: {facts.no_samples}"
 
 
 def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
@@ -127,9 +129,9 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
     schedule = SCHEDULES[pipeline.schedule or ""]
     if schedule.layout == V and torch < (2, 13):
         yield "stages in a v need torch 2.13: before, neighbours in one process send to themselves"
-    if any(list(column) != sorted(column) for column in zip(*places, strict=False)):
+    if not pipeline.unlike_meshes and any(list(column) != sorted(column) for column in zip(*places, strict=False)):
         yield "torch numbers the places of a pipeline by rising process; number devices in the order of the chain"
-    sharded, chunks = pipeline.stages[0].sharding > 0, len(pipeline.stages) // len(places)
+    sharded, chunks = any(stage.sharding for stage in pipeline.stages), len(pipeline.stages) // len(places)
     if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
         yield (
             f"torch keeps {MOST_UNSHARDED} chunks a device unsharded and reshards others between actions, found {chunks}: "
@@ -145,8 +147,7 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
         for block in facts.blocks:
             if block not in named and not any(block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
                 yield f"no stage names the block {block}"
-    degree = pipeline.stages[0].axis("tensor")
-    if degree > 1:
+    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages} - {1}):
         if facts.no_tensor is not None:
             yield f"no tensor-parallel layout: {facts.no_tensor}"
         if facts.tensor_parts % degree:

@@ -31,15 +31,21 @@ def flat(model, mesh, sharding, *, batch=8, microbatch=1, devices=(0, 1, 2, 3), 
 
 
 def chain(model, places, schedule, *, mesh, sharding, batch=8, microbatch=1, microbatches=None, **options):
-    """Stages on places, in model order: layers in equal runs as far as they go, what comes before and after at the ends."""
+    """Stages on places, in model order: layers in equal runs as far as they go, what comes before and after at the ends.
+
+    `mesh` and `sharding` are those of all stages, or lists with those of each.
+    """
+    meshes, levels = mesh if isinstance(mesh, list) else [mesh] * len(places), sharding
+    levels = levels if isinstance(levels, list) else [levels] * len(places)
     blocks = BLOCKS[model]
     starts = [blocks.index(block) for block in layers(blocks)]
     bounds = [round(n * len(starts) / len(places)) for n in range(1, len(places))]
     bounds = [0, *(starts[bound] for bound in bounds), len(blocks)]
     parts = [blocks[a:b] for a, b in pairwise(bounds)]
-    degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    degree = max(one.get("replicate", 1) * one.get("shard", 1) for one in meshes)
     microbatches = microbatches or batch // degree // microbatch
-    stages = [stage(part, devices, mesh, sharding, **options) for part, devices in zip(parts, places, strict=True)]
+    each = zip(parts, places, meshes, levels, strict=True)
+    stages = [stage(part, devices, own, level, **options) for part, devices, own, level in each]
     return {
         "batch": microbatch * microbatches * degree, "microbatch": [microbatch], "microbatches": [microbatches],
         "schedule": schedule, "stages": stages,

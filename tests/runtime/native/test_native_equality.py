@@ -18,6 +18,8 @@ SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2
 ALONE = {"mesh": {}, "sharding": 0}
 LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
 
+PAIR, NARROW = [{"shard": 2}, {"tensor": 2}], {"mesh": [{"shard": 2}, {}, {}], "sharding": [1, 0, 0]}
+
 CASES = {
     "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
     "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
@@ -26,10 +28,13 @@ CASES = {
     "1f1b, tied three times": ("t5", chain("t5", HALVES, "1f1b", **SHARED)),
     "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", **SHARED)),
     "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "interleaved_zero_bubble", **COPIES)),
+    "unlike degrees, tied": ("gpt2", chain("gpt2", [(0, 1), (2,), (3,)], "1f1b", **NARROW)),
+    "unlike axes in a loop, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", mesh=PAIR * 2, sharding=[1, 0] * 2)),
+    "unlike axes in a v": ("llama", chain("llama", TURN, "zbv", mesh=[*PAIR, *PAIR[::-1]], sharding=[1, 0, 0, 1])),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }
 
-FROM_2_13 = ("1f1b, tied three times", "both ways in a v, shared")
+FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ways in a v, shared")
 """Refused before: stages in a v, values without a gradient between stages."""
 
 if minor_version(torch.__version__) < (2, 13):

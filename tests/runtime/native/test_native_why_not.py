@@ -59,10 +59,13 @@ def test_several_pipelines_are_refused():
     assert "several pipelines" in reason(data)
 
 
-def test_unlike_stages_are_refused():
-    data = chain("llama", [(0, 1), (2, 3)], "1f1b", **SHARED)
-    data["stages"][0] |= {"mesh": {"replicate": 2}, "sharding": 0}
-    assert "unlike replicate, shard or tensor degree" in reason(data)
+def test_stages_of_unlike_degrees_are_refused_where_values_have_no_samples():
+    data = chain("llama", [(0, 1), (2,)], "1f1b", mesh=[{"replicate": 2}, {}], sharding=0)
+    assert reason(data) is None
+    assert "micro-batches of one size" in reason(data | {"microbatches": [5, 3]})
+    assert "unlike data degrees: why" in reason(data, ModelFacts(BLOCKS["llama"], no_samples="why"))
+    alike = chain("llama", [(0, 1), (2, 3)], "1f1b", mesh=[{"replicate": 2}, {"shard": 2}], sharding=[0, 1])
+    assert reason(alike, ModelFacts(BLOCKS["llama"], no_samples="why")) is None
 
 
 def test_facts_of_the_model_refuse():

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlplace.errors import InputError
 
@@ -21,35 +20,19 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         model: The module to change.
         device_of: Device by qualified name, for the first name of every parameter and buffer.
     """
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for layer in recurrent:
-        layer._flat_weight_refs = []  # weak references, which forbid tensors to trade places
-    for name, parameter in model.named_parameters():
-        _move_parameter(parameter, device_of[name])
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
+    there = {id(tensor): device_of[name] for name, tensor in (*parameters, *buffers, *gradients)}
     moved: dict[int, torch.Tensor] = {}
-    for name, buffer in model.named_buffers():
-        moved[id(buffer)] = buffer.to(device_of[name])
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        device = there.get(id(tensor))
+        if device is None:  # a gradient that was moved with another name of its parameter
+            return tensor
+        return tensor.to(device) if isinstance(tensor, nn.Parameter) else moved.setdefault(id(tensor), tensor.to(device))
+
     for module in model.modules():
-        for key, value in module._buffers.items():
-            if value is not None:
-                module._buffers[key] = moved[id(value)]
-    for layer in recurrent:
-        layer._init_flat_weights()
-
-
-def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    if parameter.device == device:
-        return
-    gradient = parameter.grad
-    parameter.grad = None
-    moved = parameter.detach().to(device)
-    # The two ways of nn.Module.to: tensor subclasses cannot take another's storage, they trade places with it.
-    if is_traceable_wrapper_subclass(moved) or is_traceable_wrapper_subclass(parameter):
-        torch.utils.swap_tensors(parameter, nn.Parameter(moved, requires_grad=parameter.requires_grad))
-    else:
-        parameter.data = moved
-    if gradient is not None:
-        parameter.grad = gradient.to(device)
+        module._apply(move, recurse=False)
 
 
 def device_bytes(model: nn.Module, devices: tuple[torch.device, ...]) -> tuple[int, ...]:

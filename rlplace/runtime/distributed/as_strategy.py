@@ -1,4 +1,4 @@
-"""Plans that place groups and ask for what only whole strategies have: schedules for chains; in older files also replicas,
+"""Plans that place groups and ask for what only whole strategies have: several micro-batches; in older files also replicas,
 recomputation and a sharded optimizer.
 
 Such a plan is a strategy when its stages are whole blocks of the model. Then it runs as one.
@@ -22,8 +22,8 @@ _INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlpla
 
 
 def asks_for_strategy(plan: PlacementPlan) -> bool:
-    """Whether a placement asks for more than groups on devices, micro-batch by micro-batch."""
-    return plan.older is not None or not SCHEDULES[plan.schedule].free
+    """Whether a placement asks for more than groups on devices, for one micro-batch."""
+    return plan.older is not None or plan.microbatches > 1 or not SCHEDULES[plan.schedule].free
 
 
 def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Strategy:
@@ -58,7 +58,7 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     for block, found in stage_of.items():
         if len(found) > 1:
             raise InputError(
-                f"plan: with replicas, recomputation or schedule {plan.schedule} its stages must be whole blocks of the model, "
+                f"plan: with replicas, recomputation or several micro-batches its stages must be whole blocks of the model, "
                 f"but {show(block)} lies in stages {' and '.join(map(str, found))}; {_INSTEAD}"
             )
         if len(repeated[block]) > 1:

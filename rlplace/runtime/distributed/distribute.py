@@ -83,6 +83,9 @@ def distribute(
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
+    batching = Batching(share, frozenset(whole), reduction)
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     where = own_device(device, "distribute")
@@ -94,7 +97,6 @@ def distribute(
     if plan.strategy is not None:
         if replayed is not None:
             raise InputError("distribute: strategies are run by torch's own parts, which do not sleep; leave replayed= out")
-        batching = Batching(1, share, frozenset(whole), reduction)
         return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
     if share != "global":
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
@@ -126,7 +128,6 @@ def distribute(
         mine = own.holding(graph.constants, ranks.device)
         return Engine(placed, ranks, mine) if replayed is None else ReplayEngine(placed, ranks, mine, graph, plan, replayed)
 
-    batching = Batching(plan.microbatches, share, frozenset(whole), reduction)
     report = JOINT_GRAPH if replayed is None else REPLAY
     placed = PlacedModel(meta, own, ranks, batching, traced, engine_for, seed, report)
     check_first_batches(placed, ranks, share)

@@ -23,7 +23,6 @@ from rlplace.runtime.held import first_names
 class Batching:
     """How a batch becomes micro-batches; see `rlplace.distribute`."""
 
-    microbatches: int
     share: str
     whole: Collection[str]
     reduction: str

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import Microbatch, Split, check_inputs, split_batch
-from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
+from rlplace.runtime.distributed.execution.batches import check_inputs
+from rlplace.runtime.distributed.execution.outputs import gather_outputs
 from rlplace.runtime.distributed.execution.recorder import Recorder
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.ranks import Ranks
@@ -66,51 +66,28 @@ class PlacedModel(DistributedModel):
         return self
 
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
-        arguments = self._arguments(args, kwargs, target)
-        split, spec = self._split(arguments), pytree.tree_structure(arguments)
-        check_inputs(arguments)
-        losses, graph = [], None
+        check_inputs((args, kwargs, target))
+        graph, engine = self._engine(args, kwargs, target)
+        if graph.loss is None:
+            raise InputError(
+                "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
+                "the model with target=..., or evaluate under torch.no_grad()"
+            )
         with Stash(self._own.parameters) as stash:
-            for part in split.parts:
-                graph, engine = self._engine(part, spec)
-                if graph.loss is None:
-                    raise InputError(
-                        "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
-                        "the model with target=..., or evaluate under torch.no_grad()"
-                    )
-                losses.append(engine.train(part.leaves, (*self.random_state, part.number)) * part.weight)
-                stash.take(part.weight)
-        assert graph is not None  # no batch is without parts
-        return partial(_output_of, graph), torch.stack(losses).sum(), stash
+            loss = engine.train(flat_inputs(args, kwargs, target), self.random_state)
+            stash.take()
+        return partial(_output_of, graph), loss, stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
-        arguments = self._arguments(args, kwargs, target)
-        split, spec = self._split(arguments), pytree.tree_structure(arguments)
-        results, graph = [], None
-        for part in split.parts:
-            graph, engine = self._engine(part, spec)
-            outputs = engine.evaluate(part.leaves)
-            if len(self._ranks.replicas[0]) < self._ranks.world:  # processes outside of the plan want them, too
-                first = self._ranks.rank == self._ranks.replicas[0][0]
-                outputs = gather_outputs(outputs if first else None, 0, self._ranks.device)[0]
-            results.append(outputs)
-        assert graph is not None
-        losses = {i for i, name in enumerate(graph.outputs) if name == graph.loss} or {len(graph.outputs)}
-        joined = join_leaves(results, split.samples, self.batching.reduction == "mean", losses)
+        graph, engine = self._engine(args, kwargs, target)
+        outputs = engine.evaluate(flat_inputs(args, kwargs, target))
+        if len(self._ranks.replicas[0]) < self._ranks.world:  # processes outside of the plan want them, too
+            first = self._ranks.rank == self._ranks.replicas[0][0]
+            outputs = gather_outputs(outputs if first else None, 0, self._ranks.device)[0]
         # A loss function outside the model: what it returns.
-        return joined[-1] if len(joined) > len(graph.outputs) else pytree.tree_unflatten(joined, graph.out_spec)
+        return outputs[-1] if len(outputs) > len(graph.outputs) else pytree.tree_unflatten(outputs, graph.out_spec)
 
-    def _arguments(self, args: Any, kwargs: Any, target: Any) -> Any:
-        call = (tuple(args), dict(kwargs))
-        return (call,) if target is None else (call, target)
-
-    def _split(self, arguments: Any) -> Split:
-        how = self.batching
-        return split_batch(arguments, how.microbatches, whole=how.whole, reduction=how.reduction)
-
-    def _engine(self, part: Microbatch, spec: Any) -> tuple[ForwardGraph, Engine]:
-        rebuilt = pytree.tree_unflatten(list(part.leaves), spec)
-        (args, kwargs), target = rebuilt[0], rebuilt[1] if len(rebuilt) > 1 else None
+    def _engine(self, args: Any, kwargs: Any, target: Any) -> tuple[ForwardGraph, Engine]:
         graph = self._trace(self._meta, args, kwargs, target)
         if graph not in self._engines:
             self._engines[graph] = self._make_engine(graph)

@@ -74,7 +74,7 @@ def prepare(
     meta = meta_copy(model)
     make = partial(
         StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed,
-        batching=batching or Batching(1, "global", (), "mean"),
+        batching=batching or Batching("global", (), "mean"),
     )  # fmt: skip
     if len(strategy.stages) > 1:
         return _pipelined(model, strategy, example_inputs, layouts, place, meta, make)

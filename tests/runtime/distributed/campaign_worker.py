@@ -128,7 +128,7 @@ def serve_all(path):
         chained(older, Race(repeats=1))
     except PlanFailed as error:
         found["refused"] = (error.status, str(error))
-    found["after"] = chained(make_plan(problem, chain, planner="t", microbatches=2, schedule="1f1b"), Race(repeats=1))
+    found["after"] = chained(make_plan(problem, chain, planner="t"), Race(repeats=1))
     chained.release()
     with TrialStore(path) as store:
         campaign = Campaign(problem, computed, store=store, site=store.add_site(site), budget=Budget(plans=3), repeats=2)

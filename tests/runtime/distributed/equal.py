@@ -5,8 +5,6 @@ from __future__ import annotations
 import small_models
 import torch
 
-from rlplace.runtime.distributed.execution.batches import split_batch
-
 SINGLE_PRECISION = {"mixtral"}
 """Its products of groups of experts have no kernel in double precision."""
 
@@ -26,16 +24,6 @@ def build(name, double=True, **options):
 def loss_of(output, loss):
     """The loss of an output, which has it or makes it."""
     return output.loss if loss is None else loss(output)
-
-
-def keywords(inputs, leaves):
-    """The keyword inputs of one micro-batch."""
-    return torch.utils._pytree.tree_unflatten(list(leaves), torch.utils._pytree.tree_structure(((), inputs)))[1]
-
-
-def parts_of(inputs, microbatches):
-    """A batch of keyword inputs in micro-batches."""
-    return split_batch((((), inputs),), microbatches)
 
 
 def largest_difference(found, expected, least=1.0):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from equal import build as make_model
-from equal import keywords, largest_difference, loss_of, parts_of
+from equal import largest_difference, loss_of
 
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import build_joint
-from rlplace.runtime.distributed.graph.forward_graph import forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.ranks import ranks_of
@@ -40,7 +40,7 @@ class Built:
     model: object
     inputs: dict
     loss: object
-    split: object
+    leaves: list
     graph: object
     plan: object
     joint: object
@@ -50,14 +50,13 @@ class Built:
 def build(name, world, *, seed=0, train=True, plan=None, double=False, given=None, **fields):
     model, inputs, loss = make_model(name, double, **(given or {}))
     model.train(train)
-    split = parts_of(inputs, 1)
-    leaves = split.parts[0].leaves
+    leaves = flat_inputs((), inputs)
     meta = meta_copy(model)
-    graph = forward_graph(meta, (), keywords(inputs, leaves), loss=loss)
+    graph = forward_graph(meta, (), inputs, loss=loss)
     if plan is None:
         plan = plan_of(graph, *random_places(graph, world, seed), **fields)
     placement = build_joint(graph, plan, torch.device("cpu"))
-    return Built(model, inputs, loss, split, graph, plan, placement.joint, placement)
+    return Built(model, inputs, loss, leaves, graph, plan, placement.joint, placement)
 
 
 class Job:
@@ -71,11 +70,6 @@ class Job:
 
     def __init__(self, name, double, mode, given):
         self.name, self.double, self.mode, self.given = name, double, mode, given or {}
-
-    @property
-    def parts(self):
-        """The micro-batches."""
-        return self.built.split.parts
 
     def reference(self):
         """The plain model as it was built, and its inputs."""
@@ -95,14 +89,14 @@ class Running(Job):
         self.engine = Engine(placement, self.ranks, self.own)
 
 
-def plain_loss(running, model, part, step):
-    """The loss of one micro-batch without a plan; random ops draw from the same streams as in every engine."""
+def plain_loss(running, model, step):
+    """The loss without a plan; random ops draw from the same streams as in every engine."""
     graph = running.built.graph
     if not graph.random_ops:
-        return loss_of(model(**keywords(running.built.inputs, part.leaves)), running.built.loss)
+        return loss_of(model(**running.built.inputs), running.built.loss)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
-    with random_key(7, step, part.number):
-        flat = graph.module(*(held[name] for name in graph.held), *part.leaves)
+    with random_key(7, step):
+        flat = graph.module(*(held[name] for name in graph.held), *running.built.leaves)
     return flat[graph.outputs.index(graph.loss)]
 
 
@@ -125,15 +119,12 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
     worst = (0.0, "")
     for step in range(steps):
         theirs.zero_grad()
-        loss = torch.zeros(())
-        for part in running.built.split.parts:
-            one = plain_loss(running, model, part, step) * part.weight
-            one.backward()
-            loss = loss + one.detach()
+        loss = plain_loss(running, model, step)
+        loss.backward()
         if ours is not None:
             ours.zero_grad()
-        (part,) = running.parts
-        worst = max(worst, (relative(running.engine.train(part.leaves, (7, step, 0)), loss), f"loss {step}"))
+        found = running.engine.train(running.built.leaves, (7, step))
+        worst = max(worst, (relative(found, loss.detach()), f"loss {step}"))
         for name, parameter in own.parameters.items():
             assert (parameter.grad is None) == (parameters[name].grad is None), (step, name)
             if parameter.grad is not None:

@@ -103,11 +103,11 @@ def load_run(folder, name, **options):
 
 def save_four(folder):
     """Everything that four processes do."""
-    chain = {"deal": "chain", "microbatches": 2, "schedule": "1f1b"}
+    chain = {"deal": "chain"}
     found = {}
     found["gpt2"] = save_run(f"{folder}/gpt2", "gpt2", **chain)
     found["again"] = load_run(f"{folder}/gpt2", "gpt2", **chain)
-    found["other plan"] = load_run(f"{folder}/gpt2", "gpt2", seed=3, microbatches=2)
+    found["other plan"] = load_run(f"{folder}/gpt2", "gpt2", seed=3)
     found["resnet"] = save_run(f"{folder}/resnet", "resnet", seed=1)
     found["one"] = load_run(f"{folder}/resnet", "resnet", devices=1)
     return found
@@ -115,7 +115,7 @@ def save_four(folder):
 
 def two(folder):
     """Everything that two processes do with what four have saved."""
-    found = {"gpt2": load_run(f"{folder}/gpt2", "gpt2", microbatches=2, seed=5)}
+    found = {"gpt2": load_run(f"{folder}/gpt2", "gpt2", seed=5)}
     model, _, optimizer, _ = make("gpt2", 3, seed=6)
     found["plain"] = training_state.load_checkpoint(Path(folder) / "plain", model, optimizer).step
     found["values"] = {key: value.clone() for key, value in model.state_dict().items()}

@@ -39,7 +39,8 @@ def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt
         plan_of(model, inputs, 2, groups=1), groups=rows, device_of_group=np.array([0] * half + [1] * (len(rows) - half)),
         microbatches=4, schedule="1f1b", older=Older(((0, 2), (1, 3)), ((1,), (2,))),
     )  # fmt: skip
-    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, older=None))
+    assert asks_for_strategy(plan) and asks_for_strategy(changed(plan, older=None))
+    assert not asks_for_strategy(changed(plan, older=None, microbatches=1))
     found = strategy_of_plan(plan, model, 2)
     assert (found.batch, found.pipelines[0].microbatch, found.pipelines[0].microbatches) == (16, (2,), (4,))
     assert [stage.devices for stage in found.stages] == [(0, 1), (2, 3)] and found.pipelines[0].schedule == "1f1b"
@@ -75,21 +76,26 @@ class ByRank(torch.nn.Module):
 def refusals():
     model, inputs, _ = build("gpt2", double=False)
     plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
-    found = []
+    one, found = {"schedule": "list", "microbatches": 1}, []
+    apart = np.array([0, 1, 0, 1, torch.distributed.get_rank(), 1], dtype=np.int32)
     for options, change in (
         ({}, {}),
-        ({"share": "mine"}, {"schedule": "list"}),
-        ({}, {"schedule": "list", "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
+        ({"share": "mine"}, one),
+        ({}, {**one, "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
     ):
         with pytest.raises(InputError) as caught:
             distribute(model, changed(plan, **change), inputs, **options)
         found.append(str(caught.value))
     with pytest.raises(InputError) as caught:
-        distribute(model, changed(plan, schedule="list", microbatches=1 + torch.distributed.get_rank()), inputs)
+        distribute(
+            model,
+            changed(plan, **one, device_of_group=apart),
+            inputs,
+        )
     found.append(str(caught.value))
     wrong, _, _ = build("bert", double=False)
     with pytest.raises(InputError) as caught:
-        distribute(wrong, changed(plan, schedule="list"), inputs)
+        distribute(wrong, changed(plan, **one), inputs)
     found.append(str(caught.value))
     uneven, x = ByRank(), {"x": torch.ones(2, 4)}
     of_one = plan_of(uneven, x, 2, deal="chain", groups=2)
@@ -102,7 +108,7 @@ def refusals():
 
 def freed():
     model, inputs, _ = build("gpt2", double=False)
-    plan = plan_of(model, inputs, 2, deal="chain", microbatches=2, schedule="1f1b")
+    plan = plan_of(model, inputs, 2, deal="chain")
     watched = weakref.ref(model)
     total = sum(p.numel() for p in model.parameters())
     placed = distribute(model, plan, inputs)

@@ -38,7 +38,7 @@ def place(path, *options, cluster="cpu:2", planner="pipedream"):
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "p.plan.json"
-    place(path, "--microbatches", "2")
+    place(path, planner="metis")
     return path
 
 

@@ -103,7 +103,7 @@ def plan_for(build, rows, **fields):
         nothing = np.zeros(0, dtype=np.int32)
         plan = rlplace.PlacementPlan("0" * 64, "test", 0, nothing, strategy=rlplace.Strategy.from_dict({"batch": 8, **fields}))
     else:
-        plan = plan_of(build(), columns, 2, **{"deal": [0, 1, 0, 1, 1, 0], "microbatches": 2, **fields})
+        plan = plan_of(build(), columns, 2, **{"deal": [0, 1, 0, 1, 1, 0], **fields})
     shapes = {k: {"tensor": list(v.shape), "dtype": "int64"} for k, v in columns.items()}
     source = {"graph": {"inputs": {"args": [], "kwargs": shapes}}}
     return rlplace.PlacementPlan(**{**vars(plan), "source": source})
@@ -198,9 +198,8 @@ def loss_outside():
         model,
         "cpu:2",
         planner="single",
-        example_inputs=(x[:4],),
-        loss=lambda output: F.cross_entropy(output, y[:4]),
-        microbatches=2,
+        example_inputs=(x,),
+        loss=lambda output: F.cross_entropy(output, y),
     )
     moved = plan.device_of_group.copy()
     moved[len(moved) // 2 :] = 1

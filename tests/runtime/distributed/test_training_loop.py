@@ -51,13 +51,7 @@ class TiedPair(Pair):
 
     def __init__(self, places, *, double=True, **options):
         model, inputs, _ = tied(double)
-        super().__init__("tied", places, model=(model, inputs, None), **options)
-
-    def plain_loss(self, **inputs):
-        return self.plain(**inputs)["loss"]
-
-    def placed_loss(self, **inputs):
-        return self.placed(**inputs)["loss"]
+        super().__init__(places, model, inputs, **options)
 
     def check_gradients(self, what, tolerance=1e-12):
         self.worst["gradient"] = 0.0
@@ -171,7 +165,7 @@ def frozen(places):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("norm") or name.startswith("second"))
 
-    pair = TiedPair(places, change=freeze, microbatches=2)
+    pair = TiedPair(places, change=freeze)
     pair.placed_loss(**pair.batch()).backward()
     pair.plain_step(pair.batch())
     pair.check_gradients("frozen")
@@ -179,7 +173,7 @@ def frozen(places):
 
 def autocast(places):
     """Mixed precision: bfloat16 crosses the wires, gradients are in single precision and close to the plain model's."""
-    pair = TiedPair(places, double=False, microbatches=2)
+    pair = TiedPair(places, double=False)
     with torch.autocast("cpu", torch.bfloat16):
         loss = pair.placed_loss(**pair.batch())
         expected = pair.plain_step(pair.batch())
@@ -196,7 +190,7 @@ def dropout(places):
     model, inputs, _ = tied(dropout=0.5)
     losses = []
     for deal in ("chain", "random"):
-        plan = plan_of(model, inputs, places, deal=deal, microbatches=2)
+        plan = plan_of(model, inputs, places, deal=deal)
         placed = distribute(copy.deepcopy(model), plan, inputs, seed=7)
         optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
         found = []
@@ -220,7 +214,7 @@ def summed(places):
         return F.cross_entropy(output["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
 
     tokens, labels = {"tokens": inputs["tokens"]}, inputs["labels"]
-    plan = plan_of(model, tokens, places, loss=total, target=labels, microbatches=2)
+    plan = plan_of(model, tokens, places, loss=total, target=labels)
     placed = distribute(copy.deepcopy(model), plan, tokens, loss=total, example_target=labels, reduction="sum")
     loss, expected = placed(**tokens, target=labels), total(model(**tokens), labels)
     loss.backward()
@@ -235,7 +229,7 @@ def summed(places):
 
 
 def everything(places):
-    pair = TiedPair(places, microbatches=2)
+    pair = TiedPair(places)
     gradients(pair)
     evaluation(pair)
     load(pair)

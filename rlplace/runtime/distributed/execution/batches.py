@@ -1,6 +1,4 @@
-"""Splits the batch that a training loop hands over into micro-batches and replicas.
-
-Checks that all processes of a replica are called with the same batch.
+"""Checks that all processes of a replica are called with the same batch.
 
 Every process of a replica works on the same samples. A sampler or a loader that deals them out to processes, as for data
 parallel training, would give each process another batch, and the model would train on mixtures of them without a sign.
@@ -8,8 +6,6 @@ parallel training, would give each process another batch, and the model would tr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,69 +14,6 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.ranks import Ranks, gather_objects, group_of
-
-
-@dataclass(frozen=True, eq=False)
-class Microbatch:
-    """One pass over the model.
-
-    Attributes:
-        number: In the batch; names its random streams.
-        leaves: Flat inputs, see `flat_inputs`.
-        weight: Share of its mean loss in the loss of the step; the shares of all micro-batches add up to 1.
-    """
-
-    number: int
-    leaves: Sequence[Any]
-    weight: float
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """A global batch in parts.
-
-    Attributes:
-        parts: Every micro-batch, in order.
-        samples: Samples of each part.
-    """
-
-    parts: tuple[Microbatch, ...]
-    samples: tuple[int, ...]
-
-
-def split_batch(arguments: Any, microbatches: int, *, whole: Collection[str] = (), reduction: str = "mean") -> Split:
-    """Cuts every tensor whose first dimension is the batch.
-
-    The batch is the first dimension of the first tensor. Parts are as equal as possible, earlier ones larger, and there is
-    none without samples: a small last batch gives smaller parts, or fewer.
-
-    Args:
-        arguments: ``((args, kwargs), target)``, or without the target.
-        microbatches: Number of them, over all replicas.
-        whole: Names of keyword inputs that every micro-batch gets whole although their first dimension is as long.
-        reduction: ``"mean"`` weighs the loss of a part by its share of the samples, ``"sum"`` by 1.
-
-    Raises:
-        InputError: There is no tensor, or it has no first dimension.
-    """
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
-    paths, _ = pytree.tree_flatten_with_path(arguments)
-    leaves = [leaf for _, leaf in paths]
-    batch = samples_of(arguments)
-    kept = [any(getattr(key, "key", None) in whole for key in path) for path, _ in paths]
-    cut = [
-        isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch and not keep
-        for leaf, keep in zip(leaves, kept, strict=True)
-    ]
-    count = min(batch, microbatches)
-    sizes = [batch // count + (number < batch % count) for number in range(count)]
-    parts, start = [], 0
-    for number, size in enumerate(sizes):
-        taken = [leaf[start : start + size] if split else leaf for leaf, split in zip(leaves, cut, strict=True)]
-        parts.append(Microbatch(number, taken, size / batch if reduction == "mean" else 1.0))
-        start += size
-    return Split(tuple(parts), tuple(sizes))
 
 
 def samples_of(arguments: Any) -> int:

@@ -175,12 +175,8 @@ def autocast_state() -> Hashable:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
-def input_signature(leaves: Sequence[Any], *, strides: bool = False) -> Hashable:
+def input_signature(leaves: Sequence[Any]) -> Hashable:
     """What a graph depends on of flat inputs: shapes and dtypes of tensors, values of everything else.
-
-    Args:
-        leaves: The inputs.
-        strides: Whether it depends on how tensors lie in memory, too.
 
     Raises:
         InputError: An input is something else than a tensor, a number, a string or None.
@@ -188,7 +184,7 @@ def input_signature(leaves: Sequence[Any], *, strides: bool = False) -> Hashable
     described: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            described.append((tuple(leaf.shape), leaf.stride() if strides else (), leaf.dtype))
+            described.append((tuple(leaf.shape), leaf.dtype))
         elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
             described.append((type(leaf), leaf))
         else:

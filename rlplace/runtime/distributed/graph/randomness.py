@@ -1,9 +1,8 @@
 """Random ops that draw the same numbers wherever they run.
 
 A random op of a distributed model does not continue its device's random stream: which other ops ran there before depends on the
-plan. It draws from a stream of its own, seeded by the step, the micro-batch and the number of the op in the model. So every
-plan of a model, one device included, draws the same dropout masks in the same step (on the same kind of device: CPU and CUDA
-generators differ), and a segment that is recomputed draws what it drew before.
+plan. It draws from a stream of its own, seeded by the step and the number of the op in the model. So every plan of a model, one
+device included, draws the same dropout masks in the same step (on the same kind of device: CPU and CUDA generators differ).
 """
 
 from __future__ import annotations
@@ -18,29 +17,23 @@ from torch import fx
 
 from rlplace.runtime import aliases
 
-_key: tuple[int, int, int] | None = None  # seed, step, micro-batch of what runs now in this process
+_key: tuple[int, int] | None = None  # seed and step of what runs now in this process
 
 
 @contextlib.contextmanager
-def random_key(seed: int, step: int, microbatch: int) -> Iterator[None]:
+def random_key(seed: int, step: int) -> Iterator[None]:
     """Names the pass over the model that random ops inside belong to.
 
     Args:
         seed: The run's seed.
         step: Number of the training step.
-        microbatch: Number of the micro-batch in the global batch, over all replicas.
     """
     global _key
-    before, _key = _key, (seed, step, microbatch)
+    before, _key = _key, (seed, step)
     try:
         yield
     finally:
         _key = before
-
-
-def current_key() -> tuple[int, int, int] | None:
-    """What `random_key` named; None outside. A recomputation enters it again."""
-    return _key
 
 
 def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:

@@ -245,7 +245,7 @@ def _device_of_plan(plan: PlacementPlan, part: Training) -> int | None:
 def _passes(plan: PlacementPlan) -> int:
     """In so many micro-batches the whole model runs a step."""
     if plan.strategy is None:
-        return plan.microbatches
+        return 1
     pipeline = plan.strategy.pipelines[0]
     return sum(pipeline.microbatches) * (1 if len(pipeline.microbatches) > 1 else pipeline.data_degree)
 

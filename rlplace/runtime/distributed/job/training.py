@@ -113,7 +113,7 @@ class Training:
         )
         # Frozen parameters, too: they get no gradient and no update.
         self.optimizer = None if slept is not None else OPTIMIZERS[optimizer](self.model.parameter_groups(), lr=lr)
-        self.samples = samples_of(example_inputs) * plan.microbatches if plan.strategy is None else plan.strategy.batch
+        self.samples = samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch
         self.recorder = Recorder(device)
         if isinstance(self.model, PlacedModel):
             self.model.record(self.recorder)

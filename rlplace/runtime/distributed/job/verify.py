@@ -17,11 +17,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import split_batch
+from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.held import meta_copy, rewrite_devices
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
+from rlplace.runtime.native.batches import Share, even_sizes, passes_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
@@ -60,18 +61,19 @@ class Reference:
 
     def step(self, batch: Any, tolerance: float) -> float:
         """One step; leaves the gradients in place and returns the loss."""
-        arguments = ((tuple(batch), {}) if isinstance(batch, tuple) else ((), dict(batch)),)
-        spec = pytree.tree_structure(arguments)
-        total = 0.0
+        samples, total = samples_of(batch), 0.0
+        sizes = even_sizes(samples, min(samples, self._microbatches))
         self.optimizer.zero_grad(set_to_none=True)
-        for part in split_batch(arguments, self._microbatches).parts:
-            leaves = [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.leaves]
-            (args, kwargs) = pytree.tree_unflatten(leaves, spec)[0]
+        share = Share(0, sizes, tuple(size / samples for size in sizes), samples)
+        for part in passes_of({"call": batch}, share, ["call"], (), self._device):
+            call = part.inputs["call"]
+            args, kwargs = (tuple(call), {}) if isinstance(call, tuple) else ((), dict(call))
+            leaves = pytree.tree_leaves(call)
             key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
             with self._autocast():
                 if key not in self._runs:
                     self._runs[key] = self._runner(args, kwargs)
-                with random_key(self._seed, self._step, part.number):
+                with random_key(self._seed, self._step):
                     value = self._runs[key]((args, kwargs)) * part.weight
             value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())

@@ -68,7 +68,7 @@ class Engine:
         self.recorder = Recorder(ranks.device)
         self._programs: dict[bool, Program] = {}
 
-    def train(self, leaves: Sequence[Any], key: tuple[int, int, int]) -> torch.Tensor:
+    def train(self, leaves: Sequence[Any], key: tuple[int, int]) -> torch.Tensor:
         """Forward and backward.
 
         Afterwards ``.grad`` of every own parameter holds the gradient of the loss (it is None on entry; it stays None for a
@@ -76,7 +76,7 @@ class Engine:
 
         Args:
             leaves: Flat inputs, see `flat_inputs`; the same on every rank.
-            key: Seed, step and micro-batch, which name the random streams.
+            key: Seed and step, which name the random streams.
 
         Returns:
             The loss, 0-d, detached, the same on every rank.
@@ -103,7 +103,7 @@ class Engine:
             The flat outputs of the model (its loss node last, when the graph has a loss function outside the model), on every
             rank of the plan; nothing on the others.
         """
-        found = self._run(leaves, False, (0, 0, 0))
+        found = self._run(leaves, False, (0, 0))
         if self.ranks.replica is None:
             return []
         return [self._everywhere(found.get(number), item) for number, item in enumerate(self._outputs())]
@@ -117,7 +117,7 @@ class Engine:
         alone = joint.loss is not None and not any(item is joint.loss for item in joint.outputs)
         return [*joint.outputs, joint.loss] if alone else [*joint.outputs]
 
-    def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int, int]) -> dict[Any, torch.Tensor]:
+    def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:
         """A step; returns what this process has of the loss or the outputs, and the gradients that it owns."""
         ranks, joint = self.ranks, self.placement.joint
         if ranks.replica is None:

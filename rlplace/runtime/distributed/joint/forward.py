@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.assign import check_same_ops
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, autocast_state, forward_graph, input_signature
-from rlplace.runtime.distributed.graph.randomness import current_key, random_key
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, flat_inputs
+from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import place_joint_graph
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.two_parts import TwoParts, two_parts
 from rlplace.runtime.held import first_names
 
-Key = tuple[int, int, int]
+Key = tuple[int, int]
 
 
 class PlacedForward:
@@ -53,30 +53,21 @@ class PlacedForward:
         self.__signature__ = inspect.signature(model.forward)
         self._model, self._plan, self._devices = model, plan, devices
         self._holder = _holders(model)
-        self._modules = list(model.modules())
-        self._graphs: dict[Hashable, PlacedGraph] = {}
+        self._trace = Graphs()
+        self._graphs: dict[ForwardGraph, PlacedGraph] = {}
         self.owners: dict[str, int] = {}
-        source = self._trace(args, kwargs)
-        check_same_ops(source, set(device_of_op(plan)))
-        key, leaves = self._signature(args, kwargs)
-        first = self._graphs[key] = PlacedGraph(self, source)
-        self.copies = first.parts([*first.held(), *leaves], first.guess).copies
+        first = self._graph(args, kwargs)
+        check_same_ops(first.source, set(device_of_op(plan)))
+        self.copies = first.parts([*first.held(), *flat_inputs(args, kwargs)], first.guess).copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key, leaves = self._signature(args, kwargs)
-        if key not in self._graphs:
-            self._graphs[key] = PlacedGraph(self, self._trace(args, kwargs))
-        graph = self._graphs[key]
-        return pytree.tree_unflatten(graph(leaves), graph.source.out_spec)
+        graph = self._graph(args, kwargs)
+        return pytree.tree_unflatten(graph(flat_inputs(args, kwargs)), graph.source.out_spec)
 
-    def _signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any]]:
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        modes = tuple(module.training for module in self._modules)
-        return (input_signature(leaves, strides=True), str(spec), modes, autocast_state()), leaves
-
-    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardGraph:
+    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlacedGraph:
         with _without_placed_forward(self._model):
-            return forward_graph(self._model, args, kwargs)
+            source = self._trace(self._model, args, kwargs, None, None)
+        return self._graphs.setdefault(source, PlacedGraph(self, source))
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer."""
@@ -121,8 +112,8 @@ class PlacedGraph:
 
     def parts(self, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
         """The graph that differentiates some outputs."""
-        flags = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-        key = (outputs, flags if outputs else ())
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        key = outputs, tuple((tensor.stride(), bool(outputs) and tensor.requires_grad) for tensor in tensors)
         if key not in self._parts:
             count = len(self.names)
             held = dict(zip(self.names, values[:count], strict=True))
@@ -140,7 +131,7 @@ class PlacedGraph:
         for index, name in enumerate(self.names):
             if name in joint.writes:
                 before[index] = values[index].detach().clone()
-        key = current_key() or (int(torch.randint(1 << 62, ()).item()), 0, 0)
+        key = int(torch.randint(1 << 62, ()).item()), 0
         if training and joint.differentiable:
             results = list(_Step.apply(self, parts, key, *before))
         else:

@@ -177,15 +177,13 @@ def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Na
 
     The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
     """
-    nothing: list[nn.Parameter] = []
+    trained, nothing = model.named_parameters(), None
     if isinstance(model, DistributedModel):
-        known = {id(parameter): name for name, parameter in model.trained()}
-        nothing = [model.nothing]
-    else:
-        known = {id(parameter): name for name, parameter in model.named_parameters()}
+        trained, nothing = model.trained(), model.nothing
+    known = {id(parameter): name for name, parameter in trained}
     groups: list[Named] = []
     for group in optimizer.param_groups:
-        parameters = [parameter for parameter in group["params"] if not any(parameter is one for one in nothing)]
+        parameters = [parameter for parameter in group["params"] if parameter is not nothing]
         if any(id(parameter) not in known for parameter in parameters):
             raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
         groups.append([(known[id(parameter)], parameter) for parameter in parameters])

@@ -72,7 +72,7 @@ def save_checkpoint(
 
     Args:
         folder: Holds all checkpoints of a run.
-        model: Distributed, run as a strategy, or plain.
+        model: Distributed or plain.
         optimizer: Updates this rank's parameters.
         step: Training steps done.
         scheduler: Learning rate schedule; its state must be plain data.
@@ -99,7 +99,7 @@ def save_checkpoint(
         "random": dict(zip(("seed", "step"), model.random_state, strict=True)) if isinstance(model, DistributedModel) else None,
         "scheduler": None if scheduler is None else dict(scheduler.state_dict()),
         "extra": dict(extra or {}),
-        "optimizers": _gathered(own, model),
+        "optimizers": gather_objects(own) if together else [own],
     }
     _check_plain(facts)
     with _one_line("written", folder):
@@ -204,15 +204,7 @@ def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All tensors of the model by name; of those that other processes hold only the shapes."""
-    if isinstance(model, DistributedModel):
-        return tensors_of(model.meta_model.state_dict())
-    own = tensors_of(model.state_dict())
-    told = _gathered({name: list(value.shape) for name, value in own.items()}, model)
-    return {name: torch.empty(shape, device="meta") for rank in told for name, shape in rank.items()}
-
-
-def _gathered(own: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    return gather_objects(own) if _together(model) else [own]
+    return tensors_of((model.meta_model if isinstance(model, DistributedModel) else model).state_dict())
 
 
 def _together(model: nn.Module) -> bool:

@@ -11,9 +11,9 @@ _HEAD = """# Equal to the plain model
 
 {kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
 and are compared with the plain model on the whole batch: the loss and every gradient of the first step, parameters and
-buffers after three steps of AdamW; the third adds the gradients of two runs up and clips them, to the same norm.
-`python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table` writes this page); rows are in
-`benchmarks/equality.jsonl`.
+buffers after three steps of AdamW. In {clipped} cells, the newer ones, the third step adds the gradients of two runs up and
+clips them, to the same norm. `python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table` writes
+this page); rows are in `benchmarks/equality.jsonl`.
 
 A figure is the largest difference of any gradient / any trained parameter or buffer, relative to the largest element of its
 tensor. Gradients that are nothing but rounding, such as those of the bias of keys, are compared with 1e-8 of the model's
@@ -42,8 +42,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Largest difference of a gradient {max(row['gradient'] for row in run):.0e}, "
         f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
     )
-    least = max(row[figure] for row in run for figure in ("loss", "norm"))
-    parts = [_HEAD.format(least=least, kinds=len({row["kind"] for row in rows}), summary=summary)]
+    least, clipped = max(max(row["loss"], row.get("norm", 0.0)) for row in run), sum("norm" in row for row in run)
+    parts = [_HEAD.format(least=least, clipped=clipped, kinds=len({row["kind"] for row in rows}), summary=summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
                         ("In host memory", ("offload",))):  # fmt: skip

@@ -1,6 +1,6 @@
 """Times a training step of placements beside the plain model's, in the same processes by turns.
 
-    python benchmarks/placed_step.py [--repeats 15]
+    python benchmarks/placed_step.py [--repeats 15] [--processes 1 2]
 
 On one process: `rlplace.apply` and `rlplace.distribute` with everything on one device. On two processes (gloo, a thread each):
 halves of the ops, while the plain model trains in either process alone. The table has medians over the plain model's.
@@ -31,8 +31,7 @@ from rlplace.zoo import load_model
 
 MODELS = {
     "gpt2, 4 layers of 256": ("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=2000,n_positions=64", 4, 64),
-    "bert, 6 layers of 768": ("hf:bert,num_hidden_layers=6,vocab_size=2000", 4, 64),
-    "inception": ("zoo:inception,image=128", 4, 1),
+    "inception, images of 64": ("zoo:inception,blocks=3,image=64", 4, 1),
 }
 
 
@@ -86,8 +85,9 @@ def worker(rank: int, world: int, store: str, repeats: int) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     options = parser.parse_args(arguments)
-    for world in (1, 2):
+    for world in options.processes:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (world, f"{folder}/store", options.repeats), nprocs=world)
 

@@ -174,7 +174,7 @@ def test_rank_0_asks_and_the_others_serve(tmp_path):
 @pytest.mark.slow
 def test_a_plan_that_kills_the_job_is_known_when_the_job_comes_back(tmp_path):
     path = tmp_path / "m.sqlite"
-    code, _, err = torchrun(2, campaign_worker.__file__, path, restarts=2)
+    code, _, err = torchrun(2, campaign_worker.__file__, path, restarts=2, timeout_s=1200)
     assert code == 0, err
     assert "rank 1" in err and "killed" in err
     with TrialStore(path) as store:

@@ -39,8 +39,9 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory"
 _ENFORCED = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 """Where in torch's source the processor's allocator gave up."""
 
-_STORE_S, _GRACE_S = 10.0, 4.0
-"""What the store may take, and how long a broken connection is looked into where nobody is known to be gone."""
+_STORE_S, _GRACE_S, _DYING_S = 60.0, 4.0, 60.0
+"""What the store may take, and how long a broken connection is looked into where nobody is known to be gone: a process of this
+host loses its connections before it is seen to be gone, on a busy machine long before."""
 
 _TERMINATED, _PARENT_DIED = 128 + signal.SIGTERM, 1
 _GONE = "is gone: it was killed or has crashed"
@@ -69,10 +70,13 @@ class _Job:
         found = self.look(f"member/{rank}")
         return f"rank {rank}" if found is None else str(found["name"])
 
+    def here(self, rank: int) -> bool:
+        return (self.look(f"member/{rank}") or {}).get("host") == platform.node()
+
     def gone(self, rank: int) -> bool:
         """Whether a process of this host has disappeared without a word; of other hosts this is not known."""
         found = self.look(f"member/{rank}")
-        if found is None or found["host"] != platform.node() or self.look(f"ended/{rank}") is not None:
+        if found is None or not self.here(rank) or self.look(f"ended/{rank}") is not None:
             return False
         try:
             with open(f"/proc/{found['pid']}/stat") as file:
@@ -205,7 +209,7 @@ def _cause(job: _Job, error: BaseException) -> str | None:
     job.put(f"lost/{job.rank}", own)
     hangs = any(text in str(error).lower() for text in _TIMED_OUT)
     # Others may have begun to wait later, by as long as their part of a step takes.
-    deadline = time.monotonic() + (max(_GRACE_S, 0.5 * default_timeout_s()) if hangs else _GRACE_S)
+    began_s, hang_s = time.monotonic(), max(_GRACE_S, 0.5 * default_timeout_s())
     while True:
         if job.look("reporters") is not None:
             return None
@@ -217,7 +221,9 @@ def _cause(job: _Job, error: BaseException) -> str | None:
         for rank in others:
             if (ended := job.look(f"ended/{rank}")) is not None:
                 return None if ended else f"{job.name(rank)} has ended its script while {job} waited for {waited.text}"
-        if (hangs and len(others) < 2) or time.monotonic() > deadline:
+        near = [rank for rank in others if own["source"] in (None, rank)]
+        grace_s = hang_s if hangs else _DYING_S if near and all(map(job.here, near)) else _GRACE_S
+        if (hangs and len(others) < 2) or time.monotonic() > began_s + grace_s:
             break
         time.sleep(0.2)
     culprit = blamed(job.rank, {rank: found["source"] for rank, found in lost.items()}, others)

@@ -1,0 +1,430 @@
+"""Predicted against measured step time of whole strategies on emulated hosts: blocks sleep for their priced time.
+
+    sudo python benchmarks/emulated.py                     all rows, about an hour; rows that stand there are not run again
+    sudo python benchmarks/emulated.py --models llama --rates 200mbit
+    sudo python benchmarks/emulated.py --slower 10         devices and links ten times slower, for a machine that has other work
+    python benchmarks/emulated.py --table                  the table of docs/runtime/hosts.md from the rows
+
+Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
+buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the
+load of the machine does not matter while it is far below those times. Three things are as on a GPU and
+other than torch does them on a processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block
+computes, and a reduce-scatter moves the bytes of one, not of an all-reduce. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlplace.cluster.presets import cpu_kind
+from rlplace.cost.timings import rank_correlation
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.schedule import SCHEDULES, V
+from rlplace.strategy.drafts import Draft, Place, plain_draft
+from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
+from tools.hosts.spec import parse_rate
+
+HOSTS, BATCH, SEQ, STEPS = 4, 16, 16, 3
+_LLAMA = "hidden_size=256,intermediate_size=768,num_attention_heads=8,num_key_value_heads=8,num_hidden_layers=8,vocab_size=512"
+MODELS = {
+    "llama": f"hf:llama,{_LLAMA}",
+    "gpt2": "hf:gpt2,n_layer=8,n_embd=256,n_head=8,vocab_size=512,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "bert": "hf:bert,num_hidden_layers=8,hidden_size=256,intermediate_size=1024,num_attention_heads=8,vocab_size=512,"
+    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+}  # fmt: skip
+RATES = ("1gbit", "200mbit", "50mbit")
+FLOPS, BYTES_PER_S = 3e9, 1e9
+"""Of a device whose blocks take far longer than this machine takes for them."""
+ROWS = Path(__file__).with_suffix(".jsonl")
+LIMIT_S = 900
+
+
+def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
+    """Strategies of every kind on the hosts; stages are cut where the forward has done its share."""
+    blocks, every = len(forward_s), tuple(range(HOSTS))
+    done = np.cumsum(forward_s) / sum(forward_s)
+
+    def bounds(stages: int) -> tuple[int, ...]:
+        inner = [int(np.abs(done - part / stages).argmin()) + 1 for part in range(1, stages)]
+        return (0, *inner, blocks)
+
+    def flat(name: str, passes: int, recompute: int = 0, **mesh: int) -> tuple[str, Draft]:
+        place = Place(every[: int(np.prod([mesh.get(axis, 1) for axis in ("replicate", "shard", "tensor")]))], **mesh)
+        size = BATCH // place.data_degree // passes
+        draft = plain_draft((0, blocks), [place], microbatch=(size,), microbatches=(passes,))
+        again = bytes([recompute]) * blocks
+        return f"{name} x{passes}{' full' * (recompute > 0)}", Draft(**{**vars(draft), "recompute": again})
+
+    for passes in (1, 4):
+        yield flat("one device", passes)
+        yield flat("replicate", passes, replicate=4)
+        for level in (1, 2, 3):
+            yield flat(f"shard {level}", passes, shard=4, sharding=level)
+        yield flat("hybrid 3", passes, replicate=2, shard=2, sharding=3)
+        yield flat("tensor", passes, tensor=4)
+        yield flat("tensor + replicate", passes, tensor=2, replicate=2)
+        yield flat("tensor + shard", passes, tensor=2, shard=2, sharding=3)
+        yield flat("two devices", passes, replicate=2)
+    for mesh in ({"replicate": 4}, {"shard": 4, "sharding": 3}, {"tensor": 4}):
+        yield flat(next(iter(mesh)), 1, 2, **mesh)
+    wide = {"replicate": {"replicate": 2}, "shard": {"shard": 2, "sharding": 1}, "tensor": {"tensor": 2}}
+    for schedule, chunks in (
+        ("gpipe", 1), ("1f1b", 1), ("interleaved_zero_bubble", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("zbv", 2),
+    ):  # fmt: skip
+        for places, passes, name, mesh in (
+            (4, 4, "", {}), (4, 8, "", {}), (2, 4, "", {}), *((2, 4, f" + {axis}", sizes) for axis, sizes in wide.items())
+        ):  # fmt: skip
+            if name and schedule not in ("1f1b", "zbv"):
+                continue
+            width = int(np.prod([size for axis, size in mesh.items() if axis != "sharding"]))
+            row = [Place(every[width * at : width * (at + 1)], **mesh) for at in range(places)]
+            turn = list(range(places))
+            order = turn + (turn[::-1] if SCHEDULES[schedule].layout == V else turn) if chunks == 2 else turn
+            size = BATCH // row[0].data_degree // passes
+            draft = plain_draft(
+                bounds(len(order)), row, order, microbatch=(size,), microbatches=(passes,), schedule=schedule
+            )  # fmt: skip
+            yield f"{schedule} {places} x{passes}{name}", draft
+
+
+@cache
+def captured(model: str) -> tuple[Any, ...]:
+    """A model at two batch sizes, and what of it the runtime runs."""
+    import rlplace
+    from rlplace.runtime.native.facts import what_runs
+    from rlplace.zoo import load_model
+
+    graphs = []
+    for batch in (BATCH, BATCH // 4):
+        loaded = load_model(MODELS[model], batch=batch, seq=SEQ)
+        source = {"model": MODELS[model], "batch": batch, "seq": SEQ, "dtype": "fp32", "optimizer": "adam"}
+        graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))
+    return (*graphs, *what_runs(loaded.module, loaded.example_inputs))
+
+
+def asked(model: str, rate: str, slower: float) -> Any:
+    """The planner's question for a model on the hosts."""
+    from rlplace.strategy.plan import ask
+
+    host = cpu_kind(1, 1 << 40, "sleeper")
+    kind = msgspec.structs.replace(
+        host,
+        peak_flops={"float32": FLOPS / slower},
+        memory_bandwidth_bytes_per_s=BYTES_PER_S / slower,
+        **{name: getattr(host, name) * slower for name in ("launch_s", "gemm_half_s", "bandwidth_half_s")},
+    )
+    cluster = cluster_of(HostsSpec(HOSTS, parse_rate(rate) / slower), kinds=[kind] * HOSTS)
+    first, other, why_not, only = captured(model)
+    return ask(first, cluster, BATCH, other=other, why_not=why_not, only=only)
+
+
+def cells(model: str, rate: str, slower: float) -> list[dict[str, Any]]:
+    """Every strategy that runs, with what is predicted and how long its blocks sleep."""
+    from rlplace.strategy.costs import Cut
+    from rlplace.strategy.op_level import OpLevel
+    from rlplace.strategy.search import search
+
+    question = asked(model, rate, slower)
+    costs, finer = question.costs, OpLevel(question, float("inf"))
+    forward_s = costs.passes(0, Cut(BATCH)).forward_s
+    found = dict(drafts(forward_s))
+    found["the planner's pick"] = search(question, calls=1000).ranked[0].draft
+    asked_for = []
+    for name, draft in found.items():
+        try:
+            strategy = draft.strategy(costs.names)
+            reason = None if question.why_not is None else question.why_not(draft)
+            said = question.scores.evaluate(draft)
+            op_level_s = finer.evaluate(draft).step_time_s
+        except InputError as error:
+            reason = str(error)
+        if reason is not None:
+            print(f"{model} {rate} {name}: {reason}", file=sys.stderr)
+            continue
+        sleeps = [_sleeps(costs, draft, stage) for stage in range(draft.stages)]
+        row = {"model": model, "rate": rate, "slower": slower, "name": name}
+        row |= {"predicted_s": op_level_s, "by_blocks_s": said.step_time_s}
+        asked_for.append({**row, "strategy": strategy.to_dict(), "sleeps": sleeps})
+    return asked_for
+
+
+def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
+    """Seconds of a stage's blocks: forward, backward with what runs again, the weights' part of it, and the update."""
+    place = draft.places[draft.place_of_stage[stage]]
+    one = costs.passes(0, place.cut(draft.microbatch[0]))
+    update_s = costs.update_s(0, place.tensor) / (place.shard if place.sharding else 1)
+    blocks = range(draft.bounds[stage], draft.bounds[stage + 1])
+    backward_s = one.backward_s + one.again_s[np.frombuffer(draft.recompute, dtype=np.uint8), np.arange(len(costs.names))]
+    by_block = {costs.names[b]: [one.forward_s[b], backward_s[b], one.weight_s[b]] for b in blocks}
+    return {"blocks": by_block, "update_s": float(sum(update_s[b] for b in blocks)), "tensor": place.tensor}
+
+
+class Sleeper:
+    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.on, self.halves, self.owed_s = clock, False, False, 0.0
+
+    def pay(self, seconds: float, since: float) -> None:
+        """Sleeps the rest of a time, of which this has passed."""
+        self.owed_s += seconds - (self.clock() - since)
+        if self.owed_s > 0:
+            begin = time.perf_counter()
+            time.sleep(self.owed_s)
+            self.owed_s -= time.perf_counter() - begin
+
+    def stretch(self, block: Any, forward_s: float, backward_s: float, weight_s: float) -> None:
+        """Hooks of a block: its forward, and its backward from the gradient of its output to that of its input."""
+        import torch
+        from torch.utils import _pytree as pytree
+
+        begins: list[float] = []
+
+        def first(values: Any) -> Any:
+            return next((v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad), None)
+
+        def backward_s_now() -> float:
+            return backward_s - (weight_s if self.halves else 0.0)
+
+        def before(module: Any, args: Any, kwargs: Any) -> None:
+            begins.append(self.clock())
+
+        def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            since = begins.pop()
+            if not self.on:
+                return
+            self.pay(forward_s, since)
+            taken, made = first((args, kwargs)), first(output)
+            if made is None:
+                return
+            if taken is None:
+                made.register_hook(lambda gradient: self.pay(backward_s_now(), self.clock()))
+            else:
+                entered: list[float] = []
+                made.register_hook(lambda gradient: entered.append(self.clock()))
+                taken.register_hook(lambda gradient: self.pay(backward_s_now(), entered.pop() if entered else self.clock()))
+
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after, with_kwargs=True)
+
+
+def run(cell: dict[str, Any]) -> list[float]:
+    """Seconds of some steps of a strategy, the slowest process of each."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    from rlplace.plan.strategy import Strategy
+    from rlplace.runtime.distributed.job.training import Training
+    from rlplace.zoo import load_model
+
+    strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
+    mine = [sleeps for stage, sleeps in zip(strategy.stages, cell["sleeps"], strict=True) if rank in stage.devices]
+    torch.manual_seed(0)
+    size = strategy.pipelines[0].microbatch[0]
+    loaded = load_model(MODELS[cell["model"]], batch=size, seq=SEQ, device="cpu")
+    sleeper = Sleeper(time.thread_time if mine[0]["tensor"] > 1 else time.perf_counter)
+    modules = dict(loaded.module.named_modules())
+    for sleeps in mine:
+        for path, seconds in sleeps["blocks"].items():
+            sleeper.stretch(modules[path], *seconds)
+    plan = PlacementPlan("0" * 64, "emulated", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
+    options = {"optimizer": "sgd", "lr": 0.0, "loss": loaded.loss}
+    training = Training(loaded.module, plan, loaded.example_inputs, torch.device("cpu"), **options)
+    shared = [modules[path] for sleeps in mine for path in sleeps["blocks"] if isinstance(modules[path], FSDPModule)]
+    for block, following in pairwise(shared):
+        block.set_modules_to_forward_prefetch([following])
+    for block in shared:
+        block._set_unshard_async_op(True)
+    weights = [sum(seconds[2] for seconds in sleeps["blocks"].values()) for sleeps in mine]
+    batch = load_model(MODELS[cell["model"]], batch=BATCH, seq=SEQ, device="cpu").example_inputs
+    update = training.optimizer.step
+
+    def slow_update() -> None:
+        for work in PENDING:
+            work.wait()
+        PENDING.clear()
+        begin = sleeper.clock()
+        update()
+        sleeper.pay(sum(sleeps["update_s"] for sleeps in mine), begin)
+
+    training.optimizer.step = slow_update
+    CHUNKS.update(sleeper=sleeper, weights=weights)
+    seconds = []
+    for step in range(STEPS + 1):
+        sleeper.on, sleeper.owed_s = True, 0.0
+        dist.barrier()
+        begin = time.perf_counter()
+        training.step(batch)
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        if step:
+            seconds.append(took.item())
+    return seconds
+
+
+PENDING: list[Any] = []
+CHUNKS: dict[str, Any] = {}
+
+
+def as_a_gpu() -> None:
+    """Reductions of `fully_shard` run beside what is computed; halves of a backward sleep for their own part."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.pipelining import PipelineStage
+
+    def scatter(output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        moved = torch.empty_like(input)  # the messages of a ring's reduce-scatter; gloo would reduce everything everywhere
+        PENDING.append(dist.all_gather_single(moved, output, group=group, async_op=True))
+
+    def reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        PENDING.append(dist.all_reduce(tensor, group=group, async_op=True))
+
+    beside = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce}
+    collectives.dist = SimpleNamespace(**{**vars(dist), **beside})
+    first, second = PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk
+
+    def backward(self: Any, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:
+        CHUNKS["sleeper"].halves = not full_backward
+        return first(self, number, loss, full_backward, last_backward)
+
+    def weights(self: Any, number: int, last_backward: bool = False) -> Any:
+        sleeper, begin = CHUNKS["sleeper"], CHUNKS["sleeper"].clock()
+        sleeper.halves = True
+        result = second(self, number, last_backward)
+        sleeper.pay(CHUNKS["weights"][sorted(CHUNKS["stages"]).index(self.stage_index)], begin)
+        return result
+
+    PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk = backward, weights
+
+
+def worker(path: str) -> None:
+    """One process: all cells of a file, one after the other."""
+    import torch
+    import torch.distributed as dist
+
+    from rlplace.runtime.distributed.ranks import start_group
+
+    torch.set_num_threads(1)
+    start_group("gloo", LIMIT_S)
+    as_a_gpu()
+    for cell in json.loads(Path(path).read_text()):
+        rank = dist.get_rank()
+        CHUNKS["stages"] = [n for n, stage in enumerate(_stages(cell)) if rank in stage["devices"]]
+        seconds = run(cell)
+        if rank == 0:
+            print(json.dumps({"name": cell["name"], "step_s": seconds}), flush=True)
+    dist.destroy_process_group()
+
+
+def _stages(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    stages: list[dict[str, Any]] = cell["strategy"]["stages"]
+    return stages
+
+
+def measure(asked_for: list[dict[str, Any]], rate: str, slower: float) -> None:
+    """Runs cells on the hosts and appends their rows; where one fails, the others go on in another launch."""
+    left = list(asked_for)
+    while left:
+        done: dict[str, list[float]] = {}
+
+        def keep(rank: int, host: int, stream: int, line: str, done: Any = done, left: Any = left) -> None:
+            if stream == 1 and line.startswith("{"):
+                told = json.loads(line)
+                done[told["name"]] = told["step_s"]
+                cell = next(cell for cell in left if cell["name"] == told["name"])
+                row = {key: cell[key] for key in ("model", "rate", "slower", "name", "predicted_s", "by_blocks_s")}
+                with ROWS.open("a") as file:
+                    file.write(json.dumps({**row, "step_s": told["step_s"]}) + "\n")
+                print(f"{row['model']} {rate} {row['name']}: {told['step_s']} predicted {row['predicted_s']:.3f}", flush=True)
+            elif stream == 2:
+                print(f"[{rank}] {line}", file=sys.stderr)
+
+        count = _width(left[0])  # processes are as many as devices
+        batch = [cell for cell in left if _width(cell) == count]
+        with tempfile.TemporaryDirectory() as folder, emulated_hosts(HostsSpec(count, parse_rate(rate) / slower)) as hosts:
+            path = Path(folder) / "cells.json"
+            path.write_text(json.dumps(batch))
+            command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(path)]
+            with launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=keep) as job:
+                try:
+                    job.wait(LIMIT_S * 4)
+                    job.check()
+                except Exception as error:
+                    print(f"{rate}: {error}", file=sys.stderr)
+        failed = next((cell["name"] for cell in batch if cell["name"] not in done), None)
+        if failed is not None:
+            print(f"left out: {batch[0]['model']} {rate} {failed}", file=sys.stderr)
+        left = [cell for cell in left if cell["name"] not in (*done, failed)]
+
+
+def _width(cell: dict[str, Any]) -> int:
+    return len({device for stage in _stages(cell) for device in stage["devices"]})
+
+
+def rows() -> list[dict[str, Any]]:
+    """What was measured so far."""
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def table() -> None:
+    """The rows by model and rate."""
+    groups = defaultdict(list)
+    for row in rows():
+        found = row["predicted_s"], float(np.median(row["step_s"])), row["name"]
+        groups[row["model"], row["rate"], row["slower"]].append(found)
+    print("| model, links | plans | rank correlation | mean error | pick above the fastest |")
+    print("|---|---|---|---|---|")
+    for (model, rate, slower), found in groups.items():
+        predicted, measured, _ = zip(*found, strict=True)
+        error = np.mean([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
+        pick = min(found)[1] / min(measured) - 1
+        where = f"{model}, {rate}" + (f", all {slower:g} times slower" if slower != 1 else "")
+        correlation = rank_correlation(predicted, measured)
+        print(f"| {where} | {len(found)} | {correlation:.3f} | {100 * error:.1f} % | {100 * pick:.1f} % |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--slower", type=float, default=1.0)
+    parser.add_argument("--names", nargs="+", help="only these strategies")
+    parser.add_argument("--list", action="store_true", help="predictions alone")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args.worker)
+    if args.table:
+        return table()
+    known = {(row["model"], row["rate"], row["slower"], row["name"]) for row in rows()}
+    for model in args.models:
+        for rate in args.rates:
+            found = [c for c in cells(model, rate, args.slower) if (model, rate, args.slower, c["name"]) not in known]
+            found = [c for c in found if not args.names or c["name"] in args.names]
+            if args.list:
+                for cell in sorted(found, key=lambda c: c["predicted_s"]):
+                    print(f"{model} {rate} {cell['name']:40} {cell['predicted_s']:8.3f} {cell['by_blocks_s']:8.3f}")
+            elif found:
+                measure(found, rate, args.slower)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.runtime.distributed.job.recipe import Recipe, recipe_of
+from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.blocks import owner, units
 from rlplace.runtime.native.capture import observe
 from rlplace.runtime.native.facts import model_facts
@@ -75,12 +76,7 @@ def ask(plan: PlacementPlan) -> Asked:
     if recipe.model.startswith("zoo:"):
         raise InputError(f"export: {recipe.model} is a model of rlplace's own, which a script without rlplace cannot build")
     loaded = recipe.build("meta", seed=0, batch=pipeline.microbatch[0])
-    if isinstance(loaded.example_inputs, tuple):
-        from rlplace.runtime.distributed.strategy_model import keyword_inputs
-
-        inputs = keyword_inputs(loaded.module, loaded.example_inputs)
-    else:
-        inputs = dict(loaded.example_inputs)
+    inputs = keyword_inputs(loaded.module, loaded.example_inputs)
     found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
         results, calls = observe(loaded.module, inputs, {"": loaded.module, **found})

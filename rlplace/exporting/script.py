@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import chain
 
 import torch
+from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.exporting.asked import Asked, ask
@@ -21,6 +22,8 @@ from rlplace.runtime.native.blocks import tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.mesh import AXES
+from rlplace.runtime.native.ties import copies_of
+from rlplace.runtime.native.wrap import stands_alone
 from rlplace.schedule import ONE, SCHEDULES
 
 _OPTIMIZERS = {"sgd": "SGD({}, lr=LR)", "momentum": "SGD({}, lr=LR, momentum=0.9)", "adam": "Adam({}, lr=LR)"}
@@ -93,11 +96,7 @@ def _stage_constants(asked: Asked, stages: list[StageGraph]) -> dict[str, str]:
     pipeline = asked.pipeline
     rows = "".join(f"    {numbered(asked.blocks_of(stage))},\n" for stage in pipeline.stages)
     held = [[n for n, stage in enumerate(pipeline.stages) if stage.devices == place] for place in pipeline.device_sets]
-    ties = []
-    for names in tied_names(asked.model):
-        own = {n: next((name for name in names if name in stage.parameters), None) for n, stage in enumerate(stages)}
-        if len(copies := {n: name for n, name in own.items() if name is not None}) > 1:
-            ties.append(copies)
+    ties = [copies for names in tied_names(asked.model) if len(copies := copies_of(names, stages)) > 1]
     taken = stages[1].taken[0]
     constants = {"STAGES": f"[\n{rows}]", "HELD": f"{held}  # stages of each place of the pipeline"}
     constants["HIDDEN"] = f"{{'size': {tuple(taken.shape)}, 'dtype': {taken.dtype}}}  # what stages hand on".replace("'", '"')
@@ -155,7 +154,12 @@ def _data_axes(asked: Asked, names: str) -> list[str]:
     else:
         axes = '"replicate", "shard"' if stage.axis("replicate") > 1 else '"shard"'
         call = f"fully_shard({{}}, mesh=mesh[{axes}], reshard_after_forward={stage.sharding == 3}{{}})"
-    alone = [path for one in asked.pipeline.stages for path in _stand_alone(asked, asked.blocks_of(one))]
+    held = {
+        path: nn.ModuleList(asked.units[p] for p in paths)
+        for paths in map(asked.blocks_of, asked.pipeline.stages)
+        for path in paths
+    }
+    alone = [path for path, others in held.items() if stands_alone(others, asked.units[path])]
     offloaded = set(stage.offload)
     lines = []
     policy = ', offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu")'
@@ -165,13 +169,6 @@ def _data_axes(asked: Asked, names: str) -> list[str]:
             lines.append(f"    {call.format('model.get_submodule(name)', extra)}")
     everything = offloaded and len(offloaded) == len(stage.blocks)
     return [*lines, call.format(root, policy if everything else "")]
-
-
-def _stand_alone(asked: Asked, paths: list[str]) -> list[str]:
-    """Blocks that are worth a group of their own: they have a matrix, and no parameter that another block has."""
-    held = {path: {id(p) for p in asked.units[path].parameters()} for path in paths}
-    matrices = [path for path in paths if any(p.dim() > 1 for p in asked.units[path].parameters())]
-    return [path for path in matrices if not any(held[path] & other for name, other in held.items() if name != path)]
 
 
 def _mesh(asked: Asked) -> tuple[list[str], str]:

@@ -27,8 +27,6 @@ def tensor_lines(asked: Asked, names: str) -> list[str]:
     """
     assert asked.layouts is not None
     sequence, degree = asked.stage.sequence_parallel, asked.stage.axis("tensor")
-    if sequence and asked.layouts.length % degree:
-        raise InputError(f"export: {asked.layouts.length} positions cannot be split over {degree} processes")
     blocks: dict[str, list[str]] = {}
     entries = [f"{path}.{region.entry}" for path, b in asked.layouts.blocks.items() for region in b.regions if region.entry]
     watched = {name: asked.model.get_submodule(name) for name in (*asked.layouts.blocks, *entries)}

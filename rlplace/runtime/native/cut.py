@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
-from rlplace.runtime.aliases import shared_memory, written_by
+from rlplace.runtime.aliases import get_attr, shared_memory, written_by
+from rlplace.runtime.held import rewrite_devices
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.follow import draws
@@ -128,13 +128,7 @@ def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: M
 
 
 def _is_parameter(captured: Captured, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(captured.module, str(node.target)), nn.Parameter)
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
+    return node.op == "get_attr" and isinstance(get_attr(captured.module, str(node.target)), nn.Parameter)
 
 
 def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node]:
@@ -142,7 +136,7 @@ def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
         own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
-        held = node.op == "get_attr" and getattr(_attribute(captured.module, node.target), "requires_grad", False)
+        held = node.op == "get_attr" and getattr(get_attr(captured.module, node.target), "requires_grad", False)
         value = node.meta.get("val")
         whole = not isinstance(value, torch.Tensor) or value.is_floating_point()
         detached = getattr(node.target, "_opname", "") == "detach"
@@ -205,12 +199,12 @@ def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.T
 def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
     """A stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved there."""
     made = fx.GraphModule(captured.module, stage.graph)
-    for inner in (made, *made.children()):
-        if isinstance(inner, fx.GraphModule):
-            _on_device(inner, device)
+    for node in made.graph.nodes:
+        rewrite_devices(node, device)
+    made.recompile()
     saved = set(captured.model.state_dict())
     for node in stage.graph.nodes:
-        value = _attribute(made, node.target) if node.op == "get_attr" else None
+        value = get_attr(made, node.target) if node.op == "get_attr" else None
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
             place, _, name = node.target.rpartition(".")
             made.get_submodule(place)._non_persistent_buffers_set.add(name)
@@ -235,17 +229,8 @@ def same_held(again: Captured, first: Captured, device: torch.device) -> None:
             )
         place, _, name = str(node.target).rpartition(".")
         try:
-            value = _attribute(first.module, str(node.target))
+            value = get_attr(first.module, str(node.target))
         except AttributeError:  # a constant of this record
-            value = _attribute(again.module, str(node.target))
+            value = get_attr(again.module, str(node.target))
         if isinstance(value, torch.Tensor):
             setattr(again.module.get_submodule(place), name, value.to(device))
-
-
-def _on_device(module: fx.GraphModule, device: torch.device) -> None:
-    """Ops that make tensors make them there, not where the forward was recorded."""
-    for node in module.graph.nodes:
-        node.args, node.kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda leaf: device if isinstance(leaf, torch.device) else leaf
-        )
-    module.recompile()

@@ -20,9 +20,21 @@ from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
 from rlplace.runtime.native.why_not import ModelFacts, why_not
 
 
-def model_facts(model: nn.Module, layouts: ModelLayouts | None = None) -> ModelFacts:
-    """Looks at the modules of a model, and at its layouts where they are known; nothing is run."""
-    return _facts(model, None, layouts)
+def model_facts(model: nn.Module, layouts: ModelLayouts | None = None, no_cut: str | None = None) -> ModelFacts:
+    """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
+    ties = tied_names(model)
+    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut, sync_norm=has_sync_norm(model))
+    if layouts is None:
+        return facts
+    return replace(
+        facts,
+        no_tensor=layouts.no_tensor,
+        tensor_parts=layouts.parts,
+        no_sequence=layouts.no_sequence,
+        layouts=layouts.by_module(),
+        vocabulary=layouts.vocabulary,
+        positions=layouts.length,
+    )
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
@@ -39,8 +51,8 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         blocks = tuple(path for path in called if path in known)
         stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
-        return _facts(model, str(error), None)
-    facts = _facts(model, None, find_layouts(captured.units, captured.calls))
+        return model_facts(model, no_cut=str(error))
+    facts = model_facts(model, find_layouts(captured.units, captured.calls))
     return replace(facts, blocks=blocks, no_samples=_no_samples(stages, inputs))
 
 
@@ -74,18 +86,3 @@ def _needed(model: nn.Module, ties: Sequence[Sequence[str]]) -> tuple[str, ...]:
     tied = {name for names in ties for name in names}
     held = {path: model.get_submodule(path).named_parameters(path) for path in block_names(model)}
     return tuple(path for path, parameters in held.items() if any(name not in tied for name, _ in parameters))
-
-
-def _facts(model: nn.Module, no_cut: str | None, layouts: ModelLayouts | None) -> ModelFacts:
-    ties = tied_names(model)
-    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut, sync_norm=has_sync_norm(model))
-    if layouts is None:
-        return facts
-    return replace(
-        facts,
-        no_tensor=layouts.no_tensor,
-        tensor_parts=layouts.parts,
-        no_sequence=layouts.no_sequence,
-        layouts=layouts.by_module(),
-        vocabulary=layouts.vocabulary,
-    )

@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from rlplace.graph.export import module_path
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.plan.strategy import Stage
 from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.follow import RefusedError, draws
 from rlplace.runtime.native.layouts import BlockGraph, Region, block_graph, common_parts, regions
+from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.sequence import sequence_modules
 from rlplace.runtime.native.streams import check_draws
 from rlplace.runtime.native.tensor import Layouts, Trial
@@ -230,10 +232,7 @@ def _trial(
             layouts = Trial(degree, sequence)
             layouts.regions(copied, found, positions)
             if sequence:
-                hidden = next(
-                    leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-                )
-                layouts.split(copied, hidden.shape[-1])
+                layouts.split(copied, _activation(call).shape[-1])
             wanted = pytree.tree_leaves(whole(*args, **kwargs))[0]
             with _Views() as views:
                 made = pytree.tree_leaves(copied(*args, **kwargs))[0]
@@ -245,8 +244,10 @@ def _trial(
     return None if _same_views(graph, found, views.shapes, degree) else "on parts its views have other shapes than a part has"
 
 
-def lay_out(layouts: Layouts, found: ModelLayouts, units: Mapping[str, nn.Module], degree: int) -> None:
-    """Puts the layouts of some units in place."""
+def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str, nn.Module], captured: Captured | None) -> None:
+    """Puts the layouts of some units in place; what was captured is looked at for sequence parallelism alone."""
+    degree = stage.axis("tensor")
+    layouts = Layouts(place.mesh["tensor"], stage.sequence_parallel, place.device)
     for path, module in units.items():
         if path in found.blocks:
             layouts.regions(module, found.blocks[path].regions, found.blocks[path].positions)
@@ -255,10 +256,9 @@ def lay_out(layouts: Layouts, found: ModelLayouts, units: Mapping[str, nn.Module
             layouts.embedding(module)
         elif path in found.vocabulary and isinstance(module, nn.Linear) and module.out_features % degree == 0:
             layouts.head(module)
-
-
-def split_sequence(layouts: Layouts, found: ModelLayouts, captured: Captured, units: Mapping[str, nn.Module]) -> None:
-    """Splits activations where a run of blocks begins, and joins them where it ends."""
+    if not stage.sequence_parallel or captured is None:
+        return
+    # Activations are split where a run of blocks begins, and joined where it ends.
     inside = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in units]
     inside = [node for node in inside if node.target in found.blocks]
     after = {node: _handed_on(node, inside) for node in inside}

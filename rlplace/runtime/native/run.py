@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
-from rlplace.plan.strategy import Pipeline, Stage, Strategy
+from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
@@ -24,9 +24,8 @@ from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, check_same, find_place
-from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out, split_sequence
+from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out
 from rlplace.runtime.native.pipeline import PipelineRun, Recorded, StageModule
-from rlplace.runtime.native.tensor import Layouts
 from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import minor_version, why_not
 from rlplace.runtime.native.wrap import wrap_stage
@@ -65,10 +64,6 @@ def prepare(
     reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
     if reason is not None:
         raise InputError(f"native: {reason}")
-    length = 0 if layouts is None else layouts.length
-    for stage in strategy.stages:
-        if stage.sequence_parallel and length % (degree := stage.axis("tensor")):
-            raise InputError(f"native: {length} positions cannot be split over {degree} processes; pad them to a multiple")
     place = find_place(strategy, device_type)
     check_same(model)
     meta = meta_copy(model)
@@ -82,19 +77,9 @@ def prepare(
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
     if layouts is not None:
-        _lay_out(layouts, captured, found, stage, place)
+        lay_out(place, stage, layouts, found, captured)
     root = wrap_stage(model, found, stage, place, pipelined=False)
     return make({0: model}, Accumulation(root, place.device, every_pass=stage.sharding > 1), roots=[model])
-
-
-def _lay_out(
-    layouts: ModelLayouts, captured: Captured | None, found: Mapping[str, nn.Module], stage: Stage, place: Place
-) -> None:
-    put = Layouts(place.mesh["tensor"], stage.sequence_parallel, place.device)
-    lay_out(put, layouts, found, stage.axis("tensor"))
-    if stage.sequence_parallel:
-        assert captured is not None
-        split_sequence(put, layouts, captured, found)
 
 
 def _pipelined(
@@ -125,7 +110,7 @@ def _pipelined(
         own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
-            _lay_out(layouts, captured, inside, pipeline.stages[number], place)
+            lay_out(place, pipeline.stages[number], layouts, inside, captured)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
 
     def record(inputs: Batch) -> Recorded:

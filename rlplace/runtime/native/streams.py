@@ -28,23 +28,14 @@ def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
         place: Of this process.
     """
     seed, step = random_state
-    before = _states(place.device)
-    torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + place.replica) * 1_009 + place.index["pipeline"])
-    try:
+    with _forked(place.device):
+        torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + place.replica) * 1_009 + place.index["pipeline"])
         yield
-    finally:
-        _set(before, place.device)
 
 
-def _states(device: torch.device) -> list[torch.Tensor]:
-    own = [] if device.type == "cpu" else [getattr(torch, device.type).get_rng_state(device)]
-    return [torch.get_rng_state(), *own]
-
-
-def _set(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        getattr(torch, device.type).set_rng_state(state, device)
+def _forked(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Puts the states of the processor's and a device's streams back."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 class PartStream:
@@ -57,17 +48,17 @@ class PartStream:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
-        self._before: list[torch.Tensor] = []
+        self._own = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Switches from the group's stream to the process's own."""
         number = int(torch.randint(2**53, ()))
-        self._before = _states(self._device)
+        self._own.enter_context(_forked(self._device))
         torch.manual_seed(number * 1_009 + self._rank)
 
     def end(self) -> None:
         """Switches back, to where the group's stream was left."""
-        _set(self._before, self._device)
+        self._own.close()
 
     def around(self, module: nn.Module) -> None:
         """Makes a module draw all its numbers for parts."""

@@ -118,8 +118,8 @@ class Layouts:
 
     def _enter(self, value: torch.Tensor) -> torch.Tensor:
         """Whole activations for products whose input gradients are partial sums."""
-        given = DTensor.from_local(value, self._mesh, [Shard(SEQUENCE) if self._sequence else Replicate()], run_check=False)
-        return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        given = _moved(self._mesh, value, Shard(SEQUENCE) if self._sequence else Replicate(), Replicate())
+        return given.to_local(grad_placements=[Partial()])
 
     def _leave(self, value: torch.Tensor, bias: Any) -> torch.Tensor:
         """The sum of partial products, split along the sequence where that is asked for, and the bias."""
@@ -127,9 +127,7 @@ class Layouts:
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        wanted: Placement = Shard(SEQUENCE) if self._sequence else Replicate()
-        total = DTensor.from_local(value, self._mesh, [Partial()], run_check=False)
-        return total.redistribute(placements=[wanted]).to_local()
+        return _moved(self._mesh, value, Partial(), Shard(SEQUENCE) if self._sequence else Replicate()).to_local()
 
     def split(self, block: nn.Module, width: int) -> None:
         """The block is handed whole activations: it takes its part of the sequence."""
@@ -140,12 +138,10 @@ class Layouts:
         block.register_forward_hook(lambda module, args, output: _on_first(self._to_whole, output))
 
     def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
-        whole = DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+        return _moved(self._mesh, value, Replicate(), Shard(SEQUENCE)).to_local()
 
     def _to_whole(self, value: torch.Tensor) -> torch.Tensor:
-        parts = DTensor.from_local(value, self._mesh, [Shard(SEQUENCE)], run_check=False)
-        return parts.redistribute(placements=[Replicate()]).to_local()
+        return _moved(self._mesh, value, Shard(SEQUENCE), Replicate()).to_local()
 
 
 class Trial(Layouts):
@@ -165,6 +161,10 @@ class Trial(Layouts):
 
     def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
         return value.chunk(self._degree, SEQUENCE)[0]
+
+
+def _moved(mesh: DeviceMesh, value: torch.Tensor, before: Placement, after: Placement) -> DTensor:
+    return DTensor.from_local(value, mesh, [before], run_check=False).redistribute(placements=[after])
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:
@@ -221,8 +221,7 @@ def _row(module: Any, transposed: bool, leave: Callable[..., torch.Tensor], valu
 
 def _gathered_column(module: Any, mesh: DeviceMesh, value: torch.Tensor) -> torch.Tensor:
     whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    made = DTensor.from_local(_column(module, False, _as_it_is, None, whole), mesh, [Shard(value.dim() - 1)], run_check=False)
-    return made.redistribute(placements=[Replicate()]).to_local()
+    return _moved(mesh, _column(module, False, _as_it_is, None, whole), Shard(value.dim() - 1), Replicate()).to_local()
 
 
 def _embed(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
@@ -233,7 +232,7 @@ def _embed(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
     rows = F.embedding(torch.where(held, own, 0), weight) * held.unsqueeze(-1)
     if padding is not None:
         rows = torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
-    return DTensor.from_local(rows, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    return _moved(mesh, rows, Partial(), Replicate()).to_local()
 
 
 def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -26,6 +26,12 @@ class _Tie:
     group: Any
 
 
+def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, str]:
+    """By number of the stages that have a copy of a tied parameter, its name there."""
+    held = {n: next((name for name in names if name in stage.parameters), None) for n, stage in enumerate(stages)}
+    return {number: name for number, name in held.items() if name is not None}
+
+
 class Ties:
     """The ties that stages part. Every process of the job makes it, because it makes process groups.
 
@@ -40,11 +46,7 @@ class Ties:
         self._ties: list[_Tie] = []
         self._unlike, self._processes = pipeline.unlike_meshes, place.mesh.size()
         for names in ties:
-            held = (
-                (number, next((name for name in names if name in stage.parameters), None))
-                for number, stage in enumerate(stages)
-            )
-            name_of_stage = {number: name for number, name in held if name is not None}
+            name_of_stage = copies_of(names, stages)
             if len(name_of_stage) < 2:
                 continue
             held_by = dict.fromkeys(pipeline.stages[stage].devices for stage in name_of_stage)

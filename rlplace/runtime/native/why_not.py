@@ -37,6 +37,7 @@ class ModelFacts:
         vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
         sync_norm: A module computes statistics over all processes of the job.
         no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
+        positions: Of the sequence that blocks are handed; 0 when nobody looked.
     """
 
     blocks: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class ModelFacts:
     vocabulary: tuple[str, ...] = ()
     sync_norm: bool = False
     no_samples: str | None = None
+    positions: int = 0
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
@@ -156,5 +158,8 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
     for path, layout in given.items():
         if facts.layouts.get(path, layout) != layout or layout not in ("column", "row"):
             yield f"the layout {layout!r} of {path} is not run: {facts.layouts.get(path, 'column or row')} is; leave it out"
-    if facts.no_sequence is not None and any(stage.sequence_parallel for stage in pipeline.stages):
-        yield f"no sequence parallelism: {facts.no_sequence}"
+    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages if stage.sequence_parallel}):
+        if facts.no_sequence is not None:
+            yield f"no sequence parallelism: {facts.no_sequence}"
+        if facts.positions % degree:
+            yield f"{facts.positions} positions cannot be split over {degree} processes; pad them to a multiple"

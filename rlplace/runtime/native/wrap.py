@@ -80,7 +80,7 @@ def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, p
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim)
     for path, block in blocks.items():
-        if _stands_alone(root, block):
+        if stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
@@ -98,7 +98,7 @@ def offload(what: str | None, device: torch.device) -> OffloadPolicy:
     return OffloadPolicy() if what is None else CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
-def _stands_alone(root: nn.Module, block: nn.Module) -> bool:
+def stands_alone(root: nn.Module, block: nn.Module) -> bool:
     """Whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root has."""
     own = {id(parameter): parameter for parameter in block.parameters()}
     if not any(parameter.dim() > 1 for parameter in own.values()):

@@ -142,10 +142,8 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     """Matches the plan's devices with the processes of the default process group.
 
     Raises:
-        InputError: Too few processes, or no process group.
+        InputError: Too few processes.
     """
-    if not dist.is_initialized():
-        raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     world = dist.get_world_size()
     used = devices_of(plan)
     if world < used:

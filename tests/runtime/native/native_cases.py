@@ -9,7 +9,8 @@ T5 = (
     *("decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head"),
 )
 DEEP = tuple(f"layers.{n}" for n in range(8))
-BLOCKS = {"llama": LLAMA, "gpt2": GPT2, "t5": T5, "deep": DEEP}
+OWN = ("embed", *(f"layers.{n}" for n in range(4)), "head")
+BLOCKS = {"own": OWN, "llama": LLAMA, "gpt2": GPT2, "t5": T5, "deep": DEEP}
 
 
 def layers(blocks):

@@ -47,6 +47,45 @@ def t5():
     return T5ForConditionalGeneration(config)
 
 
+class Doubled(torch.autograd.Function):
+    """Has a gradient of its own, which export would lose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Branching(torch.nn.Linear):
+    """Looks at values, which export cannot follow."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return Doubled.apply(x) if x.abs().max() > 0 else x.relu()
+
+
+class Own(torch.nn.Module):
+    """A model as users write them; a parameter is read between blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.layers = torch.nn.ModuleList(Branching(8, 8) for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.full((8,), 0.1))
+        self.head = torch.nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x) + x
+        return CausalLMOutput(logits=self.head(x * self.scale))
+
+
 SLOW_IMPORTS = (
     "rlplace.runtime.native.run",
     "torch.export",
@@ -56,7 +95,7 @@ SLOW_IMPORTS = (
     "torch._inductor.config",
 )
 
-MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5}
+MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5, "own": Own}
 
 
 def make(name):
@@ -113,7 +152,7 @@ def own_gradients(native):
 def run_case(name, strategy, plain, steps=3):
     strategy = Strategy.from_dict(strategy)
     native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch(name).items()})
-    optimizer = torch.optim.AdamW(native.parameter_groups(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(native.parameter_groups(), lr=1e-2, foreach=name != "own", fused=name == "own")
     value, gradients, last_norm, parameters = plain
     result = {}
     for step in range(steps):

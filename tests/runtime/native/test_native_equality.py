@@ -1,7 +1,7 @@
 """Strategies on four processes give the loss, the gradients and the trained parameters of the plain model.
 
 All cases run in one launch; a case is a model and a strategy, in double precision. They are strategies that the matrix has not,
-under foreach optimizers. `test_native_matrix` runs cells of the matrix.
+under foreach and fused optimizers. `test_native_matrix` runs cells of the matrix.
 """
 
 import native_worker
@@ -31,6 +31,8 @@ CASES = {
     "unlike degrees, tied": ("gpt2", chain("gpt2", [(0, 1), (2,), (3,)], "1f1b", **NARROW)),
     "unlike axes in a loop, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", mesh=PAIR * 2, sharding=[1, 0] * 2)),
     "unlike axes in a v": ("llama", chain("llama", TURN, "zbv", mesh=[*PAIR, *PAIR[::-1]], sharding=[1, 0, 0, 1])),
+    "gathered again, blocks that look at values": ("own", flat("own", {"replicate": 2, "shard": 2}, 3)),
+    "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }
 

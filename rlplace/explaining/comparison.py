@@ -65,7 +65,7 @@ def side_lines(a: Side, b: Side) -> list[str]:
 
 def _relative(here: float | None, there: float | None) -> str:
     """What the second takes more than the first."""
-    if here is None or there is None or here == 0:
+    if here is None or there is None or here <= 1e-12 * there:  # nothing, but for rounding
         return ""
     return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
 

@@ -1,4 +1,4 @@
-"""A `Case`: a problem and how its step is executed, as the agent is trained, tuned and tested on them."""
+"""A `Case`: a problem that the agent is trained, tuned or tested on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
 from rlplace.simulator import default_priority
 
@@ -22,7 +21,6 @@ class Case:
         name: Unique in its set.
         family: Model family, such as ``zoo:dlrm`` or ``synthetic:layered``.
         problem: The priced graph.
-        execution: Micro-batches and schedule of the step.
         branchy: Whether the graph offers parallel work, see `is_branchy`.
         unseen_cluster: The cluster has a size, a kind of device or a topology that training never draws, see
             `rlplace.agents.problems.graphs`.
@@ -31,12 +29,11 @@ class Case:
     name: str
     family: str
     problem: Problem
-    execution: Execution = PLAIN
     branchy: bool = False
     unseen_cluster: bool = False
 
 
 def is_branchy(problem: Problem) -> bool:
-    """Whether the mean work of one micro-batch is at least `BRANCHY` times its critical path without communication."""
+    """Whether the mean work is at least `BRANCHY` times its critical path without communication."""
     work = float(np.nanmean(problem.time_s, axis=1).sum())
     return work >= BRANCHY * float(default_priority(problem).max())

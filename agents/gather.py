@@ -81,7 +81,7 @@ def check_labels(source: CaseSource, folder: Path, *, states: int, moves: int, s
     if source.count == 0:
         raise InputError("no problem to train on")
     shown = [source.case(number) for number in range(source.count or 1)]
-    facts = [[case.problem.fingerprint, case.execution.microbatches, case.execution.schedule] for case in shown]
+    facts = [case.problem.fingerprint for case in shown]
     origin = {"problems": source.name, "cases": fingerprint({"cases": facts}), "states": states, "moves": moves, "seed": seed}
     path = folder / "origin.json"
     if not path.exists():

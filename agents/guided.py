@@ -77,7 +77,7 @@ def _compile(stamp):
     @entry
     def search(
         simulation, trial, facts, view, tables, weights, plan, best, score, counts, state, keys, seen, shares, ptr,
-        groups, targets, kinds, table, logits, calls, microbatches, noise, tries, stale, fill, hot, cooling, patience,
+        groups, targets, kinds, table, logits, calls, noise, tries, stale, fill, hot, cooling, patience,
         progress, slope, kick,
     ):  # fmt: skip
         """Makes `calls` simulations, fewer when no move is found; returns how many.
@@ -104,7 +104,6 @@ def _compile(stamp):
             table: See `move_features`.
             logits: float32 [K].
             calls: How many.
-            microbatches: Micro-batches of the step.
             noise: Scale of the Gumbel noise on the scores.
             tries: Moves that are tried before others are drawn.
             stale: Moves that may be made before the plan is looked at again.
@@ -118,7 +117,7 @@ def _compile(stamp):
         """
         _ = stamp
         t = Tables(*tables)
-        graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s = simulation
+        graph, work, ranks, position, rows, outcome, step_s, peak, busy_s = simulation
         w = r.Work(*work)
         own_groups, own_targets = np.zeros(max(len(plan), 8), dtype=np.int32), np.zeros(max(len(plan), 8), dtype=np.int32)
         key = np.uint64(0)
@@ -128,7 +127,7 @@ def _compile(stamp):
         used, empty = 0, 0
         while used < calls and empty < 50:
             if counts[FRESH] == 0:
-                step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+                step, overflow = simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
                 used += 1
                 counts[FRESH] = 1
                 score[STEP], score[OVERFLOW] = step, overflow
@@ -148,7 +147,7 @@ def _compile(stamp):
                 )
                 counts[LOOKS] += 1
             count = draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds)
-            move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, table)
+            move_features(facts, view, plan, ptr, groups, targets, kinds, count, trial, table)
             network_scores(table, count, *weights, logits)
             for k in range(count):
                 if table[k, 12] > fill:
@@ -177,7 +176,7 @@ def _compile(stamp):
                     continue
                 for i in range(size):
                     trial[own_groups[i]] = own_targets[i]
-                step, overflow = simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+                step, overflow = simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
                 used += 1
                 tried += 1
                 if _objective_s(step, overflow) < _objective_s(score[BEST_STEP], score[BEST_OVERFLOW]):

@@ -94,7 +94,7 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
     starts = starting_plans(case, rng)
     if not starts:
         return None
-    instance = make_instance(problem, floor=starts[0], compute_floor=False, execution=case.execution)
+    instance = make_instance(problem, floor=starts[0], compute_floor=False)
     guide = Guide(instance, moves, seed)
     rows: Rows = []
     for number, start in enumerate(starts):
@@ -107,12 +107,12 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
 
 def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     """Plans to label moves at: the floor; another planner's answer; the floor after random changes; what annealing reaches."""
-    problem, run = case.problem, case.execution
+    problem = case.problem
     try:
         check_possible(problem)
     except InfeasibleError:
         return []
-    answers = [answer for _, answer in floor_answers(problem, Evaluator(problem, run), Deadline(None))]
+    answers = [answer for _, answer in floor_answers(problem, Evaluator(problem), Deadline(None))]
     answers = sorted((a for a in answers if a.score.step_time_s != np.inf), key=lambda answer: answer.score.objective_s)
     if not answers:
         return []
@@ -128,7 +128,7 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
     for calls in _DEEP:
         try:
             seed = int(rng.integers(1 << 30))
-            plan = get_planner("annealing")(problem, start=starts[0], calls=calls, seed=seed, **run.arguments)
+            plan = get_planner("annealing")(problem, start=starts[0], calls=calls, seed=seed)
             starts.append(plan.device_of_group)
         except InfeasibleError:
             continue

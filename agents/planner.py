@@ -36,7 +36,6 @@ def agent(
     search: bool = True,
     calls: int | None = None,
     start: Start = None,
-    **execution: Any,
 ) -> PlacementPlan:
     """Places with a trained agent.
 
@@ -50,14 +49,13 @@ def agent(
         search: Whether to search at all; False answers with the best of floor and rollouts.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
         start: Plan or assignment to start from instead of `best`.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InputError: An argument is out of its range.
         InfeasibleError: Neither the classical planners nor the search find a plan that fits.
     """
     return load_agent(agent).place(
-        problem, seed=seed, time_limit_s=time_limit_s, samples=samples, search=search, calls=calls, start=start, **execution
+        problem, seed=seed, time_limit_s=time_limit_s, samples=samples, search=search, calls=calls, start=start
     )
 
 
@@ -81,13 +79,12 @@ class Agent:
         search: bool = True,
         calls: int | None = None,
         start: Start = None,
-        **execution: Any,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
         check_counts(seed=seed, samples=samples, calls=calls)
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
-        setup = set_up(problem, start, execution, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
+        setup = set_up(problem, start, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
         rollouts = _Placement(self.checkpoint, setup, calls)
         if problem.num_devices > 1:
             rollouts.sample(samples)
@@ -103,12 +100,11 @@ class Agent:
         time_limit_s: float = 30.0,
         seed: int = 0,
         start: Start = None,
-        **execution: Any,
     ) -> PlacementPlan:
         """Fine-tunes on one problem while it searches; see `rlplace.agents.setup.adapt`."""
         from rlplace.agents.setup import adapt
 
-        return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start, **execution)
+        return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start)
 
 
 def _warm_up() -> None:

@@ -55,7 +55,7 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
             break
         case = source.case((first + number) % source.count if source.count is not None else first + number)
         number += 1
-        instance = make_instance(case.problem, execution=case.execution)
+        instance = make_instance(case.problem)
         if instance.floor is None or instance.problem.num_devices < 2:
             misses += 1
             continue

@@ -190,7 +190,7 @@ class Search:
             search(
                 self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights,
                 self._plan, self._best, self._score, self._counts, g.state, self._keys, self._seen, SHARES, g.ptr, g.groups,
-                g.targets, g.kinds, g.table, self._logits, calls, g.microbatches, s.noise, s.tries, s.stale, s.fill,
+                g.targets, g.kinds, g.table, self._logits, calls, s.noise, s.tries, s.stale, s.fill,
                 s.hot, s.cooling, s.patience, progress, slope, _KICK,
             )
         )  # fmt: skip

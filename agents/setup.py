@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -28,7 +28,7 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Evaluator, Execution, Score
+from rlplace.planners.common.evaluate import Evaluator, Score
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.search import Start
 from rlplace.planners.common.shortage import check_possible
@@ -65,22 +65,20 @@ class Setup:
         Raises:
             InfeasibleError: It does not fit.
         """
-        problem, run = self.instance.problem, self.instance.execution
-        Evaluator(problem, run).count(search_calls)
+        problem = self.instance.problem
+        Evaluator(problem).count(search_calls)
         priority = self.priority if np.array_equal(devices, self.first) else None
-        line = simulate(problem, devices, priority=priority, **run.arguments)
+        line = simulate(problem, devices, priority=priority)
         if not line.feasible:
             raise self.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         floor_s = self.score.step_time_s if self.score.feasible else None
         predicted = line.predicted(problem).told(floor_step_time_s=floor_s, search_calls=search_calls, **told)
-        order: dict[str, Any] = {"priority": priority, **run.arguments}
-        return make_plan(problem, devices, planner="agent", seed=self.seed, predicted=predicted, **order)
+        return make_plan(problem, devices, planner="agent", seed=self.seed, predicted=predicted, priority=priority)
 
 
 def set_up(
     problem: Problem,
     start: Start,
-    execution: Mapping[str, Any],
     *,
     seed: int,
     time_limit_s: float | None,
@@ -91,12 +89,10 @@ def set_up(
     Args:
         problem: What to place.
         start: Plan or assignment to start from instead of `best`.
-        execution: Fields of `rlplace.planners.common.evaluate.Execution`.
         seed: Seed of everything random.
         time_limit_s: Wall time from here, compiling left out; None: no limit.
         warm: Compiles what will be run.
     """
-    run = Execution(**execution)
     if time_limit_s is not None:
         check_limit(time_limit_s)
     check_possible(problem)  # no search finds what a bound rules out
@@ -105,7 +101,7 @@ def set_up(
     first, score, priority, reason = None, Score(math.inf, 0.0), None, None
     if start is None:
         try:
-            best = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s, **run.arguments)
+            best = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s)
             first, score = best.device_of_group, Score(best.predicted.step_s, 0.0)
         except InfeasibleError as error:
             reason = error
@@ -113,12 +109,12 @@ def set_up(
         given = start_devices(problem, start)
         first = legalize(problem, given)
         order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, given) else None
-        line = simulate(problem, first, priority=order, **run.arguments)
+        line = simulate(problem, first, priority=order)
         if line.step_time_s is not None and line.feasible:
             score, priority = Score(line.step_time_s, 0.0), order
     if problem.num_devices == 1 and not score.feasible:
         raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
-    instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False, execution=run)
+    instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
     return Setup(instance, seed, deadline_s, greedy_fit(instance) if first is None else first, score, priority, reason)
 
 
@@ -157,7 +153,6 @@ def adapt(
     time_limit_s: float = 30.0,
     seed: int = 0,
     start: Start = None,
-    **execution: Any,
 ) -> PlacementPlan:
     """Places one problem with a network that is fine-tuned to it meanwhile.
 
@@ -167,13 +162,12 @@ def adapt(
         time_limit_s: Wall time, floor included.
         seed: Seed of everything random.
         start: Plan or assignment to start from instead of `best`.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: No plan that fits was found.
     """
     check_counts(seed=seed)
-    setup = set_up(problem, start, execution, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
+    setup = set_up(problem, start, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
     plan, score, calls = setup.first, setup.score, 0
     if problem.num_devices > 1:
         network = copy.deepcopy(checkpoint.network)

@@ -59,7 +59,7 @@ class SimulatedBackend:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.simulator = lru_cache(_SIMULATORS)(lambda of: Simulator(of.problem, **of.execution.arguments))
+        self.simulator = lru_cache(_SIMULATORS)(lambda of: Simulator(of.problem))
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Simulates one plan."""
@@ -97,7 +97,7 @@ class MeasuredBackend(SimulatedBackend):
         """Measures one plan, unless the simulator says that it does not fit.
 
         Raises:
-            InputError: There is no campaign for the problem, or it is for another schedule.
+            InputError: There is no campaign for the problem.
             BudgetSpent: The campaign may measure nothing more.
         """
         simulated = super().evaluate(instance, device_of_group)
@@ -110,13 +110,10 @@ class MeasuredBackend(SimulatedBackend):
         """Measured step time; inf when the plan failed."""
         if self._measure is None:
             campaign = self._campaigns.get(instance.problem.fingerprint)
-            if campaign is None or campaign.execution != instance.execution:
-                raise InputError(
-                    f"MeasuredBackend: no campaign measures {instance.problem.name!r} with {instance.execution.microbatches} "
-                    f"micro-batches under schedule {instance.execution.schedule!r}; give it one"
-                )
+            if campaign is None:
+                raise InputError(f"MeasuredBackend: no campaign measures {instance.problem.name!r}; give it one")
             return campaign.seconds(campaign.measure(device_of_group))
-        plan = make_plan(instance.problem, device_of_group, planner="measured", **instance.execution.arguments)
+        plan = make_plan(instance.problem, device_of_group, planner="measured")
         try:
             return float(self._measure(plan))
         except (MemoryError, RuntimeError) as error:

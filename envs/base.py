@@ -41,7 +41,7 @@ def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArra
 
     if (device_of_group < 0).any():
         return empty_image(instance.problem.num_devices)
-    timeline = simulate(instance.problem, device_of_group, **instance.execution.arguments)
+    timeline = simulate(instance.problem, device_of_group)
     return paint(lanes_of(instance.problem, timeline))
 
 

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import largest_op_bytes, lower_bounds
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.planners.common.objective import UNFIT_S, objective_s
 from rlplace.planners.common.shortage import check_possible
@@ -53,7 +52,6 @@ class Instance:
         ideal_s: Sum of mean times over the number of devices: the unit of all time features.
         criticality: float64 [G] in 0..1, longest path through the group over the longest path of all.
         depth: float64 [G] in 0..1, where in the step the group's forward starts.
-        execution: Micro-batches and schedule of the step whose time counts.
     """
 
     problem: Problem
@@ -71,7 +69,6 @@ class Instance:
     ideal_s: float
     criticality: NDArray[np.float64]
     depth: NDArray[np.float64]
-    execution: Execution = PLAIN
 
 
 def make_instance(
@@ -79,7 +76,6 @@ def make_instance(
     *,
     floor: NDArray[np.int32] | None = None,
     compute_floor: bool = True,
-    execution: Execution = PLAIN,
 ) -> Instance:
     """Prepares a problem for the environments.
 
@@ -87,7 +83,6 @@ def make_instance(
         problem: Any problem.
         floor: Plan of the best classical planner.
         compute_floor: Compute it with `best` when it is not given.
-        execution: Micro-batches and schedule of the step.
 
     Raises:
         InfeasibleError: A group may sit nowhere. (A problem without a plan that fits the memory is none to refuse.)
@@ -96,10 +91,10 @@ def make_instance(
         check_possible(problem)
     if floor is None and compute_floor:
         try:
-            floor = get_planner("best")(problem, **execution.arguments).device_of_group
+            floor = get_planner("best")(problem).device_of_group
         except InfeasibleError:
             floor = None
-    step_time = None if floor is None else simulate(problem, floor, **execution.arguments).step_time_s
+    step_time = None if floor is None else simulate(problem, floor).step_time_s
     graph = group_graph(problem)
     through, start = _paths(problem)
     longest = max(float(through.max()), 1e-30)
@@ -120,7 +115,6 @@ def make_instance(
         ideal_s=max(float(graph.mean_time_s.sum()) / problem.num_devices, 1e-30),
         criticality=through / longest,
         depth=np.where(np.isfinite(start), start, 0.0) / longest,
-        execution=execution,
     )
 
 

@@ -99,7 +99,7 @@ class RefinementEnv(PlacerEnv):
         super().reset(seed=seed)
         self._draw_instance(options)
         self._guide = self._guide_of(self.instance)
-        self._unit_s = self.instance.ideal_s * self.instance.execution.microbatches
+        self._unit_s = self.instance.ideal_s
         self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
         self._plan = self._starting_plan((options or {}).get("plan"))
         self._left = self._max_moves

@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlplace.errors import InputError, whole_number
-from rlplace.schedule import LIST, LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V, schedule_named, stages_a_device
+from rlplace.schedule import LOOP, ONE, SCHEDULES, V, schedule_named, stages_a_device
 from rlplace.text import either
 
 FORWARD_ACTION, BACKWARD_ACTION, INPUT_ACTION, WEIGHT_ACTION = "F", "B", "I", "W"
@@ -69,7 +69,7 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
     """The actions of every device, in the order in which torch runs them.
 
     Args:
-        schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.SCHEDULES`.
         num_devices: Devices of the pipeline, p.
         stages_per_device: Stages on each of them, v; the chain has p v stages.
         microbatches: Micro-batches of a step, m.
@@ -80,12 +80,12 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
     Raises:
         InputError: torch has no such schedule: for this many stages or this many micro-batches.
     """
-    layout = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").layout
+    layout = schedule_named(schedule).layout
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
         whole_number(value, f"schedule {schedule}: {what}", 1)
     wanted = {ONE: 1, V: 2}.get(layout, stages_per_device)
     if stages_per_device != wanted:
-        others = [name for name in PIPELINE_SCHEDULES if SCHEDULES[name].layout == LOOP]
+        others = [name for name in SCHEDULES if SCHEDULES[name].layout == LOOP]
         raise InputError(
             f"schedule {schedule}: stages per device: expected {wanted}, found {stages_per_device}; "
             f"use {wanted}, or the schedule {either(others)}"
@@ -160,7 +160,7 @@ _ACTIONS = {
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }
-"""How the lists of `rlplace.schedule.PIPELINE_SCHEDULES` are made."""
+"""How the lists of `rlplace.schedule.SCHEDULES` are made."""
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
@@ -300,7 +300,7 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
 
     Args:
         device_of_stage: Device number of each stage, in chain order.
-        schedule: One of `rlplace.schedule.PIPELINE_SCHEDULES`.
+        schedule: One of `rlplace.schedule.SCHEDULES`.
         microbatches: Micro-batches of a step.
 
     Returns:
@@ -309,16 +309,16 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
     Raises:
         InputError: The schedule cannot run the chain as it sits, or so many micro-batches; says what it can.
     """
-    layout = schedule_named(schedule, PIPELINE_SCHEDULES, "pipeline schedule").layout
+    layout = schedule_named(schedule).layout
     stages = [int(device) for device in device_of_stage]
     laps = stages_a_device(layout, stages)
     if not laps:
         wanted = {ONE: "one stage on each device", LOOP: "a loop (0 1 2 0 1 2)", V: "a v (0 1 2 2 1 0)"}[layout]
-        fit = [name for name in PIPELINE_SCHEDULES if stages_a_device(SCHEDULES[name].layout, stages)]
+        fit = [name for name in SCHEDULES if stages_a_device(SCHEDULES[name].layout, stages)]
         found = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
         raise InputError(
             f"schedule {schedule} cannot run stages on devices {found or '(none)'}: it needs {wanted}; "
-            f"move stages, or use the schedule {either([LIST, *fit])}"
+            f"move stages{f', or use the schedule {either(fit)}' if fit else ''}"
         )
     devices = dict.fromkeys(stages)
     return dict(zip(devices, pipeline_actions(schedule, len(devices), laps, microbatches), strict=True))

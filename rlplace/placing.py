@@ -64,7 +64,7 @@ def place(
     host: str = "eager",
     **options: Any,
 ) -> PlacementPlan:
-    """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of a micro-batch run.
+    """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of one pass run.
 
     Replicas, sharding, tensor and pipeline parallelism, micro-batches, schedule, recomputation and offload are chosen together
     (docs/strategy.md). A problem, a planner that can only place groups, and options of placements ask for placements. Where
@@ -74,8 +74,8 @@ def place(
     Args:
         target: A module; a captured graph, at its own micro-batch size; or a problem.
         cluster: A `Cluster`, or its text such as ``"a100-80g:4"``; not with a problem, which has its devices.
-        batch: Samples a step, everything together; None: 8 a device (of a graph: its own samples a device; of a placement: one
-            micro-batch as captured).
+        batch: Samples a step, everything together; None: 8 a device (of a graph: its own samples a device; of a placement: as
+            captured).
         space: What may be chosen: a `Space` or its text such as ``"tensor=1,2 sharding=0,1"``; None or ``"auto"``: all that the
             runtime can execute for this model; ``"all"``: also what cannot run yet; ``"placement"`` asks for placements.
         planner: Name of a planner; ``plan.planner`` says who answered.
@@ -92,8 +92,8 @@ def place(
         weight_gradients: For placements: see `rlplace.price`; so are `costs` and `host`.
         costs: See `weight_gradients`.
         host: See `weight_gradients`.
-        **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name; others are options of the planner of
-            placements.
+        **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
+            of the planner of placements.
 
     Returns:
         A feasible plan. Of a placement whose graph is known, ``predicted.op_level`` holds the plan simulated op by op.
@@ -133,7 +133,7 @@ def place(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
             )
         graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-        graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None), options.get("microbatches", 1))
+        graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None))
         pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
         priced = (
             Priced.graph(graph, machine, **pricing)

@@ -13,15 +13,11 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
-
-from msgspec import Meta
 
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
 from rlplace.errors import InputError, MissingError, show
 from rlplace.files import read_json, write_json
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.records import Record, build, plain
 
@@ -38,8 +34,6 @@ class _Entry(Record, frozen=True):
     name: str
     family: str
     problem: str
-    microbatches: Annotated[int, Meta(ge=1, le=1 << 53)]
-    schedule: str
     branchy: bool
     unseen_cluster: bool
 
@@ -136,10 +130,7 @@ def _index(folder: Path) -> _Index:
 
 
 def _entry(case: Case) -> _Entry:
-    run = case.execution
-    return _Entry(
-        case.name, case.family, case.problem.fingerprint, run.microbatches, run.schedule, case.branchy, case.unseen_cluster
-    )
+    return _Entry(case.name, case.family, case.problem.fingerprint, case.branchy, case.unseen_cluster)
 
 
 def _case(entry: _Entry, folder: Path) -> Case:
@@ -149,8 +140,7 @@ def _case(entry: _Entry, folder: Path) -> Case:
     problem = Problem.load(path)
     if problem.fingerprint != entry.problem:
         raise InputError(f"{path}: is not the problem that {INDEX} names; make the set anew")
-    execution = Execution(entry.microbatches, entry.schedule)
-    return Case(entry.name, entry.family, problem, execution, entry.branchy, entry.unseen_cluster)
+    return Case(entry.name, entry.family, problem, entry.branchy, entry.unseen_cluster)
 
 
 STREAMS = {"all": ALL_FAMILIES, "zoo": ZOO_FAMILIES, "synthetic": (SYNTHETIC,)}

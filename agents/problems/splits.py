@@ -1,6 +1,6 @@
 """The validation and the test split: fixed cases of model families that training does not see.
 
-Everything about a case follows from its place in its split: recipes, clusters, memory and executions are dealt from the tables
+Everything about a case follows from its place in its split: recipes, clusters and memory are dealt from the tables
 below, in an order shuffled with a fixed seed. Nothing was chosen by looking at what any planner reaches. Memory limits are
 multiples of what a contiguous split needs (`limit_memory`), so that every case has a plan that fits.
 """
@@ -28,9 +28,7 @@ from rlplace.agents.problems.graphs import (
 )
 from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder, set_made_by
 from rlplace.agents.problems.training import limit_memory, log_uniform, settle, vary_hardware
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
-from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
 
 _LLAMA = "hf:llama,hidden_size=1024,intermediate_size=2816,num_attention_heads=16,num_key_value_heads=16"
 _MIXTRAL = "hf:mixtral,hidden_size=1024,intermediate_size=2048,num_attention_heads=16,num_key_value_heads=8,num_local_experts=8"
@@ -78,10 +76,6 @@ OTHER_GROUPS = (24, 200)
 
 Item = TypeVar("Item")
 
-_EXECUTIONS = (
-    PLAIN, PLAIN, PLAIN, PLAIN,
-    Execution(4, ONE_F_ONE_B), Execution(8, ONE_F_ONE_B), Execution(4, GPIPE), Execution(8, LIST),
-)  # fmt: skip
 _MEMORY = (None, 2.0, 1.3, 1.1)
 _VARIED = (False, False, True)
 _VALIDATION_SYNTHETIC = ((4, 1), (8, 2), (11, 1), (16, 4), (2, 1), (13, 1), (6, 1), (3, 1), (12, 2))
@@ -164,7 +158,7 @@ def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
     """The cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
-    executions, memory, varied = _deal(rng, _EXECUTIONS, total), _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
+    memory, varied = _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
     half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
     clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))
     cases: list[Case] = []
@@ -179,16 +173,12 @@ def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
                 case = _synthetic_case(recipe, groups, split.synthetic[index % len(split.synthetic)], draw)
             else:
                 case = _captured_case(recipe, groups, clusters[place // 2][place % 2], draw, vary=varied[place])
-            factor, execution = memory[place], executions[place]
-            problem = limit_memory(settle(case.problem), execution, factor)
+            factor = memory[place]
+            problem = limit_memory(settle(case.problem), factor)
             name = f"{split.name}-{family.partition(':')[2]}-{index:02d}"
             title = f"{name} {problem.name}" + (f", memory x{factor:g}" if factor else "")
             problem = dataclasses.replace(problem, name=title)
-            cases.append(
-                dataclasses.replace(
-                    case, name=name, family=family, problem=problem, execution=execution, branchy=is_branchy(problem)
-                )
-            )
+            cases.append(dataclasses.replace(case, name=name, family=family, problem=problem, branchy=is_branchy(problem)))
     return cases
 
 

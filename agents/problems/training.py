@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.graphs import FAMILIES, Recipe, draw_cluster, draw_hosts, draw_size, priced, variant
 from rlplace.errors import unknown_name
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Links, Problem
 from rlplace.problem.generate import random_problem
-from rlplace.schedule import GPIPE, LIST, ONE_F_ONE_B
 from rlplace.simulator import simulate
 
 _SPEED_SPREADS = (0.0, 0.0, 0.15, 0.5)
@@ -67,7 +65,6 @@ def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def limit_memory(
     problem: Problem,
-    execution: Execution = PLAIN,
     factor: float | None = None,
     *,
     shares: NDArray[np.float64] | None = None,
@@ -80,7 +77,6 @@ def limit_memory(
 
     Args:
         problem: The problem.
-        execution: How its steps are executed: micro-batches in flight need memory too.
         factor: See above; None leaves the problem as it is.
         shares: float64 [D], relative memory of the devices; None: as the problem's own limits.
     """
@@ -97,7 +93,7 @@ def limit_memory(
     weight = _group_bytes(problem)
     target = share.copy()
     for _ in range(_ROUNDS):
-        line = simulate(free, _spans(problem, weight, target), **execution.arguments)
+        line = simulate(free, _spans(problem, weight, target))
         need = (line.peak_memory_bytes - reserved) / share
         unit = min(unit, float(need.max()))
         target *= (need.mean() / np.maximum(need, 0.05 * need.mean())) ** 0.7
@@ -146,9 +142,6 @@ REFRESH = 960
 GROUPS = (16, 200)
 BRANCHED_GROUPS = {"zoo:inception": (48, 200), "zoo:moe_toy": (32, 200)}
 """Range of groups of families whose branches would be merged in fewer."""
-MICROBATCHES = (2, 3, 4, 6, 8, 12, 16)
-MOST_TASKS = 6000
-"""Executions of ops in one step; more micro-batches are not drawn for a problem that has more."""
 LOOSE_SHARE = 0.3
 TIGHTNESS = (1.0, 3.0)
 """Range of memory factors, log-uniform, of cases whose memory is limited; see `limit_memory`."""
@@ -188,21 +181,11 @@ def training_case(
         slot = (number // refresh) * graphs + int(rng.integers(graphs))
         family, recipe = variant(models, seed, slot)
         problem = _priced(rng, recipe, cluster, BRANCHED_GROUPS.get(family, GROUPS))
-    execution = draw_execution(rng, problem.num_ops)
     factor = None if rng.random() < LOOSE_SHARE else log_uniform(rng, *TIGHTNESS)
     shares = rng.choice(MEMORY_SHARES, problem.num_devices) if rng.random() < UNLIKE_MEMORY_SHARE else None
-    problem = limit_memory(problem, execution, factor, shares=shares)
+    problem = limit_memory(problem, factor, shares=shares)
     name = f"train-{seed}-{number}"
-    return Case(name, family, dataclasses.replace(problem, name=f"{name} {problem.name}"), execution, is_branchy(problem))
-
-
-def draw_execution(rng: Generator, ops: int) -> Execution:
-    """One micro-batch in half of the draws, else 2 to 16, mostly as 1f1b."""
-    most = max(1, MOST_TASKS // max(1, ops))
-    counts = [count for count in MICROBATCHES if count <= most]
-    if rng.random() < 0.5 or not counts:
-        return PLAIN
-    return Execution(int(rng.choice(counts)), str(rng.choice([ONE_F_ONE_B, ONE_F_ONE_B, GPIPE, LIST])))
+    return Case(name, family, dataclasses.replace(problem, name=f"{name} {problem.name}"), is_branchy(problem))
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:

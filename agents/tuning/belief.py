@@ -22,7 +22,6 @@ from rlplace.measured.campaign import Campaign
 from rlplace.measured.correction import corrected
 from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
 
@@ -140,7 +139,6 @@ class Belief:
 
     Attributes:
         problem: Corrected, with less memory where plans ran out of it.
-        execution: Micro-batches and schedule.
         fit: How it was corrected.
         plans: int32 [P, G], distinct plans with times.
         seconds: float64 [P], their measured step times, freed of drift.
@@ -150,7 +148,6 @@ class Belief:
     """
 
     problem: Problem
-    execution: Execution
     fit: Fit
     plans: NDArray[np.int32]
     seconds: NDArray[np.float64]
@@ -167,13 +164,13 @@ class Belief:
     def floor(self) -> NDArray[np.int32]:
         """int32 [G], the best classical plan of the corrected problem; the incumbent where none fits."""
         try:
-            return get_planner("best")(self.problem, **self.execution.arguments).device_of_group
+            return get_planner("best")(self.problem).device_of_group
         except InfeasibleError:
             return self.incumbent
 
     def simulator(self) -> Simulator:
         """Of the corrected problem."""
-        return Simulator(self.problem, **self.execution.arguments)
+        return Simulator(self.problem)
 
 
 class Proposer(Protocol):
@@ -199,11 +196,10 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
     trials: list[Trial] = list({t.device_of_group: t for t in campaign.trials if t.timed and not t.anchor}.values())
     seconds = [campaign.seconds(trial) for trial in trials]
     start = None if before is None or len(trials) % _FRESH == 0 else before.fit
-    fit = fit_correction(campaign.problem, trials, execution=campaign.execution, seconds=seconds, start=start)
+    fit = fit_correction(campaign.problem, trials, seconds=seconds, start=start)
     noise = campaign.noise / np.sqrt([len(trial.step_s) for trial in trials])
     return Belief(
-        problem=with_less_room(corrected(campaign.problem, fit.correction), campaign.trials, campaign.execution),
-        execution=campaign.execution,
+        problem=with_less_room(corrected(campaign.problem, fit.correction), campaign.trials),
         fit=fit,
         plans=np.array([trial.device_of_group for trial in trials], dtype=np.int32),
         seconds=np.array(seconds),
@@ -216,7 +212,7 @@ def believe(campaign: Campaign, before: Belief | None = None) -> Belief | None:
 _LESS = 0.98  # of the peak that did not fit is believed to fit
 
 
-def with_less_room(problem: Problem, trials: Iterable[Trial], execution: Execution) -> Problem:
+def with_less_room(problem: Problem, trials: Iterable[Trial]) -> Problem:
     """The problem with smaller memories where plans ran out of memory although they should have fitted.
 
     Which device ran out is not known: the one whose simulated peak was nearest to its limit is blamed. No limit falls below
@@ -225,13 +221,12 @@ def with_less_room(problem: Problem, trials: Iterable[Trial], execution: Executi
     Args:
         problem: Any.
         trials: Measurements of its plans.
-        execution: Micro-batches and schedule of the step.
     """
     known = list(trials)
     failed = [trial for trial in known if trial.status == "out_of_memory"]
     if not failed:
         return problem
-    simulator = Simulator(problem, **execution.arguments)
+    simulator = Simulator(problem)
     limit = problem.capacity_bytes
 
     def peak(trial: Trial) -> NDArray[np.float64]:

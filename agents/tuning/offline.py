@@ -28,7 +28,6 @@ from rlplace.measured.calibrate import Fit, fit_correction
 from rlplace.measured.correction import corrected
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Trial
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 
 _STATES = 60  # priced of every set of measurements
@@ -38,18 +37,16 @@ _KEEP = 0.02
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """Trials of one problem on one cluster under one schedule.
+    """Trials of one problem on one cluster.
 
     Attributes:
         problem: As it was priced.
-        execution: Micro-batches and schedule.
         site: Fingerprint of the cluster.
         mode: Computed or replayed.
         trials: Those with times, one for each plan.
     """
 
     problem: Problem
-    execution: Execution
     site: str
     mode: str
     trials: tuple[Trial, ...]
@@ -81,24 +78,24 @@ class Learned:
 
 
 def measurements_of(store: TrialStore, *, site: str | None = None) -> list[Measurements]:
-    """What a store holds, by problem, cluster, schedule and mode; a plan that was timed often counts once, by all its steps.
+    """What a store holds, by problem, cluster and mode; a plan that was timed often counts once, by all its steps.
 
     Raises:
         InputError: Nothing in it has times.
     """
-    sets: dict[tuple[str, str, int, str, str], dict[tuple[int, ...], Trial]] = {}
+    sets: dict[tuple[str, str, str], dict[tuple[int, ...], Trial]] = {}
     for trial in store.trials(site=site):
-        if not trial.timed or trial.priority is not None:
+        if not trial.timed or trial.priority is not None or trial.microbatches > 1:
             continue
-        key = (trial.problem, trial.site, trial.microbatches, trial.schedule, trial.mode)
+        key = (trial.problem, trial.site, trial.mode)
         plans = sets.setdefault(key, {})
         known = plans.get(trial.device_of_group)
         plans[trial.device_of_group] = trial if known is None else _joined(known, trial)
     if not sets:
         raise InputError("finetune: the file holds no plan with times; measure some: torchrun ... -m rlplace finetune MODEL")
     return [
-        Measurements(store.problem(problem), Execution(microbatches, schedule), where, mode, tuple(plans.values()))
-        for (problem, where, microbatches, schedule, mode), plans in sets.items()
+        Measurements(store.problem(problem), where, mode, tuple(plans.values()))
+        for (problem, where, mode), plans in sets.items()
     ]
 
 
@@ -126,7 +123,7 @@ def finetune_offline(
     lessons: list[Lesson] = []
     fits: list[Fit] = []
     for number, measured in enumerate(sets):
-        fit = fit_correction(measured.problem, measured.trials, execution=measured.execution)
+        fit = fit_correction(measured.problem, measured.trials)
         fits.append(fit)
         report(
             f"{measured.problem.name}: {len(measured.trials)} plans, error of predicted step times "
@@ -154,7 +151,7 @@ def finetune_offline(
 def _corrected_lesson(measured: Measurements, fit: Fit, seed: int) -> Lesson:
     problem = corrected(measured.problem, fit.correction)
     plans = measured.plans[np.argsort(measured.seconds)[:_FASTEST]]
-    instance = make_instance(problem, floor=plans[0], compute_floor=False, execution=measured.execution)
+    instance = make_instance(problem, floor=plans[0], compute_floor=False)
     return price_moves(instance, list(plans), states=_STATES, seed=seed)
 
 
@@ -174,7 +171,7 @@ def _rehearsal(count: int, seed: int, report: Callable[[str], None]) -> list[Les
         case = source.case(number)
         starts = starting_plans(case, np.random.default_rng([seed, number])) if case.problem.num_devices > 1 else []
         if starts:
-            instance = make_instance(case.problem, floor=starts[0], compute_floor=False, execution=case.execution)
+            instance = make_instance(case.problem, floor=starts[0], compute_floor=False)
             lessons.append(price_moves(instance, starts, states=24, seed=seed + number))
     return lessons
 

@@ -55,7 +55,7 @@ class AgentProposer:
 
     def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
         """See `rlplace.agents.tuning.belief.Proposer`."""
-        instance = make_instance(belief.problem, floor=belief.incumbent, compute_floor=False, execution=belief.execution)
+        instance = make_instance(belief.problem, floor=belief.incumbent, compute_floor=False)
         calls -= self._learn(instance, belief, calls, number) if self._learns else 0
         seed = self._seed + 1000 * number
         search = Search(instance, self.network, self._start(belief, number), seed=seed)

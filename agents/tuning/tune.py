@@ -23,7 +23,7 @@ from rlplace.measured.campaign import Campaign
 from rlplace.measured.race import lower_bound, upper_bound
 from rlplace.measured.trial import BudgetSpent, Trial
 from rlplace.planners.best import floor_answers
-from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Deadline, Evaluator
 from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
@@ -80,7 +80,7 @@ def tune(
         while not (finished := campaign.share >= 1.0):
             belief = believe(campaign, belief)
             if belief is None:  # nothing to learn from yet
-                plan_next = roomiest(campaign.problem, campaign.known_plans, execution=campaign.execution, seed=number)
+                plan_next = roomiest(campaign.problem, campaign.known_plans, seed=number)
             else:
                 plan_next = proposer.propose(belief, calls=calls, number=number)
             if plan_next is None:
@@ -127,20 +127,19 @@ _SLOWEST = 4.0  # plans that are predicted to take longer than so many times the
 
 
 def first_plans(
-    problem: Problem, count: int, *, execution: Execution, first: NDArray[np.int32] | None = None, seed: int = 0
+    problem: Problem, count: int, *, first: NDArray[np.int32] | None = None, seed: int = 0
 ) -> list[NDArray[np.int32]]:
     """Distinct plans that fit, as many as there are up to `count`.
 
     Args:
         problem: As it was priced.
         count: How many.
-        execution: Micro-batches and schedule of the step.
         first: int32 [G], a plan to begin with, such as the agent's.
         seed: Seed of the random candidates.
     """
-    answers = [a.devices for _, a in floor_answers(problem, Evaluator(problem, execution), Deadline(None)) if a.score.feasible]
+    answers = [a.devices for _, a in floor_answers(problem, Evaluator(problem), Deadline(None)) if a.score.feasible]
     options = np.array([*answers, *candidates(problem, seed, samples=_RANDOM)], dtype=np.int32)
-    step, overflow = Simulator(problem, **execution.arguments).evaluate_many(options)
+    step, overflow = Simulator(problem).evaluate_many(options)
     fits = np.isfinite(step) & (overflow == 0.0)
     options, step = options[fits], step[fits]
     if first is not None:
@@ -168,14 +167,12 @@ def first_plans(
     return chosen[:count]
 
 
-def roomiest(
-    problem: Problem, known: Collection[tuple[int, ...]], *, execution: Execution, seed: int
-) -> NDArray[np.int32] | None:
+def roomiest(problem: Problem, known: Collection[tuple[int, ...]], *, seed: int) -> NDArray[np.int32] | None:
     """Of random plans that are not known, the one that leaves the fullest device most room; None when there is none.
 
     For clusters on which no plan has worked so far: most plans that fail need more memory than was predicted.
     """
-    simulator = Simulator(problem, **execution.arguments)
+    simulator = Simulator(problem)
     best: tuple[float, NDArray[np.int32]] | None = None
     for plan in candidates(problem, seed, samples=_RANDOM):
         if tuple(plan.tolist()) in known or not np.isfinite(simulator.evaluate(plan)[0]):

@@ -1,6 +1,6 @@
 """What the timeline of a plan says about where it could be better, compiled.
 
-All tasks of the step are looked at, those of every micro-batch. Axes as in `rlplace.envs.guide.facts`.
+All ops of the step are looked at. Axes as in `rlplace.envs.guide.facts`.
 """
 
 # Compiled functions take their types from their arguments.

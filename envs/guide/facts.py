@@ -15,11 +15,10 @@ from rlplace.planners.common.groupgraph import finite_links, finite_mean
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
-from rlplace.simulator.tasks import TaskGraph, task_graph
 
 
 class Facts(NamedTuple):
-    """Constants of an instance. Times and bytes are those of a whole step, all micro-batches."""
+    """Constants of an instance."""
 
     group_s: Any  # float64 [G, D], work of each group on each device; inf where it may not sit
     mean_s: Any  # float64 [G], its mean
@@ -61,27 +60,25 @@ class Facts(NamedTuple):
 def make_facts(instance: Instance) -> Facts:
     """The arrays of an instance."""
     problem, graph = instance.problem, instance.graph
-    tasks = task_graph(problem, instance.execution.microbatches)
-    task_group = problem.op_group[tasks.op]
-    runs = np.bincount(tasks.op, minlength=problem.num_ops)
+    made = np.flatnonzero(problem.tensor_producer >= 0)
     devices = problem.num_devices
     group_s = np.zeros((problem.num_groups, devices))
-    np.add.at(group_s, problem.op_group, np.nan_to_num(problem.time_s, nan=0.0) * runs[:, None])
+    np.add.at(group_s, problem.op_group, np.nan_to_num(problem.time_s, nan=0.0))
     group_s[~instance.allowed] = np.inf
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
-    size, count, fixed, edge_of, readers = _edges(problem, tasks, task_group, instance)
+    size, count, fixed, edge_of, readers = _edges(problem, instance)
     fields = Facts(
         group_s=group_s,
         mean_s=finite_mean(group_s),
-        task_group=task_group,
-        **_lists("input", tasks.consumer_ptr, tasks.consumers, tasks.num_tasks),
-        **_lists("output", tasks.producer_ptr, tasks.producers, tasks.num_tasks),
-        producer_ptr=tasks.producer_ptr,
-        producers=tasks.producers,
-        consumer_ptr=tasks.consumer_ptr,
-        consumers=tasks.consumers,
-        owner=np.where(np.diff(tasks.producer_ptr) == 0, problem.tensor_owner[tasks.tensor], -1),
+        task_group=problem.op_group,
+        **_lists("input", problem.edge_tensor, problem.consumers, problem.num_ops),
+        **_lists("output", made, problem.tensor_producer[made], problem.num_ops),
+        producer_ptr=np.concatenate([[0], np.cumsum(problem.tensor_producer >= 0)]),
+        producers=problem.tensor_producer[made],
+        consumer_ptr=problem.consumer_ptr,
+        consumers=problem.consumers,
+        owner=problem.tensor_owner,
         edge_of=edge_of,
         neighbor_ptr=graph.neighbor_ptr,
         neighbor=graph.neighbor,
@@ -106,31 +103,30 @@ def make_facts(instance: Instance) -> Facts:
     return Facts(*(_frozen(name, value) for name, value in fields._asdict().items()))
 
 
-def _lists(name: str, ptr: NDArray[np.int64], entries: NDArray[np.int32], count: int) -> dict[str, Any]:
-    """For every task the values of which it is an entry."""
-    starts, values = grouped(entries, np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), count)
+def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int) -> dict[str, Any]:
+    """For every op the tensors that stand beside it."""
+    starts, values = grouped(ops, tensors, count)
     return {f"{name}_ptr": starts, f"{name}s": values}
 
 
 def _edges(
-    problem: Problem, tasks: TaskGraph, task_group: NDArray[np.int32], instance: Instance
+    problem: Problem, instance: Instance
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], dict[str, Any]]:
     """Bytes, values and fixed seconds of every merged edge in a step, the edge of every consumer of a value, and readers.
 
     A value is sent once to a device, however many tasks of a group read it there.
     """
     graph, groups = instance.graph, problem.num_groups
-    value = np.repeat(np.arange(tasks.num_values), np.diff(tasks.consumer_ptr))
-    tensor = tasks.tensor[value]
+    tensor = problem.edge_tensor.astype(np.int64)
     owner, producer = problem.tensor_owner[tensor], problem.tensor_producer[tensor]
     source = np.where(owner >= 0, owner, problem.op_group[np.maximum(producer, 0)]).astype(np.int64)
-    target = task_group[tasks.consumers].astype(np.int64)
+    target = problem.op_group[problem.consumers].astype(np.int64)
     known = graph.source.astype(np.int64) * groups + graph.target
     by_key = np.argsort(known)
     apart = source != target
-    edge_of = np.full(len(value), -1, dtype=np.int32)
+    edge_of = np.full(len(tensor), -1, dtype=np.int32)
     edge_of[apart] = by_key[np.searchsorted(known[by_key], (source * groups + target)[apart])]
-    _, first = np.unique(value[apart] * np.int64(groups) + target[apart], return_index=True)
+    _, first = np.unique(tensor[apart] * groups + target[apart], return_index=True)
     edge, tensor = edge_of[apart][first], tensor[apart][first]
     size = problem.tensor_bytes[tensor].astype(np.float64)
     count, fixed = np.ones(len(edge)), np.zeros(len(edge))
@@ -148,7 +144,7 @@ def _edges(
 def _readers(
     target: NDArray[np.int32], edge: NDArray[np.int32], tensor: NDArray[np.int32], size: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """The readers of tensors that several groups read; rows (edge, tensor) may repeat, a micro-batch each."""
+    """The readers of tensors that several groups read; rows (edge, tensor) are distinct."""
     rows = np.unique(np.stack([tensor, edge], axis=1).astype(np.int64), axis=0)
     tensors, edges = rows[:, 0], rows[:, 1]
     weight = np.maximum(size[tensors].astype(np.float64), 1.0)

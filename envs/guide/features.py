@@ -71,7 +71,6 @@ PLAN_FEATURES = (
     "pressure",  # provable bytes over all memory
     "devices",  # over 8
     "groups",  # log2 over 8
-    "microbatches",  # log2 over 4
 )
 FEATURES = MOVE_FEATURES + tuple(f"plan_{name}" for name in PLAN_FEATURES)
 NUM_FEATURES = len(FEATURES)
@@ -80,13 +79,13 @@ CLIP = 8.0
 
 @inner
 def _crossing_s(f, edge, a, b):
-    """Seconds that the values of an edge take from one device to another, all micro-batches."""
+    """Seconds that the values of an edge take from one device to another."""
     return f.edge_count[edge] * f.latency[a, b] + f.edge_bytes[edge] * f.inverse[a, b] + f.edge_fixed_s[edge]
 
 
 def _compile(stamp):
     @entry
-    def move_features(facts, view, plan, ptr, groups, targets, kinds, count, microbatches, trial, out):
+    def move_features(facts, view, plan, ptr, groups, targets, kinds, count, trial, out):
         """Fills `out` float32 [K, F] for the first `count` moves.
 
         Args:
@@ -94,7 +93,6 @@ def _compile(stamp):
             plan: int32 [G].
             ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
             count: Number of moves.
-            microbatches: Micro-batches of the step.
             trial: int32 [G], equal to the plan before and after; a buffer.
             out: float32 [>= count, NUM_FEATURES].
         """
@@ -190,8 +188,7 @@ def _compile(stamp):
                         sent += share_now * now_s - share_was * was_s
                         if reads:
                             now_s *= share_now  # what others read there arrives anyway
-                        # One transfer of the edge takes about its share of all micro-batches.
-                        late = (now_s - was_s) / microbatches - max(v.gap[e] - was_s / microbatches, 0.0)
+                        late = now_s - was_s - max(v.gap[e] - was_s, 0.0)
                         if late > 0.0:
                             worst = max(worst, late)
                             delays += late
@@ -199,7 +196,7 @@ def _compile(stamp):
                                 late_out = max(late_out, late)
                             elif reads:
                                 late_in = max(late_in, late)
-                        late = (now_s - was_s) / microbatches - max(v.margin[e] - was_s / microbatches, 0.0)
+                        late = now_s - was_s - max(v.margin[e] - was_s, 0.0)
                         if late > 0.0:
                             overdue = max(overdue, late)
                             all_overdue += late
@@ -276,7 +273,7 @@ def _compile(stamp):
             row[29] = blocked / step
             row[30] = overdue / step
             row[31] = all_overdue / step
-            row[32] = (late_in + late_out + (after_s - before_s) / microbatches - slack) / step
+            row[32] = (late_in + late_out + (after_s - before_s) - slack) / step
             row[33] = strict_clash / work if work > 0 else 0.0
             row[34] = strict_crowd / work if work > 0 else 0.0
             row[35] = urgent / step
@@ -294,7 +291,6 @@ def _compile(stamp):
             row[first + 7] = all_pinned / capacity
             row[first + 8] = devices / 8.0
             row[first + 9] = np.log2(len(plan)) / 8.0
-            row[first + 10] = np.log2(microbatches) / 4.0
             for i in range(begin, stop):
                 trial[groups[i]] = plan[groups[i]]
             for i in range(len(row)):

@@ -30,9 +30,9 @@ class Guide:
     """
 
     def __init__(self, instance: Instance, moves: int, seed: int) -> None:
-        problem, run = instance.problem, instance.execution
-        self.instance, self.microbatches = instance, run.microbatches
-        self.simulator = Simulator(problem, timeline=True, **run.arguments)
+        problem = instance.problem
+        self.instance = instance
+        self.simulator = Simulator(problem, timeline=True)
         self.facts = make_facts(instance)
         channels = int(self.facts.channels.max(initial=-1)) + 1
         self.view = make_view(self.facts, channels)
@@ -65,8 +65,8 @@ class Guide:
         self.count = int(draw_moves(*self.arguments, plan, self.state, shares, self.ptr, self.groups, self.targets, self.kinds))
         self._trial[:] = plan
         move_features(
-            *self.arguments, plan, self.ptr, self.groups, self.targets, self.kinds, self.count, self.microbatches,
-            self._trial, self.table,
+            *self.arguments, plan, self.ptr, self.groups, self.targets, self.kinds, self.count, self._trial,
+            self.table,
         )  # fmt: skip
         return self.count
 

@@ -78,15 +78,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def microbatch(options: argparse.Namespace) -> int:
-    """Samples of one micro-batch of a placement.
+    """Samples of the pass that is captured.
 
     Raises:
         InputError: The options contradict each other.
     """
-    from rlplace.graph.sizes import microbatch_of
+    from rlplace.graph.sizes import samples_of_pass
 
-    samples = microbatch_of(options.batch, options.microbatch, getattr(options, "microbatches", None) or 1)
-    note_old_reading(options)
+    samples = samples_of_pass(options.batch, options.microbatch)
     return MICROBATCH if samples is None else samples
 
 

@@ -26,7 +26,6 @@ from rlplace.cli.common import (
 )
 from rlplace.cli.compare_table import print_comparison, to_csv
 from rlplace.errors import InputError
-from rlplace.schedule import FREE_SCHEDULES
 
 if TYPE_CHECKING:
     from rlplace.cli.common import Captured
@@ -61,8 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
     )
-    parser.add_argument("--microbatches", type=positive, default=1, metavar="M", help="micro-batches of a step (1)")
-    parser.add_argument("--schedule", choices=FREE_SCHEDULES, help="how micro-batches take turns (each planner's own way)")
     parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write every row as soon as it is there")
@@ -90,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
         calls=options.calls,
         time_limit_s=options.time_limit,
         seeds=options.seeds,
-        microbatches=options.microbatches,
-        schedule=options.schedule,
         agent=options.agent,
     )
     store = Store(settings, options.out, resume=options.resume)
@@ -195,7 +190,7 @@ def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse
     model = own.load()
     why_not, only = what_runs(model.module, model.example_inputs)
     graph, other = two_captures(own.graph, own.capture_at)
-    batch = own.graph.samples * options.microbatches
+    batch = own.graph.samples
     return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=options.costs, host=options.host_mode)
 
 

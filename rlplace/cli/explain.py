@@ -13,7 +13,6 @@ from rlplace.cli.common import (
     load,
     model_options,
     natural,
-    positive,
     pricing,
     print_json,
     say,
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=natural, default=256, metavar="N", help="simulations of each search (256); 0: none")
     parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each planner (10)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the searches (0)")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="for a MODEL: micro-batches, as for 'rlplace place'")
     parser.add_argument("--space", metavar="S", help="for a MODEL, as for 'rlplace place'; placement: groups, no strategies")
     add_model_options(parser)
 
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_model_options(options: argparse.Namespace) -> None:
     words = model_options(options)
-    words += [f"--{name}" for name in ("microbatches", "space") if getattr(options, name) is not None]
+    words += ["--space"] if options.space is not None else []
     if words:
         raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 
@@ -156,8 +154,8 @@ def _model(options: argparse.Namespace) -> int:
     from rlplace.explaining.explain import explain
     from rlplace.planners import get_planner
 
-    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "schedule": None, "batch_curve": None}
-    asked = argparse.Namespace(**{**vars(options), **others, "calls": None})
+    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None}
+    asked = argparse.Namespace(**{**vars(options), **others, "calls": None, "microbatches": None, "schedule": None})
     if placement_reason(asked) is None:
         try:
             plan, _ = answer(asked)
@@ -170,9 +168,8 @@ def _model(options: argparse.Namespace) -> int:
     loaded = load(options.what, options.cluster, options)
     problem, limit_s = loaded.problem, options.time_limit
     say("planning with best")
-    count = options.microbatches or 1
     try:
-        plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s, microbatches=count)
+        plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s)
     except InfeasibleError:
         _relax(loaded, options)
         return 0
@@ -185,9 +182,7 @@ def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
 
     say("no plan found; trying what would make it fit")
     at = None if loaded.graph is None else loaded.priced.at
-    relaxations = relax(
-        loaded.problem, at=at, finer=_finer(loaded, options), microbatches=options.microbatches or 1, **_limits(options)
-    )
+    relaxations = relax(loaded.problem, at=at, finer=_finer(loaded, options), **_limits(options))
     if options.json:
         print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})
     else:

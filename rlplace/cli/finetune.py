@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import add_model_options, natural, positive, print_json, rate, say
 from rlplace.errors import InputError
-from rlplace.schedule import FREE_SCHEDULES, LIST
-from rlplace.text import either
 
 if TYPE_CHECKING:
     from rlplace.agents.checkpoint import Checkpoint
@@ -58,8 +56,6 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=rate, metavar="M", help="most minutes of measuring (no limit)")
     add("--repeats", type=positive, default=5, metavar="N", help="timed steps of a plan that is not given up (5)")
     add("--calls", type=positive, default=2048, metavar="N", help="simulator calls of a proposal (2048)")
-    add("--microbatches", type=positive, default=1, metavar="N", help="micro-batches of a step (1)")
-    add("--schedule", default=LIST, metavar="S", help=f"{either(FREE_SCHEDULES)} ({LIST})")
     add("--replay", nargs="?", const="", metavar="C", help="sleep instead of computing, as long as ops take on this cluster")
     add("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")

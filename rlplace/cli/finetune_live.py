@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rlplace.measured.site import Site
     from rlplace.measured.store import TrialStore
     from rlplace.measured.trial import Trial
-    from rlplace.planners.common.evaluate import Execution
     from rlplace.problem import Problem
     from rlplace.runtime.distributed.job.live import PlanService
 
@@ -43,7 +42,6 @@ def run(options: argparse.Namespace, path: str) -> int:
     import torch.distributed as dist
 
     from rlplace.files import check_output
-    from rlplace.planners.common.evaluate import Execution
     from rlplace.runtime.distributed.job import faults, job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -54,7 +52,6 @@ def run(options: argparse.Namespace, path: str) -> int:
     for output in (path, options.best_plan, options.report):
         if output:
             check_output(output)
-    execution = Execution(options.microbatches, options.schedule)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = job.start_job(job.JobOptions(device=options.device.partition(":")[0]), options.timeout)
@@ -64,7 +61,7 @@ def run(options: argparse.Namespace, path: str) -> int:
         if dist.get_rank() == 0:
             assert problem is not None
             try:
-                _lead(options, path, problem, service, site, execution)
+                _lead(options, path, problem, service, site)
             except (KeyboardInterrupt, RlplaceError):  # between two plans: the others wait to be asked
                 service.release()
                 raise
@@ -122,9 +119,7 @@ def _site(options: argparse.Namespace, device: torch.device) -> Site:
     return job_site(device, name=options.cluster, label=label)
 
 
-def _lead(
-    options: argparse.Namespace, path: str, problem: Problem, service: PlanService, site: Site, execution: Execution
-) -> None:
+def _lead(options: argparse.Namespace, path: str, problem: Problem, service: PlanService, site: Site) -> None:
     import torch
 
     from rlplace.agents.checkpoint import load_checkpoint
@@ -146,7 +141,6 @@ def _lead(
             service,
             store=store,
             site=store.add_site(site),
-            execution=execution,
             budget=Budget(options.plans, options.max_steps, options.minutes),
             repeats=options.repeats,
             mode="computed" if options.replay is None else "replayed",
@@ -154,9 +148,9 @@ def _lead(
             on_trial=watcher.trial,
         )
         watcher.begin(campaign)
-        untuned = Agent(checkpoint).place(problem, time_limit_s=5.0, seed=options.seed, **execution.arguments)
+        untuned = Agent(checkpoint).place(problem, time_limit_s=5.0, seed=options.seed)
         count = min(_FIRST_MOST, max(2, options.plans // _FIRST_SHARE))
-        first = first_plans(problem, count, execution=execution, first=untuned.device_of_group, seed=options.seed)
+        first = first_plans(problem, count, first=untuned.device_of_group, seed=options.seed)
         try:
             tuned = tune(campaign, AgentProposer(checkpoint, seed=options.seed), first, calls=options.calls)
         except KeyboardInterrupt:

@@ -31,7 +31,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem import Problem
-from rlplace.schedule import FREE_SCHEDULES, PIPELINE_SCHEDULES, schedule_named
+from rlplace.schedule import SCHEDULES
 from rlplace.text import gb, ms
 
 HELP = "plan how the devices of a cluster train a model"
@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="micro-batches of a replica (chosen)")
-    schedules = list(dict.fromkeys((*PIPELINE_SCHEDULES, *FREE_SCHEDULES)))
-    parser.add_argument("--schedule", choices=schedules, help="how micro-batches take turns (chosen)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="how micro-batches take turns (chosen)")
     parser.add_argument("--batch-curve", metavar="FILE", help="epochs by batch: the batch is chosen, too, from --batch (8) up")
     parser.add_argument(
         "--space",
@@ -112,8 +111,6 @@ def placement_reason(options: argparse.Namespace) -> str | None:
             raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
         return why_placement(options.planner, PLACEMENT) and "a problem file has groups only"
     only = [f"--{name.replace('_', '-')}" for name, default in _OF_PLACEMENTS.items() if getattr(options, name) != default]
-    if options.schedule not in (None, *PIPELINE_SCHEDULES):
-        only.append(f"--schedule {options.schedule}")
     return why_placement(options.planner, options.space, only)
 
 
@@ -125,7 +122,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     """The answer to the question of placements, and what prints it."""
     from rlplace.placements import place_priced
 
-    for name in ("calls", "batch_curve"):
+    for name in ("calls", "batch_curve", "microbatches", "schedule"):
         if getattr(options, name) is not None:
             raise InputError(
                 f"--{name.replace('_', '-')} is for whole strategies, these are placements ({reason}); leave it out"
@@ -136,11 +133,6 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
         compile_first()
     loaded = load(options.model, options.cluster, options)
     extra: dict[str, Any] = {"agent": agent} if options.planner == "agent" else {}
-    if (options.microbatches or 1) > 1:
-        extra["microbatches"] = options.microbatches
-    if options.schedule:
-        schedule_named(options.schedule, FREE_SCHEDULES, "schedule of placements")
-        extra["schedule"] = options.schedule
     say(f"planning with {options.planner}")
     try:
         placed = place_priced(
@@ -157,7 +149,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
         plan, footprints = with_memory(placed, options)
     else:
         warn_of_update(placed, options)
-    question = f"question: which device each group of a micro-batch runs on ({reason})"
+    question = f"question: which device each group of ops runs on ({reason})"
     if options.json:
         say(question)
 
@@ -178,7 +170,6 @@ def _explain_command(options: argparse.Namespace) -> str:
     words = ["rlplace", "explain", options.model]
     words += ["--cluster", options.cluster] if options.cluster else []
     words += [] if options.model.endswith(".problem.json") else ["--space", PLACEMENT]
-    words += [f"--microbatches={options.microbatches}"] if (options.microbatches or 1) > 1 else []
     return shlex.join([*words, *model_options(options)])
 
 
@@ -194,16 +185,11 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
     print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
     print()
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
-    samples = problem.samples_per_microbatch
-    print(
-        f"{samples * plan.microbatches} samples a step: "
-        f"{count(plan.microbatches, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}"
-    )
+    print(f"{problem.samples_per_microbatch} samples a step, in one pass")
     print(f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s")
     if predicted.floor_step_time_s:
         print(f"best classical planner {ms(predicted.floor_step_time_s)} ms")
-    if plan.microbatches == 1:
-        _show_speedup(plan, problem)
+    _show_speedup(plan, problem)
     if predicted.proof:
         print(proof_line(predicted.proof))
     if predicted.held_back_bytes:

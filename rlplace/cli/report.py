@@ -135,12 +135,12 @@ def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRo
 
     with TrialStore(path, create=False) as store:
         trials = store.trials(problem=problem.fingerprint)
-    mine = (tuple(plan.device_of_group.tolist()), plan.microbatches, plan.schedule)
+    mine = tuple(plan.device_of_group.tolist())
     plain = not plan.order
     return [
         MeasuredRow(
             name=f"trial {number}" + (", anchor" if trial.anchor else ""),
-            this=plain and (trial.device_of_group, trial.microbatches, trial.schedule) == mine,
+            this=plain and trial.device_of_group == mine,
             engine=trial.engine,
             mode=trial.mode,
             measured_s=trial.median_s if trial.timed else None,

@@ -10,13 +10,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rlplace.comparing.records import MAKESPAN, RATE, VIEWS, ComparisonRow, Settings
+from rlplace.comparing.records import MAKESPAN, VIEWS, ComparisonRow, Settings
 from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.placements import Priced, plan_priced
 from rlplace.plan import PlacementPlan
-from rlplace.planners import PLANNERS, get_planner, takes_microbatches
+from rlplace.planners import PLANNERS, get_planner
 from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
-from rlplace.planners.common.bounds import execution_bound
+from rlplace.planners.common.bounds import largest_bound
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import fullest_share
@@ -33,21 +33,20 @@ class Target:
     Attributes:
         model, cluster, view: As in its `ProblemInfo`.
         priced: What planners are given.
-        bounds: `execution_bound` by fingerprint and micro-batches.
+        bounds: `largest_bound` by fingerprint.
     """
 
     model: str
     cluster: str
     view: str
     priced: Priced
-    bounds: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
+    bounds: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def bound(self, problem: Problem, microbatches: int) -> tuple[float, str]:
-        """`execution_bound`, computed once."""
-        key = (problem.fingerprint, microbatches)
-        if key not in self.bounds:
-            self.bounds[key] = execution_bound(problem, microbatches)
-        return self.bounds[key]
+    def bound(self, problem: Problem) -> tuple[float, str]:
+        """`largest_bound`, computed once."""
+        if problem.fingerprint not in self.bounds:
+            self.bounds[problem.fingerprint] = largest_bound(problem)
+        return self.bounds[problem.fingerprint]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +106,7 @@ def run_row(name: str, target: Target, settings: Settings, *, strict: bool = Fal
         cluster=target.cluster,
         view=target.view,
         planner=name,
-        metric=_asked_metric(name, settings) + VIEWS[target.view],
+        metric=MAKESPAN + VIEWS[target.view],
         status=OK if bad is None else bad.status,
         reason=next((item.remark for item in measured if item.remark), None) if bad is None else bad.reason,
         random=shuffled,
@@ -143,16 +142,7 @@ def _options(name: str, settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {"agent": settings.agent} if name == "agent" else {}
     if settings.calls is not None and takes_calls(name):
         options["calls"] = settings.calls
-    if settings.microbatches > 1 and takes_microbatches(name):
-        options["microbatches"] = settings.microbatches
-        if settings.schedule is not None:
-            options["schedule"] = settings.schedule
     return options
-
-
-def _asked_metric(name: str, settings: Settings) -> str:
-    several = settings.microbatches > 1 and takes_microbatches(name)
-    return RATE if several else MAKESPAN
 
 
 def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
@@ -162,7 +152,6 @@ def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
         InfeasibleError: It does not fit, whatever its planner says.
         InputError: It is for another problem.
     """
-    samples = problem.samples_per_microbatch * plan.microbatches
     line = simulate(problem, plan)
     if not line.feasible or line.step_time_s is None:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
@@ -171,8 +160,7 @@ def measure(plan: PlacementPlan, problem: Problem, *, view: str) -> Measured:
     remark = None
     if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
         remark = f"the planner said {1e3 * said:.3f} ms"
-    metric = (MAKESPAN if plan.microbatches == 1 else RATE) + VIEWS[view]
-    return Measured(metric, plan, problem, samples, line.step_time_s, share, remark)
+    return Measured(MAKESPAN + VIEWS[view], plan, problem, line.samples, line.step_time_s, share, remark)
 
 
 def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target) -> ComparisonRow:
@@ -184,7 +172,7 @@ def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target
     steps = [item.step_time_s for item in measured]
     best = min(measured, key=lambda item: item.step_time_s)
     mean = sum(steps) / len(steps)
-    bound, binding = target.bound(best.problem, best.plan.microbatches)
+    bound, binding = target.bound(best.problem)
     shares = [item.memory_share for item in measured if item.memory_share is not None]
     return replace(
         row,
@@ -193,9 +181,6 @@ def _with_plans(row: ComparisonRow, measured: Sequence[Measured], target: Target
         step_time_s=mean,
         spread_s=max(steps) - min(steps) if len(steps) > 1 else None,
         samples_per_s=sum(samples / step for step in steps) / len(steps),
-        replicas=1,
-        microbatches=best.plan.microbatches,
-        schedule=best.plan.schedule,
         memory_share=max(shares, default=None),
         bound_s=bound,
         binding=binding,

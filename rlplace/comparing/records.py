@@ -18,8 +18,7 @@ FORMAT = "rlplace.comparison"
 VERSION = 1
 
 MAKESPAN = "makespan of one step"
-RATE = "samples per second at an equal global batch"
-METRICS = (MAKESPAN, RATE)
+METRICS = (MAKESPAN,)
 """What rows may be compared by; numbers of one metric say nothing about those of another."""
 
 TASKS, SPLIT = "tasks", "split"
@@ -67,8 +66,6 @@ class Settings(Record, frozen=True):
         calls: Simulator calls after the floor for every search, which then has no time limit; None: searches have the time.
         time_limit_s: Wall time of a plan.
         seeds: Runs of whatever is random, with seeds 0, 1, ...
-        microbatches: Passes of a step, for every planner that knows micro-batches.
-        schedule: How micro-batches take turns; None: as each planner would have it.
         agent: Checkpoint of the planner `agent`.
         version: Version of rlplace.
     """
@@ -76,8 +73,6 @@ class Settings(Record, frozen=True):
     calls: Count | None = None
     time_limit_s: Amount = 5.0
     seeds: Count = 1
-    microbatches: Count = 1
-    schedule: str | None = None
     agent: str = "default"
     version: str = __version__
 
@@ -90,7 +85,7 @@ class ProblemInfo(Chosen, frozen=True):
         cluster: CLUSTER; of a problem file the cluster that it was priced for, or "".
         view: One of `VIEWS`.
         fingerprint: Fingerprint of the problem.
-        samples: Samples of one micro-batch.
+        samples: Samples of a step.
         groups, ops, devices: Sizes.
         critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
         memory_forced_s: See `rlplace.planners.common.bounds`.
@@ -134,11 +129,11 @@ class ComparisonRow(Chosen, frozen=True):
         spread_s: Largest minus smallest; None with fewer than two plans.
         samples: Samples that a step processes.
         samples_per_s: Mean.
-        replicas, microbatches, schedule: Those of the fastest plan.
+        replicas, microbatches, schedule: Those of the fastest plan, of a whole strategy.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.
-        bound_s: Largest lower bound on the step time of any plan with these micro-batches; None for whole strategies.
+        bound_s: Largest lower bound on the step time of any plan; None for whole strategies.
         binding: The bound that is largest.
         gap: ``step_time_s / bound_s - 1``.
         ratio: `step_time_s` over that of `REFERENCE` in the same metric with the same samples; None where either is missing.

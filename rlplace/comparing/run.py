@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import RATE, REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
+from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
 from rlplace.comparing.store import Store
 from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
 from rlplace.comparing.summary import References, summarize
 from rlplace.cost.split import split_backward
-from rlplace.errors import InputError, RlplaceError
+from rlplace.errors import RlplaceError
 from rlplace.placements import Priced
 from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.attempt import OK
@@ -101,8 +101,6 @@ def compare(
     for name in planners:
         if name not in STRATEGIES:
             get_planner(name)
-    if store.settings.schedule is not None and store.settings.microbatches == 1:
-        raise InputError("a schedule is for several micro-batches; give their number as well")
     warm: set[str] = set()
     failures: list[tuple[Case, RlplaceError]] = []
     for case in cases:
@@ -141,9 +139,7 @@ def _finish(row: ComparisonRow, target: Target, store: Store) -> None:
     """Stores a row with its ratio, after the row that it is measured against."""
     other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
     if other is None and row.status == OK and row.samples is not None:
-        parts = row.samples // target.priced.first.samples_per_microbatch if row.metric.startswith(RATE) else 1
-        settings = replace(store.settings, microbatches=parts, schedule=None)
-        reference = run_row(REFERENCE, target, settings)
+        reference = run_row(REFERENCE, target, store.settings)
         # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
         other = replace(reference, reference=True, metric=row.metric, samples=row.samples)
         if other.key not in store.rows:

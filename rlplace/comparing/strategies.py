@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rlplace.comparing.records import MAKESPAN, RATE, TASKS, ComparisonRow, Settings
+from rlplace.comparing.records import MAKESPAN, TASKS, ComparisonRow, Settings
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
@@ -65,7 +65,7 @@ def strategy_row(
         cluster=cluster,
         view=TASKS,
         planner=name,
-        metric=MAKESPAN if settings.microbatches == 1 else RATE,
+        metric=MAKESPAN,
         status=run.status,
         reason=run.reason,
         random=False,

@@ -222,9 +222,9 @@ class _Device:
         gradients = [item for item in self.held if item.part == GRADIENTS]
         numbers = [self.new("gradients", item.bytes) for item in gradients]
         appear: dict[int, list[int]] = {}  # events of the step before an appearance -> gradients
-        start = self._first_start()
+        start = self.life.op_start.tolist()
         for number, item in zip(numbers, gradients, strict=True):
-            at = min((start[op] for op in item.makers if op in start), default=len(self.life.item))
+            at = min((start[op] for op in item.makers), default=len(self.life.item))
             appear.setdefault(at, []).append(number)
         body = self._body(appear)
         states = [self.new("optimizer", item.bytes) for item in self.held if item.part == OPTIMIZER]
@@ -242,13 +242,6 @@ class _Device:
             self._update(scratch)
             ends.append(len(self.ids))
         return ends[0]
-
-    def _first_start(self) -> dict[int, int]:
-        """Per op the number of events before it first starts."""
-        first: dict[int, int] = {}
-        for op, at in zip(self.life.task_op.tolist(), self.life.task_start.tolist(), strict=True):
-            first[op] = min(at, first.get(op, at))
-        return first
 
     def _body(self, appear: dict[int, list[int]]) -> list[tuple[int, bool]]:
         """This device's events of one step: (allocation, whether it starts)."""

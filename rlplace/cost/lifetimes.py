@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, Problem
-from rlplace.schedule import LIST
-from rlplace.simulator.reference import ReferenceRun, stuck_reason
-from rlplace.simulator.tasks import task_graph
+from rlplace.simulator.reference import STUCK, ReferenceRun
 from rlplace.simulator.timeline import placement_violations
 
 ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
@@ -28,7 +26,7 @@ ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """Allocations of one step beside the resident bytes, none of them empty. Axes: E events in order, A allocations, K tasks.
+    """Allocations of one step beside the resident bytes, none of them empty. Axes: E events in order, A allocations, N ops.
 
     Attributes:
         item: int64 [E], the allocation that an event starts or ends; each starts and ends once.
@@ -38,8 +36,7 @@ class Lifetimes:
         bytes: int64 [A].
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
         tensor: int32 [A], -1 for temporaries.
-        task_op: int32 [K].
-        task_start: int64 [K], per task the number of events before it starts.
+        op_start: int64 [N], per op the number of events before it starts.
         peak_memory_bytes: int64 [D], of the simulation, with resident and reserved bytes.
     """
 
@@ -50,8 +47,7 @@ class Lifetimes:
     bytes: NDArray[np.int64]
     kind: NDArray[np.int8]
     tensor: NDArray[np.int32]
-    task_op: NDArray[np.int32]
-    task_start: NDArray[np.int64]
+    op_start: NDArray[np.int64]
     peak_memory_bytes: NDArray[np.int64]
 
     def live_bytes(self, device: int) -> NDArray[np.int64]:
@@ -72,17 +68,14 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
         InputError: The step does not complete.
     """
     devices = np.asarray(plan.device_of_group if isinstance(plan, PlacementPlan) else plan, dtype=np.int32)
-    priority, order, stages, count, schedule = None, None, None, 1, LIST
-    if isinstance(plan, PlacementPlan):
-        priority, order, stages = plan.priority, plan.order, plan.stage_of_group
-        count, schedule = plan.microbatches, plan.schedule
+    priority, order = (plan.priority, plan.order) if isinstance(plan, PlacementPlan) else (None, None)
     reasons = placement_violations(problem, devices)
     if reasons:
         raise InputError("memory: the step does not complete: " + "; ".join(reasons))
-    run = _Recorder(problem, task_graph(problem, count), devices, priority, order, schedule, stages)
+    run = _Recorder(problem, devices, priority, order)
     run.run()
-    if run.done < len(run.op):
-        raise InputError(f"memory: the step does not complete: {stuck_reason(order)}")
+    if run.done < problem.num_ops:
+        raise InputError(f"memory: the step does not complete: {STUCK}")
     return Lifetimes(
         item=np.array(run.item, dtype=np.int64),
         starts=np.array(run.starts, dtype=bool),
@@ -91,8 +84,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
         bytes=np.array(run.item_bytes, dtype=np.int64),
         kind=np.array(run.item_kind, dtype=np.int8),
         tensor=np.array(run.item_tensor, dtype=np.int32),
-        task_op=run.tasks.op,
-        task_start=np.array(run.task_start, dtype=np.int64),
+        op_start=np.array(run.op_start, dtype=np.int64),
         peak_memory_bytes=np.array(run.peak, dtype=np.int64),
     )
 
@@ -102,11 +94,9 @@ class _Recorder(ReferenceRun):
 
     def __init__(self, problem: Problem, *rest: Any) -> None:
         super().__init__(problem, *rest)
-        self.value_tensor = self.tasks.tensor.tolist()
-        self.scratch_bytes = problem.temporary_bytes[self.tasks.op].tolist()
-        self.made_as = np.where(problem.op_phase[self.tasks.op] == FORWARD, ACTIVATION, BACKWARD_VALUE).tolist()
-        self.copies: dict[tuple[int, int], int] = {}  # (value, device) -> allocation
-        self.scratch: dict[int, int] = {}  # task -> allocation
+        self.made_as = np.where(problem.op_phase == FORWARD, ACTIVATION, BACKWARD_VALUE).tolist()
+        self.copies: dict[tuple[int, int], int] = {}  # (tensor, device) -> allocation
+        self.scratch: dict[int, int] = {}  # op -> allocation
         self.item: list[int] = []
         self.starts: list[bool] = []
         self.times: list[float] = []
@@ -114,32 +104,32 @@ class _Recorder(ReferenceRun):
         self.item_bytes: list[int] = []
         self.item_kind: list[int] = []
         self.item_tensor: list[int] = []
-        self.task_start = [0] * len(self.op)
+        self.op_start = [0] * problem.num_ops
 
-    def occupy(self, task: int, time: float) -> None:
-        self.task_start[task] = len(self.item)
-        device = self.device[task]
-        for value in self.outputs[task]:
-            if value not in self.started and self.size[value]:
-                self.copies[value, device] = self._begin(device, self.size[value], self.made_as[task], self.value_tensor[value])
-        if self.scratch_bytes[task]:
-            self.scratch[task] = self._begin(device, self.scratch_bytes[task], TEMPORARY, -1)
-        super().occupy(task, time)
+    def occupy(self, op: int, time: float) -> None:
+        self.op_start[op] = len(self.item)
+        device = self.device[op]
+        for tensor in self.outputs[op]:
+            if self.size[tensor]:
+                self.copies[tensor, device] = self._begin(device, self.size[tensor], self.made_as[op], tensor)
+        if self.temporary[op]:
+            self.scratch[op] = self._begin(device, self.temporary[op], TEMPORARY, -1)
+        super().occupy(op, time)
 
-    def finish_task(self, task: int) -> None:
-        if task in self.scratch:
-            self._finish(self.scratch.pop(task))
-        super().finish_task(task)
+    def finish_op(self, op: int) -> None:
+        if op in self.scratch:
+            self._finish(self.scratch.pop(op))
+        super().finish_op(op)
 
-    def start_transfer(self, value: int, source: int, destination: int) -> None:
-        if self.size[value]:
-            self.copies[value, destination] = self._begin(destination, self.size[value], RECEIVED, self.value_tensor[value])
-        super().start_transfer(value, source, destination)
+    def start_transfer(self, tensor: int, source: int, destination: int) -> None:
+        if self.size[tensor]:
+            self.copies[tensor, destination] = self._begin(destination, self.size[tensor], RECEIVED, tensor)
+        super().start_transfer(tensor, source, destination)
 
-    def release(self, value: int, device: int) -> None:
-        if (value, device) in self.copies:
-            self._finish(self.copies.pop((value, device)))
-        super().release(value, device)
+    def release(self, tensor: int, device: int) -> None:
+        if (tensor, device) in self.copies:
+            self._finish(self.copies.pop((tensor, device)))
+        super().release(tensor, device)
 
     def _begin(self, device: int, size: int, kind: int, tensor: int) -> int:
         number = len(self.item_device)

@@ -62,9 +62,7 @@ class Picture:
             line: When they ran.
             update_after_s: How much later than there updates run, because they wait for other pipelines.
         """
-        ops = expanded.problem.num_ops
-        start, end = np.zeros(ops), np.zeros(ops)
-        start[line.task_op], end[line.task_op] = line.start_s, line.end_s
+        start, end = line.start_s, line.end_s
         inside: dict[int, list[Box]] = {}
         for run in expanded.runs:
             if run.part is None:

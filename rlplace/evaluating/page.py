@@ -17,7 +17,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.reporting.data import MAX_TASKS, ReportData
+from rlplace.reporting.data import MAX_OPS, ReportData
 from rlplace.reporting.lanes import LINK, LaneRow, Lanes
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import group_edges, module_tree
@@ -46,8 +46,8 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     """
     draft, question = asked.draft(), asked.question
     cluster, costs = question.cluster, cast(OpCosts, question.costs)
-    if sum(tasks_of(one, costs) for one in draft.pipelines) > MAX_TASKS:
-        raise InputError(f"report: the step has more than {MAX_TASKS} ops; report a plan with fewer micro-batches")
+    if sum(tasks_of(one, costs) for one in draft.pipelines) > MAX_OPS:
+        raise InputError(f"report: the step has more than {MAX_OPS} ops; report a plan with fewer micro-batches")
     ran = [simulate_ops(one, costs, cluster) for one in draft.pipelines]
     alone = [
         evaluation_of(*each, question.scores.evaluate(one), cluster) for one, each in zip(draft.pipelines, ran, strict=True)
@@ -155,11 +155,7 @@ def _timeline(asked: Asked, said: Evaluation, lanes: Lanes) -> Timeline:
         transfer_destination=ends,
         transfer_start_s=lanes.start_s[sent],
         transfer_end_s=lanes.end_s[sent],
-        microbatches=max(strategy.pipelines[0].microbatches),
         samples=strategy.batch,
-        task_op=lanes.op[tasks],
-        task_microbatch=lanes.microbatch[tasks],
-        transfer_microbatch=lanes.microbatch[sent],
     )
 
 

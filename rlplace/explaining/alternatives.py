@@ -1,6 +1,6 @@
 """Why groups sit where they sit: the step with each of them on every other device, simulated anew.
 
-The rest of the plan stays as it is: micro-batches and schedule. A plan with an `order` fixes what
+A plan with an `order` fixes what
 every device runs when, which leaves no place for a group that moves; its alternatives are compared with the same plan run
 by priority.
 """

@@ -1,6 +1,6 @@
 """What bounds a step: its critical path as it came about, the busiest device, the hottest link, the tightest memory.
 
-Beside them the lower bounds that hold for any plan of the problem with as many micro-batches: how much quicker a
+Beside them the lower bounds that hold for any plan of the problem: how much quicker a
 plan could be at the most.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
 from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, stretches
-from rlplace.planners.common.bounds import execution_bound
+from rlplace.planners.common.bounds import largest_bound
 
 Key = TypeVar("Key")
 
@@ -92,7 +92,7 @@ class StepBounds:
         story: The same path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
-        lower_bound_s: No plan of the problem with as many micro-batches is quicker; 0 where nothing is known.
+        lower_bound_s: No plan of the problem is quicker; 0 where nothing is known.
         lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
     """
 
@@ -128,7 +128,7 @@ class StepBounds:
 def step_bounds(run: SimulatedPlan) -> StepBounds:
     """Looks at a step that completes; see `StepBounds`."""
     path = realised_path(run)
-    lower_s, name = execution_bound(run.problem, run.plan.microbatches)
+    lower_s, name = largest_bound(run.problem)
     return StepBounds(
         step_time_s=run.step_s,
         path=_parts(run, path),

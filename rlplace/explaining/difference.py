@@ -80,12 +80,10 @@ def placement_side(run: SimulatedPlan) -> Side:
     """What a comparison holds of a placement."""
     problem, plan, line = run.problem, run.plan, run.line
     predicted, used = line.predicted(problem), len(np.unique(plan.device_of_group))
-    words = [f"groups on {used} device{'s' if used > 1 else ''}"]
-    words += [f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {problem.samples_per_microbatch}"]
     return Side(
         kind=PLACEMENT,
         planner=plan.planner,
-        words=", ".join([*words, plan.schedule]),
+        words=f"groups on {used} device{'s' if used > 1 else ''}",
         samples=line.samples,
         step_time_s=line.step_time_s,
         feasible=line.feasible,
@@ -98,8 +96,6 @@ def placement_side(run: SimulatedPlan) -> Side:
 def _settings(plan: PlacementPlan) -> dict[str, Any]:
     """What a plan says beside devices."""
     return {
-        "micro-batches": plan.microbatches,
-        "schedule": plan.schedule,
         "order given": plan.order is not None,
         "priorities given": plan.priority is not None,
     }
@@ -125,8 +121,7 @@ def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]
     renamed = renaming[devices].astype(np.int32)
     if (renamed == devices).all():
         return devices, {}
-    stages = b.plan.stage_of_group if b.plan.stage_of_group is not None else b.plan.device_of_group
-    same = run_unchecked(a.problem, dataclasses.replace(b.plan, device_of_group=renamed, stage_of_group=stages))
+    same = run_unchecked(a.problem, dataclasses.replace(b.plan, device_of_group=renamed))
     if abs(same.step_s - b.step_s) > SAME * b.step_s:
         return devices, {}
     swapped = {

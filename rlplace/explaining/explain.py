@@ -100,7 +100,7 @@ def explain(
         group: A group, or a module whose groups share a device, to look at; default those that matter most.
         groups: How many of those.
         hardware: Whether to ask what other hardware would bring, which plans anew for each change.
-        at: Prices the plan's problem for a micro-batch of so many samples, to make it fit.
+        at: Prices the plan's problem for a batch of so many samples, to make it fit.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Seed of the searches.
@@ -168,7 +168,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
     if bounds.lower_bound_s > 0:
         lines.append(
             f"no plan takes less than {ms(bounds.lower_bound_s)} ms ({bounds.lower_bound}): at most "
-            f"{percent(max(bounds.most_gain, 0.0))} can be gained with as many micro-batches"
+            f"{percent(max(bounds.most_gain, 0.0))} can be gained"
         )
     return lines
 

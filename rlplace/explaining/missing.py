@@ -14,7 +14,6 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.schedule import LIST, ONE_F_ONE_B
 from rlplace.simulator import simulate
 from rlplace.text import bytes_text
 
@@ -30,7 +29,7 @@ class Trial:
         samples: Samples of its step.
         peak_bytes: Its fullest device, else 0.
         short_bytes: Still missing when it does not fit: in the closest plan, or proven.
-        how: Micro-batches, schedule and planner of the plan that fits, or why none does.
+        how: Planner of the plan that fits, or why none does.
     """
 
     relaxation: str
@@ -55,52 +54,37 @@ class Tester:
         calls: Simulations of a search where the classical floor finds nothing; 0: no search.
         time_limit_s: Seconds of each planner.
         seed: Seed of the search.
-        microbatches: Micro-batches of the execution that does not fit.
-        schedule: Its schedule.
     """
 
     calls: int
     time_limit_s: float | None
     seed: int
-    microbatches: int
-    schedule: str
 
-    @property
-    def execution(self) -> dict[str, Any]:
-        """How steps run."""
-        return {"microbatches": self.microbatches, "schedule": self.schedule}
-
-    def plan(self, name: str, problem: Problem, *, microbatches: int | None = None) -> Trial:
-        """The best plan by the floor, else by a search; several micro-batches also under 1f1b, which keeps fewer of them."""
-        count = self.microbatches if microbatches is None else microbatches
-        samples = problem.samples_per_microbatch * count
+    def plan(self, name: str, problem: Problem) -> Trial:
+        """The best plan by the floor, else by a search."""
+        fixed = {"seed": self.seed, "time_limit_s": self.time_limit_s}
+        searches: dict[str, dict[str, Any]] = {"annealing": {"calls": self.calls}} if self.calls else {}
         closest: InfeasibleError | None = None
-        for schedule in dict.fromkeys([self.schedule, ONE_F_ONE_B] if count > 1 else [LIST]):
-            fixed = {"seed": self.seed, "time_limit_s": self.time_limit_s, "microbatches": count, "schedule": schedule}
-            searches: dict[str, dict[str, Any]] = {"annealing": {"calls": self.calls}} if self.calls else {}
-            for planner, extra in {"best": {}, **searches}.items():
-                try:
-                    plan = get_planner(planner)(problem, **fixed, **extra)
-                except InfeasibleError as error:
-                    if closest is None or 0 < error.short_bytes < closest.short_bytes:
-                        closest = error
-                    continue
-                how = f"planner {planner}"
-                if count > 1:
-                    how += f", {count} micro-batches of {problem.samples_per_microbatch}, schedule {schedule}"
-                peak = max(plan.predicted.peak_memory_bytes)
-                return Trial(name, True, plan.predicted.step_s, samples, peak, 0, how)
+        for planner, extra in {"best": {}, **searches}.items():
+            try:
+                plan = get_planner(planner)(problem, **fixed, **extra)
+            except InfeasibleError as error:
+                if closest is None or 0 < error.short_bytes < closest.short_bytes:
+                    closest = error
+                continue
+            peak = max(plan.predicted.peak_memory_bytes)
+            return Trial(name, True, plan.predicted.step_s, problem.samples_per_microbatch, peak, 0, f"planner {planner}")
         assert closest is not None
-        only = only_plan_short(problem, {"microbatches": count, "schedule": self.schedule})
-        return Trial(name, False, None, samples, 0, only or closest.short_bytes, without_advice(closest))
+        short = only_plan_short(problem) or closest.short_bytes
+        return Trial(name, False, None, problem.samples_per_microbatch, 0, short, without_advice(closest))
 
 
-def only_plan_short(problem: Problem, execution: dict[str, Any]) -> int | None:
+def only_plan_short(problem: Problem) -> int | None:
     """Bytes that the only plan of a problem with one device lacks; None with several devices, or where memory is enough."""
     limit = problem.devices[0].memory_bytes
     if problem.num_devices > 1 or limit is None or not problem.group_allowed.all():
         return None
-    line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32), **execution)
+    line = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32))
     short = int(line.peak_memory_bytes[0]) - limit
     return short if line.step_time_s is not None and short > 0 else None
 
@@ -155,8 +139,8 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
         message = f"the plan does not fit: {'; '.join(run.line.violations)}"
         name = problem.devices[int(over.argmax())].name if short else None
         return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None), None
-    only = only_plan_short(problem, tester.execution)
-    if error is None and only is not None and tester.microbatches == 1:
+    only = only_plan_short(problem)
+    if error is None and only is not None:
         single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0
         message = f"{single} needs {bytes_text(limit + only)}, has {bytes_text(limit)}: {only} bytes short"
         return Shortage(DEVICE, message, single, only, only, True), None

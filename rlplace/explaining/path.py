@@ -1,9 +1,9 @@
 """The realised critical path: the chain of work, transfers and waits that made a step as long as it was.
 
-Walking back from the last task to end: a task ran for some time; before that it was ready and waited while its device was busy
-with others; and it became ready when its last input arrived, by a transfer or from a task of its own device, or when the
-schedule let it go. A transfer moved for some time; before that it waited for its channels; and it was there to be sent when its
-producer ended. So every moment of the step belongs to exactly one link of the chain, and the links' seconds add up to the step.
+Walking back from the last op to end: an op ran for some time; before that it was ready and waited while its device was busy
+with others; and it became ready when its last input arrived, by a transfer or from an op of its own device. A transfer moved
+for some time; before that it waited for its channels; and it was there to be sent when its producer ended. So every moment of
+the step belongs to exactly one link of the chain, and the links' seconds add up to the step.
 
 Waits are part of the chain, and what goes on during a wait is named but not followed: the chain follows what depends on what.
 Where several inputs arrived in the same instant the first of them is followed.
@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
-from rlplace.schedule import NO_GATES, SCHEDULES
-from rlplace.simulator.stages import Gates, gates
+from rlplace.problem.order import grouped
 
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
 
@@ -39,7 +38,6 @@ class Link:
         destination: Receiving device of transfers and their waits, else -1.
         group: Group of the simulated problem that runs, is sent from, or waits.
         op: Op of the simulated problem; of transfers the producer, -1 for a parameter.
-        microbatch: Micro-batch of the op.
         blocker: Op that the device is busy with, or that made what the channels are busy with; -1 where nothing is.
     """
 
@@ -50,7 +48,6 @@ class Link:
     destination: int
     group: int
     op: int
-    microbatch: int
     blocker: int = -1
 
     @property
@@ -65,51 +62,36 @@ def realised_path(run: SimulatedPlan) -> tuple[Link, ...]:
     The first link begins at 0, each begins where the one before ends, and the last ends with the step. Empty when the step
     cannot complete.
     """
-    if run.line.step_time_s is None or run.tasks.num_tasks == 0:
+    if run.line.step_time_s is None or run.problem.num_ops == 0:
         return ()
     return tuple(link for link in reversed(list(_Walk(run).back())) if link.end_s > link.start_s)
 
 
 Before = tuple[bool, int] | None
-"""What came last before a link could begin: whether it is a transfer, and its number, else a task's; None: the step began."""
+"""What came last before a link could begin: whether it is a transfer, and its number, else an op's; None: the step began."""
 
 
 class _Walk:
     """Looks up what was before."""
 
     def __init__(self, run: SimulatedPlan) -> None:
-        self.run, self.line, self.tasks, self.problem = run, run.line, run.tasks, run.problem
-        self.device = run.task_device
-        readers = np.argsort(self.tasks.consumers, kind="stable")
-        value_of = np.repeat(np.arange(self.tasks.num_values), np.diff(self.tasks.consumer_ptr))
-        self.input = value_of[readers]
-        self.input_ptr = np.searchsorted(self.tasks.consumers[readers], np.arange(self.tasks.num_tasks + 1))
-        batches = self.tasks.value_microbatch.tolist()
-        number = {key: value for value, key in enumerate(zip(self.tasks.tensor.tolist(), batches, strict=True))}
-        sent = zip(self.line.transfer_tensor.tolist(), self.line.transfer_microbatch.tolist(), strict=True)
-        self.value_sent = [number[key] for key in sent]  # value of every transfer
-        ends = zip(self.value_sent, self.line.transfer_destination.tolist(), strict=True)
+        self.run, self.line, self.problem = run, run.line, run.problem
+        problem = run.problem
+        self.device = self.line.device_of_op
+        self.input_ptr, self.input = grouped(problem.consumers, problem.edge_tensor, problem.num_ops)
+        ends = zip(self.line.transfer_tensor.tolist(), self.line.transfer_destination.tolist(), strict=True)
         self.arrival = {key: transfer for transfer, key in enumerate(ends)}
-        self.collective = np.full(self.tasks.num_tasks, -1, dtype=np.int64)
-        for index in range(len(self.tasks.collective)):
-            self.collective[self.members(index)] = index
-        self.on_device = [self.by_start(self.device == d) for d in range(self.problem.num_devices)]
+        self.collective = np.full(problem.num_ops, -1, dtype=np.int64)
+        for index, collective in enumerate(problem.collectives):
+            self.collective[list(collective.ops)] = index
+        self.on_device = [self.by_start(self.device == d) for d in range(problem.num_devices)]
         self.channels = self.channel_uses()
-        self.gates: Gates | None = None
-        self.closers: dict[int, list[int]] = {}
-        plan = run.plan
-        if plan.order is None and SCHEDULES[plan.schedule].gates != NO_GATES:
-            self.gates = gates(self.problem, self.tasks, plan.schedule, plan.device_of_group, plan.stage_of_group)
-            self.closers = self.gate_closers(self.gates)
 
-    def members(self, index: int) -> NDArray[np.int32]:
-        return self.tasks.collective_tasks[self.tasks.collective_ptr[index] : self.tasks.collective_ptr[index + 1]]
-
-    def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
-        """Start, end and op of the tasks that took a device's time, in order."""
-        tasks = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
-        tasks = tasks[np.argsort(self.line.start_s[tasks], kind="stable")]
-        return self.line.start_s[tasks], self.line.end_s[tasks], self.tasks.op[tasks]
+    def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """Start, end and number of the ops that took a device's time, in order."""
+        ops = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
+        ops = ops[np.argsort(self.line.start_s[ops], kind="stable")]
+        return self.line.start_s[ops], self.line.end_s[ops], ops
 
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
         """By channel who held it: (start, end, op that made what moves), in order of start."""
@@ -121,21 +103,6 @@ class _Walk:
             rows.sort()
         return uses
 
-    def gate_closers(self, stage_gates: Gates) -> dict[int, list[int]]:
-        """By stage the tasks whose end opened a gate, in order of time."""
-        last: dict[tuple[int, int], int] = {}
-        for task, batches in enumerate(stage_gates.counts_for):
-            for batch in batches:
-                before = last.get(batch)
-                if before is None or self.line.end_s[task] > self.line.end_s[before]:
-                    last[batch] = task
-        closers: dict[int, list[int]] = {}
-        for (stage, _), task in last.items():
-            closers.setdefault(stage, []).append(task)
-        for tasks in closers.values():
-            tasks.sort(key=lambda task: float(self.line.end_s[task]))
-        return closers
-
     def back(self) -> Iterator[Link]:
         """The chain from its end."""
         item: Before = (False, int(self.line.end_s.argmax()))
@@ -146,49 +113,44 @@ class _Walk:
             elif self.collective[number] >= 0:
                 item = yield from self.together(int(self.collective[number]))
             else:
-                item = yield from self.task(number)
+                item = yield from self.op(number)
 
-    def task(self, task: int) -> Generator[Link, None, Before]:
-        op, device = int(self.tasks.op[task]), int(self.device[task])
-        start, end = float(self.line.start_s[task]), float(self.line.end_s[task])
-        group, microbatch = int(self.problem.op_group[op]), int(self.tasks.microbatch[task])
-        yield Link(COMPUTE, start, end, device, -1, group, op, microbatch)
-        ready, before = self.ready(task)
+    def op(self, op: int) -> Generator[Link, None, Before]:
+        device, group = int(self.device[op]), int(self.problem.op_group[op])
+        start, end = float(self.line.start_s[op]), float(self.line.end_s[op])
+        yield Link(COMPUTE, start, end, device, -1, group, op)
+        ready, before = self.ready(op)
         begins, ends, ops = self.on_device[device]
         among = slice(int(np.searchsorted(ends, ready, side="right")), int(np.searchsorted(begins, start)))
         spans = list(zip(begins[among].tolist(), ends[among].tolist(), ops[among].tolist(), strict=True))
         for begin, stop, blocker in reversed(_cover(spans, ready, start)):
             cause = DEVICE if blocker >= 0 else ORDER
-            yield Link(cause, begin, stop, device, -1, group, op, microbatch, blocker)
+            yield Link(cause, begin, stop, device, -1, group, op, blocker)
         return before
 
     def transfer(self, x: int) -> Generator[Link, None, Before]:
         source, destination = int(self.line.transfer_source[x]), int(self.line.transfer_destination[x])
         start, end = float(self.line.transfer_start_s[x]), float(self.line.transfer_end_s[x])
-        value = self.value_sent[x]
-        available, before = self.made(value)
-        tensor = int(self.tasks.tensor[value])
+        tensor = int(self.line.transfer_tensor[x])
+        available, before = self.made(tensor)
         op, owner = int(self.problem.tensor_producer[tensor]), int(self.problem.tensor_owner[tensor])
         group = int(self.problem.op_group[op]) if op >= 0 else owner
-        microbatch = max(int(self.tasks.value_microbatch[value]), 0)
-        yield Link(TRANSFER, start, end, source, destination, group, op, microbatch)
+        yield Link(TRANSFER, start, end, source, destination, group, op)
         held = self.problem.links.effective_channels[source][destination]
         for begin, stop, blocker in reversed(_cover(self.uses(held, available, start), available, start)):
-            yield Link(CHANNEL, begin, stop, source, destination, group, op, microbatch, blocker)
+            yield Link(CHANNEL, begin, stop, source, destination, group, op, blocker)
         return before
 
     def together(self, index: int) -> Generator[Link, None, Before]:
         """A collective; it waited for the last input of all its ops."""
-        members = self.members(index).tolist()
-        task = members[0]
-        op = int(self.tasks.op[task])
-        start, end = float(self.line.start_s[task]), float(self.line.end_s[task])
-        group, microbatch = int(self.problem.op_group[op]), int(self.tasks.microbatch[task])
-        yield Link(COLLECTIVE, start, end, -1, -1, group, op, microbatch)
+        members = self.problem.collectives[index].ops
+        op = members[0]
+        start, end, group = float(self.line.start_s[op]), float(self.line.end_s[op]), int(self.problem.op_group[op])
+        yield Link(COLLECTIVE, start, end, -1, -1, group, op)
         ready, before = max((self.ready(member) for member in members), key=lambda moment: moment[0])
-        held = self.problem.collectives[self.tasks.collective[index]].channels
+        held = self.problem.collectives[index].channels
         for begin, stop, blocker in reversed(_cover(self.uses(held, ready, start), ready, start)):
-            yield Link(CHANNEL, begin, stop, -1, -1, group, op, microbatch, blocker)
+            yield Link(CHANNEL, begin, stop, -1, -1, group, op, blocker)
         return before
 
     def uses(self, channels: tuple[int, ...], begin: float, end: float) -> list[tuple[float, float, int]]:
@@ -197,30 +159,19 @@ class _Walk:
             {use for channel in channels for use in self.channels.get(channel, ()) if use[1] > begin and use[0] < end}
         )
 
-    def made(self, value: int) -> tuple[float, Before]:
-        """When a value is there on the device that makes it, and the task that ended then."""
-        makers = self.tasks.producers[self.tasks.producer_ptr[value] : self.tasks.producer_ptr[value + 1]]
-        if len(makers) == 0:
-            return 0.0, None
-        last = int(makers[self.line.end_s[makers].argmax()])
-        return float(self.line.end_s[last]), (False, last)
+    def made(self, tensor: int) -> tuple[float, Before]:
+        """When a tensor is there on the device that makes it, and the op that ended then."""
+        maker = int(self.problem.tensor_producer[tensor])
+        return (0.0, None) if maker < 0 else (float(self.line.end_s[maker]), (False, maker))
 
-    def ready(self, task: int) -> tuple[float, Before]:
-        """When a task had all that it needs, and what came last."""
+    def ready(self, op: int) -> tuple[float, Before]:
+        """When an op had all that it needs, and what came last."""
         best: tuple[float, Before] = (0.0, None)
-        for value in self.input[self.input_ptr[task] : self.input_ptr[task + 1]].tolist():
-            x = self.arrival.get((value, int(self.device[task])))
-            arrived = self.made(value) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
+        for tensor in self.input[self.input_ptr[op] : self.input_ptr[op + 1]].tolist():
+            x = self.arrival.get((tensor, int(self.device[op])))
+            arrived = self.made(tensor) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
             if arrived[0] > best[0] or best[1] is None:
                 best = arrived
-        gate = -1 if self.gates is None else int(self.gates.gate[task])
-        if self.gates is not None and gate >= 0:
-            stage, position = divmod(gate, self.gates.width)
-            later = position - self.gates.open_first[stage]
-            if later >= 0:
-                closer = self.closers[stage][later]
-                if self.line.end_s[closer] > best[0]:
-                    best = (float(self.line.end_s[closer]), (False, closer))
         return best
 
 

@@ -1,4 +1,4 @@
-"""What other hardware, or more micro-batches, would bring a placement of groups."""
+"""What other hardware would bring a placement of groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InfeasibleError, InputError
+from rlplace.errors import InfeasibleError
 from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
 from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
@@ -19,7 +19,6 @@ from rlplace.explaining.what_if import AS_IS, CALLS, Question, WhatIf, answers
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
-from rlplace.schedule import LIST, ONE_F_ONE_B
 
 
 def placement_what_if(
@@ -54,9 +53,6 @@ def _changed(run: SimulatedPlan) -> Iterator[tuple[str, SimulatedPlan]]:
     for change, problem in _problems(run):
         if problem is not None:
             yield change, run_unchecked(problem, _fitted(run.plan, problem))
-    longer = None if run.plan.order is not None else _more_microbatches(run)
-    if longer is not None:
-        yield f"{longer.plan.microbatches} micro-batches", longer
 
 
 def _problems(run: SimulatedPlan) -> Iterator[tuple[str, Problem | None]]:
@@ -84,19 +80,6 @@ def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
     return dataclasses.replace(plan, order=[*plan.order, *empty])
 
 
-def _more_microbatches(run: SimulatedPlan) -> SimulatedPlan | None:
-    """The plan with 4 micro-batches instead of one, or with twice as many."""
-    plan = run.plan
-    single = plan.microbatches == 1
-    schedule = ONE_F_ONE_B if single and plan.schedule == LIST else plan.schedule
-    try:
-        return run_unchecked(
-            run.problem, dataclasses.replace(plan, microbatches=4 if single else 2 * plan.microbatches, schedule=schedule)
-        )
-    except InputError:  # too many tasks, or a schedule that cannot run so many
-        return None
-
-
 def _key(devices: NDArray[np.int32]) -> bytes:
     """An assignment as a plan that is known."""
     return devices.astype(np.int32).tobytes()
@@ -110,7 +93,7 @@ def _step_s(same: SimulatedPlan, assignment: bytes) -> float:
     devices = _devices(assignment)
     if devices.max(initial=0) >= same.problem.num_devices:
         return math.inf
-    plan = dataclasses.replace(same.plan, device_of_group=devices, priority=None, order=None, stage_of_group=None)
+    plan = dataclasses.replace(same.plan, device_of_group=devices, priority=None, order=None)
     run = run_unchecked(same.problem, plan)
     return run.step_s if run.line.feasible else math.inf
 
@@ -118,16 +101,15 @@ def _step_s(same: SimulatedPlan, assignment: bytes) -> float:
 def _search(same: SimulatedPlan, limits: dict[str, Any], known: Sequence[bytes]) -> list[bytes]:
     """The floor's plan, and what a search finds from the best plan that is known."""
     problem = same.problem
-    execution = {"microbatches": same.plan.microbatches, "schedule": same.plan.schedule}
     floor = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
     candidates = list(known)
     try:
-        candidates.append(_key(get_planner("best")(problem, **floor, **execution).device_of_group))
+        candidates.append(_key(get_planner("best")(problem, **floor).device_of_group))
     except InfeasibleError:
         pass
     start = _devices(min(candidates, key=partial(_step_s, same)))
     try:
-        candidates.append(_key(get_planner("local_search")(problem, start=start, **limits, **execution).device_of_group))
+        candidates.append(_key(get_planner("local_search")(problem, start=start, **limits).device_of_group))
     except InfeasibleError:
         pass
     return candidates

@@ -1,9 +1,8 @@
 """What would make an infeasible problem or plan fit: every suggestion is planned and simulated before it is made.
 
-First what is missing (`rlplace.explaining.missing`). Then relaxations, one after the other: another plan, fewer samples a
-micro-batch (as many more of them, so that the step processes the same), a smaller optimizer, finer groups, one more device or
-more of them, more memory. If none of those that leave the hardware alone is enough, they are combined. What was tried and does
-not fit is listed with the bytes that it still lacks.
+First what is missing (`rlplace.explaining.missing`). Then relaxations, one after the other: another plan, fewer samples a step,
+a smaller optimizer, finer groups, one more device or more of them, more memory. If none of those that leave the hardware alone
+is enough, they are combined. What was tried and does not fit is listed with the bytes that it still lacks.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.missing import GROUP, NOWHERE, OTHER, TOTAL, Shortage, Tester, Trial, find_shortage
 from rlplace.explaining.simulated_plan import run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.schedule import LIST
 from rlplace.text import bytes_text, gb, ms, table
 
 MOST_DEVICES = 64
@@ -29,8 +26,8 @@ MOST_MEMORY = 8.0
 
 STRATEGIES = "whole strategies recompute and shard the optimizer, too: rlplace place MODEL --batch N"
 
-Way = tuple[str, Problem, int | None]
-"""A relaxation in words, the relaxed problem, and its micro-batches; None: as many as before."""
+Way = tuple[str, Problem]
+"""A relaxation in words, and the relaxed problem."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,6 @@ def relax(
     plan: PlacementPlan | None = None,
     at: Callable[[int], Problem] | None = None,
     finer: Callable[[], Problem] | None = None,
-    microbatches: int = 1,
-    schedule: str = LIST,
     calls: int = 256,
     time_limit_s: float | None = None,
     seed: int = 0,
@@ -84,18 +79,14 @@ def relax(
 
     Args:
         problem: The problem.
-        plan: A plan for it that does not fit; its micro-batches and schedule replace those given.
-        at: Prices the problem for a micro-batch of so many samples; None: the batch is left as it is.
+        plan: A plan for it that does not fit.
+        at: Prices the problem for a batch of so many samples; None: the batch is left as it is.
         finer: Prices it with finer groups.
-        microbatches: Micro-batches of the execution that does not fit.
-        schedule: Its schedule.
         calls: Simulations of a search where the classical floor finds nothing.
         time_limit_s: Seconds of each planner.
         seed: Seed of the search.
     """
-    if plan is not None:
-        microbatches, schedule = plan.microbatches, plan.schedule
-    tester = Tester(calls, time_limit_s, seed, microbatches, schedule)
+    tester = Tester(calls, time_limit_s, seed)
     run = None if plan is None else run_unchecked(problem, plan)
     shortage, known = find_shortage(problem, run, tester)
     trials = list(_trials(problem, shortage, known, tester, at, finer if run is None else None, planned=run is not None))
@@ -121,7 +112,7 @@ def _trials(
             return
     if shortage.constraint == NOWHERE:  # no memory helps
         return
-    ways = [_smaller_microbatches(problem, at, tester.microbatches), _smaller_optimizers(problem)]
+    ways = [_smaller_batches(problem, at), _smaller_optimizers(problem)]
     ways += [_finer_groups(problem, shortage, finer)]
     gentle = [trial for way in ways for trial in _first_fits(tester, way)]
     yield from gentle
@@ -129,33 +120,29 @@ def _trials(
         yield from _first_fits(tester, _more_devices(problem, shortage.proven_bytes))
     yield from _more_memory(problem, tester)
     if not any(trial.fits for trial in gentle) and (problem.optimizer_bytes > 0).any():
-        both = _smaller_microbatches(problem, at, tester.microbatches)
-        sparse = ((f"{name} + {_SGD}", changes.without_optimizer(smaller), count) for name, smaller, count in both)
+        both = _smaller_batches(problem, at)
+        sparse = ((f"{name} + {_SGD}", changes.without_optimizer(smaller)) for name, smaller in both)
         yield from list(_first_fits(tester, sparse))[-1:]  # the first that fits, or the most thrifty
 
 
 def _first_fits(tester: Tester, ways: Iterable[Way]) -> Iterator[Trial]:
-    """Tries ways up to the first that fits, or that cannot be simulated."""
-    for name, problem, microbatches in ways:
-        try:
-            trial = tester.plan(name, problem, microbatches=microbatches)
-        except InputError as error:  # too many tasks
-            yield Trial(name, False, None, 0, 0, 0, str(error))
-            return
+    """Tries ways up to the first that fits."""
+    for name, problem in ways:
+        trial = tester.plan(name, problem)
         yield trial
         if trial.fits:
             return
 
 
-def _smaller_microbatches(problem: Problem, at: Callable[[int], Problem] | None, microbatches: int) -> Iterator[Way]:
+def _smaller_batches(problem: Problem, at: Callable[[int], Problem] | None) -> Iterator[Way]:
     """Sizes that divide the present one, each at most half of the one before; only the model can be priced for them."""
     if at is None:
         return
     samples = last = problem.samples_per_microbatch
     for size in range(samples // 2, 0, -1):
         if samples % size == 0 and 2 * size <= last:
-            last, count = size, samples // size * microbatches
-            yield f"{count} micro-batches of {size}", at(size), count
+            last = size
+            yield f"a batch of {size}", at(size)
 
 
 _SGD = "optimizer sgd, no state"
@@ -164,15 +151,15 @@ _SGD = "optimizer sgd, no state"
 def _smaller_optimizers(problem: Problem) -> Iterator[Way]:
     if (problem.optimizer_bytes > 0).any():
         if ((problem.source or {}).get("graph") or {}).get("optimizer") in ("adam", "adamw"):
-            yield "optimizer momentum, half the state", changes.without_optimizer(problem, 0.5), None
-        yield _SGD, changes.without_optimizer(problem), None
+            yield "optimizer momentum, half the state", changes.without_optimizer(problem, 0.5)
+        yield _SGD, changes.without_optimizer(problem)
 
 
 def _finer_groups(problem: Problem, shortage: Shortage, finer: Callable[[], Problem] | None) -> Iterator[Way]:
     """More groups, where not all of them together are what is too large."""
     together = shortage.constraint == TOTAL or (problem.num_devices == 1 and shortage.constraint != GROUP)
     if finer is not None and not together and (more := finer()).num_groups > problem.num_groups:
-        yield f"{more.num_groups} groups instead of {problem.num_groups}", more, None
+        yield f"{more.num_groups} groups instead of {problem.num_groups}", more
 
 
 def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
@@ -188,7 +175,7 @@ def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
             if with_one is None:  # the problem does not say how a second one would be linked
                 return
             larger, count = with_one, count + 1
-        yield f"{count} more {'device' if count == 1 else 'devices'} like {problem.devices[like].name}", larger, None
+        yield f"{count} more {'device' if count == 1 else 'devices'} like {problem.devices[like].name}", larger
         wanted = max(2 * count, least)
 
 
@@ -200,7 +187,7 @@ def _more_memory(problem: Problem, tester: Tester) -> Iterator[Trial]:
 
     def tested(factor: float) -> Trial:
         amount = bytes_text(sizes[0] * factor) if len(sizes) == 1 else f"{factor:g} times the memory"
-        return next(_first_fits(tester, [(f"{amount} on every device", changes.with_memory(problem, factor), None)]))
+        return next(_first_fits(tester, [(f"{amount} on every device", changes.with_memory(problem, factor))]))
 
     low, high = 1.0, 2.0
     best = tested(high)

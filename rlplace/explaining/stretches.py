@@ -140,5 +140,4 @@ def _why(wait: Link, blocker: str) -> str:
 
 def _name(run: SimulatedPlan, link: Link) -> str:
     """The op, or of a parameter that is sent its group."""
-    name = run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]
-    return f"{name} (micro-batch {link.microbatch})" if run.plan.microbatches > 1 else name
+    return run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]

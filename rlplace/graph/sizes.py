@@ -68,58 +68,35 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
     return inputs
 
 
-def at_batch(
-    graph: OpGraph,
-    capture_at: Callable[[int], OpGraph] | None,
-    batch: int | None,
-    microbatch: int | None,
-    microbatches: int,
-) -> OpGraph:
-    """The graph of one micro-batch of a step; as it is where nobody says how large that is.
+def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:
+    """The graph of a step that a placement runs as one pass; as it is where nobody says how large that is.
 
     Args:
         graph: A capture.
         capture_at: Captures the model with so many samples; None: it has this size only.
-        batch: See `microbatch_of`; so are the next two.
+        batch: See `samples_of_pass`; so is the next one.
         microbatch: See `batch`.
-        microbatches: See `batch`.
     """
-    samples = microbatch_of(batch, microbatch, microbatches)
+    samples = samples_of_pass(batch, microbatch)
     if samples in (None, graph.samples):
         return graph
     assert samples is not None
     if capture_at is None:
         raise InputError(
-            f"place: the graph has micro-batches of {graph.samples} samples, {samples} are asked for; place the module, or "
-            "capture it at that size"
+            f"place: the graph has {graph.samples} samples, {samples} are asked for; place the module, or capture it so"
         )
     return capture_at(samples)
 
 
-def microbatch_of(batch: int | None, microbatch: int | None, microbatches: int) -> int | None:
-    """Samples of one micro-batch of a placement; None where nobody says.
-
-    Args:
-        batch: Samples of the step.
-        microbatch: Samples of a micro-batch.
-        microbatches: Micro-batches of the step.
+def samples_of_pass(batch: int | None, microbatch: int | None) -> int | None:
+    """Samples of the one pass of a placement, which both may say; None where nobody does.
 
     Raises:
-        InputError: The three contradict each other; says the nearest that do not.
+        InputError: They contradict each other.
     """
-    if batch is None:
-        return microbatch
-    if microbatch is not None:
-        if batch != microbatch * microbatches:
-            raise InputError(
-                f"batch: {microbatches} micro-batches of {microbatch} samples are no step of {batch}; leave one out"
-            )
-        return microbatch
-    samples, rest = divmod(batch, microbatches)
-    if rest:
-        near = max(samples, 1) * microbatches
+    if None not in (batch, microbatch) and batch != microbatch:
         raise InputError(
-            f"batch: {microbatches} micro-batches do not divide a step of {batch} samples; use a batch of {near}, or say the "
-            "samples of a micro-batch instead"
+            f"batch: a placement runs its {batch} samples in one pass, not in micro-batches of {microbatch}; leave one out, or "
+            "plan a whole strategy"
         )
-    return samples
+    return microbatch if batch is None else batch

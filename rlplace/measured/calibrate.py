@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.measured.correction import Correction, corrected, no_correction
 from rlplace.measured.trial import Trial
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
-from rlplace.problem.problem import UPDATE
 from rlplace.simulator import Simulator
 
 _DEVICE_SPREAD, _GROUP_SPREAD, _LOCAL_SPREAD = 0.5, 0.1, 0.1
@@ -82,7 +80,6 @@ def fit_correction(
     problem: Problem,
     trials: Sequence[Trial],
     *,
-    execution: Execution = PLAIN,
     seconds: Sequence[float] | None = None,
     start: Fit | None = None,
 ) -> Fit:
@@ -91,7 +88,6 @@ def fit_correction(
     Args:
         problem: As it was priced.
         trials: Trials of this problem on one cluster; those without times are left out.
-        execution: Micro-batches and schedule of the step.
         seconds: Step time of every trial, where it is known better than by the trial's own median.
         start: An earlier fit on the same cluster to begin the search at, which is quicker; None looks for the place to begin.
 
@@ -108,37 +104,34 @@ def fit_correction(
     plans = np.array([trial.device_of_group for trial, _ in used], dtype=np.int32)
     measured = np.array([value for _, value in used])
     weight = np.sqrt(np.array([min(len(trial.step_s), 5) / 5.0 for trial, _ in used]))
-    base = _fit_ops(problem, [trial for trial, _ in used], plans, execution)
-    correction, links = _fit_links(problem, base, plans, measured, weight, execution, {} if start is None else start.links)
+    base = _fit_ops(problem, [trial for trial, _ in used], plans)
+    correction, links = _fit_links(problem, base, plans, measured, weight, {} if start is None else start.links)
     return Fit(
         links=links,
         correction=correction,
-        predicted_s=predict(problem, correction, plans, execution),
+        predicted_s=predict(problem, correction, plans),
         measured_s=measured,
-        priced_s=predict(problem, no_correction(problem), plans, execution),
+        priced_s=predict(problem, no_correction(problem), plans),
     )
 
 
-def predict(
-    problem: Problem, correction: Correction, plans: NDArray[np.int32], execution: Execution = PLAIN
-) -> NDArray[np.float64]:
+def predict(problem: Problem, correction: Correction, plans: NDArray[np.int32]) -> NDArray[np.float64]:
     """float64 [P], corrected step times of plans int32 [P, G]; inf where a step cannot complete."""
-    step, _ = Simulator(corrected(problem, correction), **execution.arguments).evaluate_many(np.ascontiguousarray(plans))
+    step, _ = Simulator(corrected(problem, correction)).evaluate_many(np.ascontiguousarray(plans))
     return np.asarray(step, dtype=np.float64) * correction.step_factor
 
 
-def group_seconds(problem: Problem, execution: Execution = PLAIN) -> NDArray[np.float64]:
+def group_seconds(problem: Problem) -> NDArray[np.float64]:
     """float64 [G, D], busy seconds of a whole step that each group asks of each device."""
-    passes = np.where(problem.op_phase == UPDATE, 1.0, float(execution.microbatches))
     total = np.zeros((problem.num_groups, problem.num_devices))
-    np.add.at(total, problem.op_group, np.nan_to_num(problem.time_s) * passes[:, None])
+    np.add.at(total, problem.op_group, np.nan_to_num(problem.time_s))
     return total
 
 
-def _fit_ops(problem: Problem, trials: Sequence[Trial], plans: NDArray[np.int32], execution: Execution) -> Correction:
+def _fit_ops(problem: Problem, trials: Sequence[Trial], plans: NDArray[np.int32]) -> Correction:
     """Device and group factors by busy seconds; device factors of 1 where no trial tells them."""
     groups, devices = problem.num_groups, problem.num_devices
-    expected = group_seconds(problem, execution)
+    expected = group_seconds(problem)
     rows, busy = [], []
     for trial, plan in zip(trials, plans, strict=True):
         for place in trial.places:
@@ -176,7 +169,6 @@ def _fit_links(
     plans: NDArray[np.int32],
     measured: NDArray[np.float64],
     weight: NDArray[np.float64],
-    execution: Execution,
     start: Mapping[tuple[str, int], float],
 ) -> tuple[Correction, dict[tuple[str, int], float]]:
     """Slowdowns of channels and pairs, latencies and step factor by whole steps; and what was fitted, by name."""
@@ -187,7 +179,7 @@ def _fit_links(
     spread = shape.spread()
 
     def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        step = predict(problem, shape.unpack(values, base), plans, execution)
+        step = predict(problem, shape.unpack(values, base), plans)
         wrong = np.log(np.maximum(step, 1e-9) / measured) * weight / _STEP_NOISE
         known = np.where(np.isfinite(step), wrong, 0.0)
         return np.concatenate([_soft(known, 3.0), _soft(values / spread, 1.0)])

@@ -23,9 +23,8 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
 from rlplace.measured.race import FIRST_NOISE, Levels, Race, level_at, pace_levels, pooled_noise, settled, upper_bound
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import FAILED, Budget, BudgetSpent, Spent, Trial
+from rlplace.measured.trial import FAILED, LIST, Budget, BudgetSpent, Spent, Trial
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem import Problem
 
 Timer = Callable[[PlacementPlan, Race], PlanTiming]
@@ -51,7 +50,6 @@ class Campaign:
 
     Attributes:
         problem: As it was priced.
-        execution: Micro-batches and schedule of the step.
         trials: What is known, in the order in which it was measured: the campaign's own trials, and unless it is isolated
             those of earlier campaigns on the same problem and cluster.
         on_trial: Called after every trial.
@@ -65,7 +63,6 @@ class Campaign:
         *,
         store: TrialStore | None = None,
         site: str = "",
-        execution: Execution = PLAIN,
         budget: Budget | None = None,
         repeats: int = 5,
         retime_every: int = 10,
@@ -81,7 +78,6 @@ class Campaign:
             timer: Runs plans.
             store: Where trials are kept; None: in memory.
             site: Fingerprint of the cluster, known to the store.
-            execution: Micro-batches and schedule of the step.
             budget: Default 60 plans.
             repeats: Timed steps of a plan that stays in the race.
             retime_every: Trials after which the best of the plans that were known at the last such time is timed again.
@@ -91,7 +87,7 @@ class Campaign:
                 measuring it again and counts as measured. For comparisons.
             on_trial: Called after every trial.
         """
-        self.problem, self.execution, self.mode, self.run = problem, execution, mode, run
+        self.problem, self.mode, self.run = problem, mode, run
         self.on_trial = on_trial
         self.budget = budget or Budget()
         self._timer, self._isolated = timer, isolated
@@ -185,9 +181,7 @@ class Campaign:
 
     def plan(self, trial: Trial) -> PlacementPlan:
         """The plan of a trial."""
-        return make_plan(
-            self.problem, np.array(trial.device_of_group, dtype=np.int32), planner="measured", **self.execution.arguments
-        )
+        return make_plan(self.problem, np.array(trial.device_of_group, dtype=np.int32), planner="measured")
 
     def _reference(self) -> Trial | None:
         """The plan that tells whether the cluster has changed; None while any will do.
@@ -206,7 +200,7 @@ class Campaign:
 
     def _mine(self, trial: Trial) -> bool:
         """Whether a trial was made under the campaign's conditions."""
-        conditions = (self.problem.fingerprint, self._site, self.mode, self.execution.microbatches, self.execution.schedule)
+        conditions = (self.problem.fingerprint, self._site, self.mode, 1, LIST)
         return (trial.problem, trial.site, trial.mode, trial.microbatches, trial.schedule) == conditions
 
     def _racing(self) -> Race:
@@ -224,8 +218,6 @@ class Campaign:
             problem=self.problem.fingerprint,
             site=self._site,
             device_of_group=plain,
-            microbatches=self.execution.microbatches,
-            schedule=self.execution.schedule,
             status="running",
             mode=self.mode,
             began_at=time.time(),

@@ -26,6 +26,10 @@ MAX_STEPS = 1 << 20
 MAX_REASON = 4000
 MAX_NAME = 1000
 
+LIST = "list"
+"""Whatever is ready runs: how placements run."""
+
+
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _Seconds = Annotated[float, Meta(ge=0.0, lt=1e18)]
 _Step = Annotated[float, Meta(gt=0.0, lt=1e18)]
@@ -38,9 +42,9 @@ class Trial(Record, frozen=True):
         problem: Fingerprint of the problem that the plan was made for.
         site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`; empty where it was not described.
         device_of_group: The plan, a device number per group.
-        microbatches: Number of them in the step.
-        schedule: The step's schedule.
         status: How it ended.
+        microbatches: Number of them in the step: 1, but in files of before, whose others nothing reads any more.
+        schedule: The step's schedule: `LIST`, as above.
         step_s: Seconds of every timed step, the slowest process of each; empty when it failed.
         places: What every process did in the median step.
         predicted_s: Simulated step time of the problem as it was priced; None where unknown.
@@ -57,9 +61,9 @@ class Trial(Record, frozen=True):
     problem: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     site: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
     device_of_group: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(max_length=MAX_GROUPS)]
-    microbatches: Annotated[int, Meta(ge=1, le=1 << 31)]
-    schedule: _Name
     status: Status
+    microbatches: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
+    schedule: _Name = LIST
     step_s: Annotated[tuple[_Step, ...], Meta(max_length=MAX_STEPS)] = ()
     places: Annotated[tuple[PlaceTiming, ...], Meta(max_length=DEVICES)] = ()
     predicted_s: _Seconds | None = None

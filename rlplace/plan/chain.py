@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlplace.actions import chain_actions
 from rlplace.errors import InputError
-from rlplace.schedule import LIST, PIPELINE_SCHEDULES
+from rlplace.schedule import SCHEDULES
 from rlplace.text import either
 
 
@@ -14,7 +14,7 @@ def check_chain(schedule: str | None, places: Sequence[tuple[int, ...]], microba
     """Refuses a schedule that does not fit the chain.
 
     Args:
-        schedule: Name of the schedule; None or `LIST` where there is one stage.
+        schedule: Name of the schedule; None where there is one stage.
         places: Per stage its devices.
         microbatches: Passes a step; of unlike replicas the fewest.
         where: What it belongs to, for messages.
@@ -23,11 +23,11 @@ def check_chain(schedule: str | None, places: Sequence[tuple[int, ...]], microba
         InputError: No schedule for several stages, one for a single stage, a layout that it cannot run, or too few passes.
     """
     if len(places) == 1:
-        if schedule not in (None, LIST):
+        if schedule is not None:
             raise InputError(f"{where}: schedule {schedule} is for several stages, found one; leave it out")
         return
-    if schedule is None or schedule == LIST:
-        known = either(PIPELINE_SCHEDULES)
+    if schedule is None:
+        known = either(SCHEDULES)
         raise InputError(f"{where}: {len(places)} stages need a schedule for chains: {known}")
     number = {place: index for index, place in enumerate(dict.fromkeys(places))}
     try:

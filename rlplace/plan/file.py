@@ -21,13 +21,14 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Axis, Strategy
 from rlplace.problem.source import check_source
 from rlplace.records import Count, Record, build, plain
-from rlplace.schedule import LIST, renamed_schedule, schedule_named
+from rlplace.schedule import renamed_schedule, schedule_named
 
 _Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Entry = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 62)]
 _Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 _Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
 _One = Meta(min_length=1, max_length=1)
+_LIST = "list"  # what placements run under: whatever is ready
 _Nothing: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
@@ -40,7 +41,7 @@ class _Group(Record, frozen=True):
 
 
 class _Placement(Record, frozen=True):
-    """Where groups run; `order` is read by what its micro-batches make it."""
+    """Where groups run; the order of several micro-batches, of before, holds pairs."""
 
     problem: str
     device_of_group: list[_Index]
@@ -65,7 +66,7 @@ class _Around(Record, frozen=True):
     microbatches: Annotated[tuple[_Microbatches, ...], _One] = (1,)
     microbatch: Annotated[tuple[Count, ...], _One] | None = None
     batch: Count | None = None
-    schedule: str = LIST
+    schedule: str = _LIST
 
 
 class _Plan(Record, frozen=True):
@@ -87,7 +88,7 @@ class _FirstPlan(_Placement, frozen=True, kw_only=True):
     planner: str
     seed: _Entry
     microbatches: _Microbatches = 1
-    schedule: str = LIST
+    schedule: str = _LIST
     replicas: Annotated[list[list[_Index]], Meta(min_length=1)] | None = None
     optimizer_sharding: bool = False
     groups: list[_Group] | None = None
@@ -101,7 +102,7 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
     if plan.strategy is not None:
         data |= {"question": plan.problem, "strategy": plan.strategy.to_dict()}
     else:
-        kept = ("problem", "device_of_group", "priority", "order", "stage_of_group")
+        kept = ("problem", "device_of_group", "priority", "order")
         placement = {key: plain(value) for key in kept if (value := getattr(plan, key)) is not None}
         data |= {"strategy": _around(plan), "placement": placement}
     data |= {key: plain(value) for key in ("groups", "source") if (value := getattr(plan, key)) is not None}
@@ -113,12 +114,8 @@ def _around(plan: PlacementPlan) -> dict[str, Any]:
     """The strategy of a placement plan."""
     width = int(plan.device_of_group.max(initial=0)) + 1
     stage: dict[str, Any] = {"devices": list(range(width))} | ({"mesh": {"branch": width}} if width > 1 else {})
-    data: dict[str, Any] = {"microbatches": [plan.microbatches], "stages": [stage]}
-    if plan.schedule != LIST:
-        data["schedule"] = plan.schedule
-    if plan.samples is None:
-        return data
-    return {"batch": plan.microbatches * plan.samples, "microbatch": [plan.samples], **data}
+    data: dict[str, Any] = {"microbatches": [1], "stages": [stage]}
+    return data if plan.samples is None else {"batch": plan.samples, "microbatch": [plan.samples], **data}
 
 
 def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
@@ -138,8 +135,9 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
         if first.order is not None and ("priority" in data or "schedule" in data):
             raise InputError("plan: order excludes priority and schedule")
         schedule = renamed_schedule(first.schedule, first.device_of_group, first.stage_of_group)
-        how = {"schedule": schedule}
-        return _placement_plan(first, first, data, first.microbatches, how, first.replicas, first.optimizer_sharding)
+        return _placement_plan(
+            first, first, data, (first.microbatches, schedule), None, first.replicas, first.optimizer_sharding
+        )
     plan = build(_Plan, data, "plan")
     if plan.placement is not None:
         if plan.question is not None:
@@ -156,8 +154,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     )  # fmt: skip
 
 
-def _from_around(data: Any) -> tuple[int, dict[str, Any], list[list[int]], bool]:
-    """Micro-batches, fields of a placement plan that its strategy says, devices by replica, and a sharded optimizer."""
+def _from_around(data: Any) -> tuple[tuple[int, str], int | None, list[list[int]], bool]:
+    """Micro-batches and schedule of before, samples of a micro-batch, devices by replica, and a sharded optimizer."""
     around = build(_Around, data, "plan: strategy")
     (stage,), (microbatches,) = around.stages, around.microbatches
     where = "plan: strategy: stages[0]"
@@ -183,33 +181,30 @@ def _from_around(data: Any) -> tuple[int, dict[str, Any], list[list[int]], bool]
             f"are {replicas * microbatches * samples} samples; make them agree"
         )
     rows = [list(stage.devices[r * width : (r + 1) * width]) for r in range(replicas)]
-    return microbatches, {"schedule": around.schedule, "samples": samples}, rows, shard > 1
+    return (microbatches, around.schedule), samples, rows, shard > 1
 
 
 def _placement_plan(
     plan: _Plan | _FirstPlan,
     placement: _Placement,
     data: Mapping[str, Any],
-    microbatches: int,
-    how: Mapping[str, Any],
+    turns: tuple[int, str],
+    samples: int | None,
     rows: Sequence[Sequence[int]] | None,
     shared: bool,
 ) -> PlacementPlan:
-    try:
-        schedule_named(how["schedule"])
-    except InputError as error:
-        raise InputError(f"plan: {error}") from None
+    microbatches, schedule = turns
     order = placement.order
+    if schedule != _LIST:
+        schedule_named(schedule, "plan: schedule")
     if order is not None:
-        if placement.priority is not None or how["schedule"] != LIST:
+        if placement.priority is not None or schedule != _LIST:
             raise InputError("plan: order excludes priority and schedule")
-        # A union of the two would be one type, but msgspec 0.22 crashes on constrained numbers beside pairs.
-        kind = list[list[_Entry]] if microbatches == 1 else list[list[tuple[_Entry, _Entry]]]
-        order = build(kind, order, "plan: order")
+        order = build(list[list[_Entry]], order, "plan: order") if microbatches == 1 else None
     if plan.source is not None:
         check_source(plan.source, "plan")
     devices = np.array(placement.device_of_group, dtype=np.int32)
-    older = _older(rows or (), placement.recompute or (), shared, devices)
+    older = _older(rows or (), placement, shared, microbatches, None if schedule == _LIST else schedule)
     if rows is not None and len(rows) == 1:  # other names of the same devices
         devices = np.array(rows[0], dtype=np.int32)[devices]
         order = None if order is None else _renamed(order, rows[0])
@@ -220,34 +215,37 @@ def _placement_plan(
         device_of_group=devices,
         priority=None if placement.priority is None else np.array(placement.priority, dtype=np.float64),
         order=order,
-        microbatches=microbatches,
-        stage_of_group=None if placement.stage_of_group is None else np.array(placement.stage_of_group, dtype=np.int32),
+        samples=samples,
         older=older,
         groups=None if plan.groups is None else data["groups"],
         source=plan.source,
         predicted=Prediction.from_dict(plan.predicted, "plan: predicted"),
-        **how,
     )
 
 
 def _older(
-    rows: Sequence[Sequence[int]], recompute: Sequence[Sequence[int]], shared: bool, devices: NDArray[np.int32]
+    rows: Sequence[Sequence[int]], placement: _Placement, shared: bool, microbatches: int, schedule: str | None
 ) -> Older | None:
     """What a file asks for beside a placement; None: nothing."""
+    groups, recompute = len(placement.device_of_group), placement.recompute or ()
+    width = 1 + max(placement.device_of_group, default=-1)
     named = [device for row in rows for device in row]
-    if rows and (len({len(row) for row in rows}) > 1 or len(rows[0]) <= devices.max(initial=-1)):
-        raise InputError(f"plan: replicas must be lists of equal length, one entry for each of {devices.max() + 1} devices")
+    if rows and (len({len(row) for row in rows}) > 1 or len(rows[0]) < width):
+        raise InputError(f"plan: replicas must be lists of equal length, one entry for each of {width} devices")
     if len(set(named)) < len(named):
         raise InputError("plan: replicas must name different devices")
     if shared and len(rows) < 2:
         raise InputError("plan: optimizer_sharding shares the optimizer state between replicas, but the plan has one")
-    groups = [group for segment in recompute for group in segment]
-    if len(set(groups)) < len(groups) or any(group >= len(devices) for group in groups):
-        raise InputError(f"plan: recompute must hold distinct groups in 0..{len(devices) - 1}")
-    if len(rows) < 2 and not recompute:
+    again = [group for segment in recompute for group in segment]
+    if len(set(again)) < len(again) or any(group >= groups for group in again):
+        raise InputError(f"plan: recompute must hold distinct groups in 0..{groups - 1}")
+    stages = placement.stage_of_group or ()
+    if stages and len(stages) != groups:
+        raise InputError(f"plan: stage_of_group has {len(stages)} entries, the plan {groups} groups")
+    if len(rows) < 2 and not recompute and microbatches == 1 and schedule is None:
         return None
     copies = tuple(map(tuple, rows)) if len(rows) > 1 else ()
-    return Older(copies, tuple(map(tuple, recompute)), shared)
+    return Older(microbatches, schedule, tuple(stages), copies, tuple(map(tuple, recompute)), shared)
 
 
 def _renamed(order: list[list[Any]], row: Sequence[int]) -> list[list[Any]]:

@@ -16,8 +16,7 @@ from rlplace.errors import InputError, show
 from rlplace.files import read_record, write_json
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
-from rlplace.problem import UPDATE, Problem
-from rlplace.schedule import LIST, schedule_named
+from rlplace.problem import Problem
 
 FORMAT = "rlplace.plan"
 VERSION = 2
@@ -28,11 +27,17 @@ class Older:
     """What files said around a placement before strategies did; `rlplace.runtime.distributed.as_strategy` converts it.
 
     Attributes:
+        microbatches: Passes over the ops per step.
+        schedule: How they take turns; None: whatever is ready.
+        stage_of_group: A group's stage; empty: its device.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; empty: there is one.
         recompute: Segments (lists of group numbers) whose forward runs again before their backward.
         optimizer_sharding: Each replica keeps and updates its share of the optimizer state only.
     """
 
+    microbatches: int = 1
+    schedule: str | None = None
+    stage_of_group: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     recompute: tuple[tuple[int, ...], ...] = ()
     optimizer_sharding: bool = False
@@ -49,12 +54,8 @@ class PlacementPlan:
         seed: Seed that the planner was given.
         device_of_group: int32 [G]; empty in a whole strategy, as are all that follow but groups, source and prediction.
         priority: Optional float64 [N]; a device starts the ready op of highest priority.
-        order: Optional, per device the exact sequence of its op numbers (or ``[op, microbatch]`` pairs when there are several
-            micro-batches); excludes `priority` and `schedule`.
-        microbatches: Passes over the ops per step.
-        samples: Of one of them; None where that is not known (files of version 1).
-        schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a file of before may have one for chains, see `older`.
-        stage_of_group: Optional int32 [G]; a group's stage, default its device.
+        order: Optional, per device the exact sequence of its op numbers; excludes `priority`.
+        samples: Of a step; None where that is not known (files of version 1).
         groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
         source: Where the problem came from, so that a verb can rebuild it.
         strategy: The whole strategy; None in a placement plan.
@@ -67,11 +68,8 @@ class PlacementPlan:
     seed: int
     device_of_group: NDArray[np.int32]
     priority: NDArray[np.float64] | None = None
-    order: Sequence[Sequence[Any]] | None = None
-    microbatches: int = 1
+    order: Sequence[Sequence[int]] | None = None
     samples: int | None = None
-    schedule: str = LIST
-    stage_of_group: NDArray[np.int32] | None = None
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
     strategy: Strategy | None = None
@@ -133,9 +131,8 @@ def make_plan(
     if problem.group_ops is not None and problem.group_modules is not None:
         rows = zip(problem.group_names, problem.group_modules, problem.group_ops, strict=True)
         groups = [{"name": name, "modules": list(modules), "ops": list(ops)} for name, modules, ops in rows]
-    for key, dtype in (("priority", np.float64), ("stage_of_group", np.int32)):
-        if others.get(key) is not None:
-            others[key] = np.asarray(others[key], dtype=dtype)
+    if others.get("priority") is not None:
+        others["priority"] = np.asarray(others["priority"], dtype=np.float64)
     plan = PlacementPlan(
         problem=problem.fingerprint,
         planner=planner,
@@ -164,10 +161,11 @@ def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
 
 def refuse_older(plan: PlacementPlan) -> None:
     """Refuses a plan whose file asks for what strategies say now, where there is no model to convert it for."""
-    said = ("replicas", "recompute", "optimizer_sharding") if plan.older is not None else ()
-    words = [word for word in said if getattr(plan.older, word)]
-    words += [] if schedule_named(plan.schedule).free else [f"schedule {plan.schedule}"]
-    if plan.strategy is None and words:
+    if plan.strategy is None and plan.older is not None:
+        older = plan.older
+        words = [f"{older.microbatches} micro-batches"] if older.microbatches > 1 else []
+        words += [f"schedule {older.schedule}"] if older.schedule is not None else []
+        words += [word for word in ("replicas", "recompute", "optimizer_sharding") if getattr(older, word)]
         raise InputError(
             f"plan: it asks for {' and '.join(words)}, which placements no longer do; place the model again with --batch, or "
             "run the file on its model ('rlplace run'), which converts it where its stages are whole blocks"
@@ -199,21 +197,14 @@ def check_plan(plan: PlacementPlan, problem: Problem) -> None:
         raise InputError(f"plan: group {problem.group_names[group]!r} may only sit on {device}")
     if plan.priority is not None and plan.priority.shape != (problem.num_ops,):
         raise InputError(f"plan: priority has {len(plan.priority)} entries, the problem {problem.num_ops} ops")
-    if plan.stage_of_group is not None and plan.stage_of_group.shape != (problem.num_groups,):
-        raise InputError(
-            f"plan: stage_of_group has {len(plan.stage_of_group)} entries, the problem {problem.num_groups} groups"
-        )
     if plan.order is not None:
-        check_order(plan.order, plan.device_of_group, problem, plan.microbatches)
+        check_order(plan.order, plan.device_of_group, problem)
 
 
-def check_order(
-    order: Sequence[Sequence[Any]], device_of_group: NDArray[np.int32], problem: Problem, microbatches: int = 1
-) -> None:
+def check_order(order: Sequence[Sequence[int]], device_of_group: NDArray[np.int32], problem: Problem) -> None:
     """Refuses an order that is not, per device, a permutation of what runs there.
 
-    With several micro-batches it holds (op, micro-batch) pairs; update ops run once and are listed with micro-batch 0. Ops of
-    collectives occupy no device and are not listed.
+    Ops of collectives occupy no device and are not listed.
     """
     if isinstance(order, (str, bytes)) or not all(isinstance(row, (Sequence, np.ndarray)) for row in order):
         raise InputError("plan: order must be one list of ops per device")
@@ -224,16 +215,7 @@ def check_order(
     listed[[op for collective in problem.collectives for op in collective.ops]] = False
     for device, row in enumerate(order):
         here = np.flatnonzero((device_of_op == device) & listed).tolist()
-        if microbatches == 1:
-            if not all(isinstance(op, (int, np.integer)) for op in row):
-                raise InputError("plan: order must hold op numbers")
-            fits = sorted(row) == here
-        else:
-            if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in row):
-                raise InputError("plan: with several micro-batches, order holds [op, microbatch] pairs")
-            once = problem.op_phase == UPDATE
-            fits = sorted((int(op), int(m)) for op, m in row) == [
-                (op, m) for op in here for m in range(1 if once[op] else microbatches)
-            ]
-        if not fits:
+        if not all(isinstance(op, (int, np.integer)) for op in row):
+            raise InputError("plan: order must hold op numbers")
+        if sorted(row) != here:
             raise InputError(f"plan: order of {problem.devices[device].name} is not a permutation of the ops placed there")

@@ -5,7 +5,6 @@ The table holds strings, so that listing planners imports none of them and lower
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -31,8 +30,6 @@ PLANNERS: dict[str, str] = {
     "critical_path": "rlplace.planners.critical_path:candidates",
     "compiler": "rlplace.planners.compiler.compiler:candidates",
     "pardnn": "rlplace.planners.pardnn.pardnn:candidates",
-    "pipedream": "rlplace.planners.pipedream.pipedream:candidates",
-    "gpipe": "rlplace.planners.gpipe:candidates",
     "bipartition": "rlplace.planners.bipartition.bipartition:bipartition",
     "brkga": "rlplace.planners.brkga.brkga:spend",
     "annealing": "rlplace.planners.annealing.annealing:spend",
@@ -45,15 +42,19 @@ PLANNERS: dict[str, str] = {
 """Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
 
 ONE_SHOT = (
-    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "gpipe", "pipedream",
-    "pardnn", "compiler",
+    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "pardnn",
+    "compiler",
 )  # fmt: skip
 """Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
 
 NEEDS_SPLIT = frozenset({"bipartition"})
 """Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
 
-OF_STRATEGIES = {"pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none"}
+OF_STRATEGIES = {
+    "pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none",
+    "gpipe": "replicate=1 shard=1 tensor=1 context=1 expert=1 schedule=gpipe recompute=none,full offload=none",
+    "pipedream": "shard=1 tensor=1 context=1 expert=1 schedule=1f1b recompute=none offload=none",
+}
 """Published planners that answer whole strategies, and the space in which each does: `rlplace.place` and `compare` ask them."""
 
 Planner = Callable[..., "PlacementPlan"]
@@ -92,12 +93,6 @@ def planner_names() -> list[str]:
     return [*PLANNERS, *OF_STRATEGIES, *extensions.names(extensions.PLANNERS, PLANNERS)]
 
 
-def takes_microbatches(name: str) -> bool:
-    """Whether the planner can plan for several micro-batches."""
-    parameters = inspect.signature(get_planner(name)).parameters.values()
-    return any(p.name == "microbatches" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
 def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
     """Runs a planner by name and measures it; arguments as of `rlplace.planners.attempt.attempt`, errors are raised."""
     from rlplace.planners.attempt import attempt
@@ -107,5 +102,5 @@ def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
 
 __all__ = [
     "NEEDS_SPLIT", "OF_STRATEGIES", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
-    "run_planner", "takes_microbatches",
+    "run_planner",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlplace.errors import InfeasibleError, MissingError, RlplaceError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planners.common.evaluate import PLAIN, Execution, count_calls
+from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem import Problem
 
 OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
@@ -62,7 +62,6 @@ def attempt(
     planner: Callable[..., PlacementPlan],
     problem: Problem,
     *,
-    execution: Execution = PLAIN,
     seed: int = 0,
     judge: Callable[[PlacementPlan], Any] | None = None,
     catch: tuple[type[Exception], ...] = (InfeasibleError,),
@@ -73,7 +72,6 @@ def attempt(
     Args:
         planner: A planner, or a function that is called like one.
         problem: What to place.
-        execution: Micro-batches and schedule of the step.
         seed: The seed of everything random.
         judge: Looks at the plan when the clock has stopped; what it raises is held against the planner.
         catch: Errors that end in the record; others are raised.
@@ -84,7 +82,7 @@ def attempt(
     begin_s = time.perf_counter()
     with count_calls() as counter:
         try:
-            answer = planner(problem, seed=seed, **options, **execution.arguments)
+            answer = planner(problem, seed=seed, **options)
             took_s = time.perf_counter() - begin_s
             told = answer.predicted.search_calls or 0  # of a planner that simulates without an `Evaluator`
             judged = None if judge is None else judge(answer)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 from rlplace.plan import PlacementPlan
 from rlplace.planners import ONE_SHOT, PLANNERS
-from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution, uncounted
+from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, uncounted
 from rlplace.planners.common.floor import REPAIRS, best_of, finish
 from rlplace.planners.common.shortage import check_possible
 from rlplace.planners.compiler.partition import warm_up as warm_up_partitions
@@ -22,13 +21,12 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
 
-def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
-    """The best plan of all one-shot planners; see the module docstring. `execution` holds the fields of `Execution`."""
+def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+    """The best plan of all one-shot planners; see the module docstring."""
     check_possible(problem)
     warm_up()
-    run = Execution(**execution)
-    answer = best_answer(problem, Evaluator(problem, run), Deadline(time_limit_s))
-    return finish(problem, answer, run, planner="best", seed=seed)
+    answer = best_answer(problem, Evaluator(problem), Deadline(time_limit_s))
+    return finish(problem, answer, planner="best", seed=seed)
 
 
 @cache

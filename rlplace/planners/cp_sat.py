@@ -2,7 +2,7 @@
 
 Problem: step time of the executor, memory included, over all assignments and all orders of ops on devices. The program
 (`rlplace.planners.dlplacer.program`) has every simulated step among its solutions, so what the solver proves is a lower bound
-for every plan, whatever its order or schedule. The floor, `best`, is the hint. The best solutions are each simulated three
+for every plan, whatever its order. The floor, `best`, is the hint. The best solutions are each simulated three
 ways: with default priorities, with the solver's starts as priorities, and with its order of ops on every device; the fastest is
 the plan. ``plan.predicted.proof`` says what is known: `lower_bound_s`, the `gap` of the plan's step time to it, `status`
 (``"optimal"`` when there is no gap), and the program's own status and makespan.
@@ -25,19 +25,18 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
 from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.evaluate import Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Deadline, Evaluator
 from rlplace.planners.common.shortage import check_possible, raise_infeasible
 from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
-from rlplace.planners.dlplacer.realise import Realised, device_orders, first_starts, realise
+from rlplace.planners.dlplacer.realise import Realised, device_orders, realise
 from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve_program
 from rlplace.problem import Problem
-from rlplace.schedule import SCHEDULES
 
 MAX_TASKS = 200
-"""Tasks (ops times micro-batches) that the planner accepts by default."""
+"""Ops that the planner accepts by default."""
 
 OPTIMAL_GAP = 1e-6
 """Relative gap below which a plan counts as proven optimal: rounding to ticks costs less."""
@@ -53,7 +52,6 @@ def cp_sat(
     time_limit_s: float | None = None,
     effort: float = EFFORT,
     max_tasks: int = MAX_TASKS,
-    **execution: Any,
 ) -> PlacementPlan:
     """The plan of smallest step time, with a proof or the gap that is left.
 
@@ -63,31 +61,29 @@ def cp_sat(
         time_limit_s: Seconds, floor included; without it the result depends on the problem and the seed alone.
         effort: Limit in the solver's deterministic seconds.
         max_tasks: Larger problems are refused.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InputError: The problem is too large.
         InfeasibleError: No plan fits, which may be proven, or none was found.
         MissingError: OR-tools is not installed.
     """
-    run = Execution(**execution)
-    count = problem.num_ops * run.microbatches
+    count = problem.num_ops
     if count > max_tasks:
         raise InputError(
-            f"cp_sat: the problem has {count} tasks, the limit is {max_tasks}; use planner 'dlplacer', which coarsens first, "
+            f"cp_sat: the problem has {count} ops, the limit is {max_tasks}; use planner 'dlplacer', which coarsens first, "
             f"coarser groups, or max_tasks={count} and patience"
         )
     solver_library()
     check_possible(problem)
     warm_up()
     deadline = Deadline(time_limit_s)
-    evaluator = Evaluator(problem, run)
+    evaluator = Evaluator(problem)
     floor = best_answer(problem, evaluator, deadline)
     line = None if floor is None else evaluator.timeline(floor.devices)
     hint = line if line is not None and line.feasible else None
-    horizon_s = safe_horizon_s(problem, run.microbatches) if hint is None else hint.step_time_s
+    horizon_s = safe_horizon_s(problem) if hint is None else hint.step_time_s
     assert horizon_s is not None
-    instance = make_instance(problem, horizon_s, run.microbatches)
+    instance = make_instance(problem, horizon_s)
     program = build_program(instance, contention=True)
     keep_request_order(program)
     limit_timeline(program)
@@ -98,27 +94,23 @@ def cp_sat(
             "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
             "use finer groups, larger devices, or a smaller batch"
         )
-    bound_s = lower_bounds(problem).step_time_s if run.microbatches == 1 else 0.0
+    bound_s = lower_bounds(problem).step_time_s
     if math.isfinite(outcome.bound_s):  # the hint is a solution: a program without one would prove nothing about it
         bound_s = max(bound_s, outcome.bound_s)
     ways += _realise_all(instance, evaluator, outcome)
     best = min(ways, key=lambda way: way.rank, default=None)
     # The program is solved, but the executor cannot follow it: solve again with what the executor adds.
-    waits = not SCHEDULES[run.schedule].by_priority_alone or bool(problem.collectives)
-    if best is not None and best.line.feasible and outcome.status == "optimal" and not waits:
+    if best is not None and best.line.feasible and outcome.status == "optimal" and not problem.collectives:
         if best.rank > (False, bound_s * (1 + OPTIMAL_GAP)) and start_at_once(program):
             outcome = solve_program(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())
             bound_s = max(bound_s, outcome.bound_s if math.isfinite(outcome.bound_s) else 0.0)
             best = min([best, *_realise_all(instance, evaluator, outcome)], key=lambda way: way.rank)
     if best is None or not best.line.feasible:
-        raise_infeasible(problem, line, planner="cp_sat", schedule=run.schedule)
+        raise_infeasible(problem, line, planner="cp_sat")
     assert best.line.step_time_s is not None
-    arguments = run.arguments | best.fields
-    if "order" in best.fields:
-        arguments.pop("schedule", None)
     facts = proof(outcome, bound_s, best.line.step_time_s, instance)
     predicted = best.line.predicted(problem).told(proof=facts)
-    return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **arguments)
+    return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **best.fields)
 
 
 def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instance) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> 
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
         order = device_orders(instance, solution)
-        ways += realise(evaluator, solution.device_of_group, first_starts(instance, solution), order)
+        ways += realise(evaluator, solution.device_of_group, solution.start, order)
         if min(way.rank for way in ways) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
             break
     return ways

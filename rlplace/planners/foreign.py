@@ -18,8 +18,6 @@ from rlplace.extensions import Extension, wrong
 from rlplace.plan.plan import PlacementPlan, check_plan, make_plan
 from rlplace.problem import Problem
 
-_EXECUTION = ("microbatches", "schedule")
-
 
 def foreign_planner(extension: Extension) -> Any:
     """The planner behind an extension, wrapped in the checks; it keeps its signature.
@@ -39,12 +37,12 @@ def foreign_planner(extension: Extension) -> Any:
         except Exception as error:  # another package's code may raise anything
             reason = " ".join(str(error).split())[:200]
             raise RlplaceError(f"{extension.label} failed with {type(error).__name__}: {reason}") from error
-        return checked(extension, problem, answer, seed=seed, options=options)
+        return checked(extension, problem, answer, seed=seed)
 
     return planner
 
 
-def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int, options: dict[str, Any]) -> PlacementPlan:
+def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int) -> PlacementPlan:
     """The plan, with the simulator's prediction.
 
     Raises:
@@ -54,7 +52,7 @@ def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int, o
     from rlplace.simulator import simulate
 
     try:
-        plan = _as_plan(problem, answer, extension.name, seed, options)
+        plan = _as_plan(problem, answer, extension.name, seed)
         check_plan(plan, problem)
     except InputError as error:
         raise wrong(extension, f"what it returned is no plan for this problem: {error}") from error
@@ -70,14 +68,13 @@ def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int, o
     )
 
 
-def _as_plan(problem: Problem, answer: Any, name: str, seed: int, options: dict[str, Any]) -> PlacementPlan:
+def _as_plan(problem: Problem, answer: Any, name: str, seed: int) -> PlacementPlan:
     if isinstance(answer, PlacementPlan):
         return answer
     devices = np.asarray(answer)
     if devices.shape != (problem.num_groups,) or devices.dtype.kind not in "iu":
         raise InputError(f"expected a PlacementPlan, or {problem.num_groups} device numbers, found {show(answer)}")
-    execution = {key: options[key] for key in _EXECUTION if options.get(key) is not None}
-    return make_plan(problem, devices, planner=name, seed=seed, **execution)
+    return make_plan(problem, devices, planner=name, seed=seed)
 
 
 def _check_signature(extension: Extension, function: Any) -> None:

@@ -56,7 +56,7 @@ FORMAT = "rlplace.report"
 VERSION = 1
 MAX_LINKS = 40
 """Rows of links in the page, the busiest ones."""
-MAX_TASKS = 1_000_000
+MAX_OPS = 1_000_000
 """Of a step that a page is made of; it then has some 70 MB, which browsers still open."""
 CURVE_POINTS = 6000
 """Of the memory of one device in the page."""
@@ -118,7 +118,7 @@ class ReportData:
             "memory_unit_bytes": unit,
             "phases": list(PHASES),
             "colors": {"category": COLORS, "phase": PHASE_COLORS, "collective": COLLECTIVE_COLOR, "transfer": TRANSFER_COLOR},
-            "microbatches": self.timeline.microbatches,
+            "microbatches": self.microbatches,
             "devices": [
                 {"name": device.name, "memory_bytes": device.memory_bytes, "peak_bytes": int(peak)}
                 for device, peak in zip(self.problem.devices, self.timeline.peak_memory_bytes, strict=True)
@@ -136,6 +136,11 @@ class ReportData:
             "memory": [self._curve(curve, tick, unit) for curve in self.memory],
         }
 
+    @property
+    def microbatches(self) -> int:
+        """Of a strategy's step; a placement has one."""
+        return 1 + int(self.lanes.microbatch.max(initial=0))
+
     def _ops(self) -> dict[str, Any]:
         shared, rest = front_coded(self.problem.op_names)
         group, phase = self.problem.op_group.tolist(), self.problem.op_phase.tolist()
@@ -145,7 +150,7 @@ class ReportData:
         problem = self.problem
         shared, rest = front_coded(problem.group_names)
         spent = np.zeros(problem.num_groups)
-        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.timeline.microbatches)
+        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.microbatches)
         time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
         np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
         return {
@@ -178,7 +183,7 @@ class ReportData:
             "length": (end - start).tolist(),
             "op": lanes.op[kept].tolist(),
         }
-        if self.timeline.microbatches > 1:
+        if self.microbatches > 1:
             boxes["microbatch"] = lanes.microbatch[kept].tolist()
         transfer = np.array([r.kind == LINK for r in lanes.rows])[row]
         return {
@@ -223,12 +228,11 @@ def report_data(
         measured: From `rlplace.reporting.tables.measured_rows`.
 
     Raises:
-        InputError: The plan is for another problem, or has more than `MAX_TASKS` tasks.
+        InputError: The plan is for another problem, or has more than `MAX_OPS` ops.
     """
-    if problem.num_ops * plan.microbatches > MAX_TASKS:
+    if problem.num_ops > MAX_OPS:
         raise InputError(
-            f"report: the step has up to {problem.num_ops * plan.microbatches} tasks, a page holds {MAX_TASKS}; "
-            "rlplace simulate --trace writes them all, or report the plan with fewer micro-batches"
+            f"report: the step has {problem.num_ops} ops, a page holds {MAX_OPS}; rlplace simulate --trace writes them all"
         )
     timeline = simulate(problem, plan)
     return ReportData(

@@ -91,8 +91,8 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
     rows = list(devices)
     single = np.ones(problem.num_ops, dtype=bool)
     single[[op for collective in problem.collectives for op in collective.ops]] = False
-    tasks = np.flatnonzero(single[timeline.task_op])
-    parts = [_task_boxes(problem, timeline, tasks, timeline.device_of_op[timeline.task_op[tasks]])]
+    ops = np.flatnonzero(single)
+    parts = [_op_boxes(problem, timeline, ops, timeline.device_of_op[ops])]
     parts += _link_boxes(problem, timeline, rows)
     parts += _collective_boxes(problem, timeline, rows)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -131,11 +131,10 @@ def packed_rows(
 Columns = tuple[NDArray, ...]
 
 
-def _task_boxes(problem: Problem, timeline: Timeline, tasks: NDArray[np.int64], row: NDArray) -> Columns:
-    op = timeline.task_op[tasks]
-    microbatch = timeline.task_microbatch[tasks] if timeline.microbatches > 1 else np.full(len(tasks), -1, dtype=np.int32)
-    size = np.full(len(tasks), -1, dtype=np.int64)
-    return row.astype(np.int32), timeline.start_s[tasks], timeline.end_s[tasks], op, problem.op_group[op], microbatch, size
+def _op_boxes(problem: Problem, timeline: Timeline, ops: NDArray[np.int64], row: NDArray) -> Columns:
+    once, size = np.full(len(ops), -1, dtype=np.int32), np.full(len(ops), -1, dtype=np.int64)
+    span = timeline.start_s[ops], timeline.end_s[ops]
+    return row.astype(np.int32), *span, ops.astype(np.int32), problem.op_group[ops], once, size
 
 
 def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> list[Columns]:
@@ -150,9 +149,9 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> li
         group = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[tensor])
         name = f"{problem.devices[source].name} → {problem.devices[destination].name}"
         row = packed_rows(rows, name, LINK, source, start, end)
-        microbatch = timeline.transfer_microbatch[here] if timeline.microbatches > 1 else np.full(len(here), -1)
+        once = np.full(len(here), -1, dtype=np.int32)
         size = problem.tensor_bytes[tensor]
-        parts.append((row, start, end, producer, group.astype(np.int32), microbatch.astype(np.int32), size))
+        parts.append((row, start, end, producer, group.astype(np.int32), once, size))
     return parts
 
 
@@ -166,10 +165,10 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
     for number, channels in enumerate(held):
         members = next(collective.ops for collective in problem.collectives if collective.channels == channels)
         where = [int(timeline.device_of_op[op]) for op in members]
-        tasks = np.flatnonzero(leader[timeline.task_op] == number)
+        ops = np.flatnonzero(leader == number)
         name = "collective " + among([problem.devices[device].name for device in where])
-        row = packed_rows(rows, name, COLLECTIVE, where[0], timeline.start_s[tasks], timeline.end_s[tasks])
-        parts.append(_task_boxes(problem, timeline, tasks, row))
+        row = packed_rows(rows, name, COLLECTIVE, where[0], timeline.start_s[ops], timeline.end_s[ops])
+        parts.append(_op_boxes(problem, timeline, ops, row))
     return parts
 
 

@@ -58,8 +58,7 @@ def summary(data: ReportData) -> str:
 
 
 def _placement_words(plan: PlacementPlan) -> list[str]:
-    said = [f"{plan.microbatches} {_plural(plan.microbatches, 'micro-batch', 'es')}"]
-    return [*said, f"schedule {plan.schedule}" if plan.order is None else "an order of its own"]
+    return ["groups one by one"] + ([] if plan.order is None else ["an order of its own"])
 
 
 def devices(data: ReportData) -> str:
@@ -168,7 +167,7 @@ def about(data: ReportData, version: str) -> str:
     source = problem.source or plan.source or {}
     facts = [
         ("Problem", f"{problem.num_groups:,} groups, {problem.num_ops:,} ops, {problem.num_tensors:,} tensors"),
-        ("Drawn", f"{len(data.timeline.task_op):,} tasks, {len(data.timeline.transfer_tensor):,} transfers"),
+        ("Drawn", f"{len(data.timeline.start_s):,} ops, {len(data.timeline.transfer_tensor):,} transfers"),
         ("Executor", f"{data.executor}, simulated"),
         ("Planner", f"{plan.planner}, seed {plan.seed}"),
     ]

@@ -10,7 +10,7 @@ import numpy as np
 from rlplace.cost.timings import PlaceTiming, PlanTimings
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner, takes_microbatches
+from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
@@ -113,17 +113,11 @@ def planner_rows(
     if not names:
         return ()
     rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)), None)]
-    microbatches = plan.microbatches
-    schedule = plan.schedule
     for name in dict.fromkeys(names):
         if report is not None:
             report(name)
-        if microbatches > 1 and not takes_microbatches(name):
-            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, "plans one micro-batch only"))
-            continue
-        options = {"microbatches": microbatches, "schedule": schedule} if takes_microbatches(name) else {}
         try:
-            run = run_planner(name, problem, seed=seed, time_limit_s=time_limit_s, **options)
+            run = run_planner(name, problem, seed=seed, time_limit_s=time_limit_s)
         except InputError:
             raise
         except RlplaceError as error:

@@ -13,7 +13,6 @@ from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
 from rlplace.plan.plan import PlacementPlan, refuse_older, require_placement
 from rlplace.runtime.distributed.graph.assign import planned_devices
-from rlplace.schedule import LIST
 
 
 def check_plan_runs_here(plan: PlacementPlan) -> None:
@@ -27,11 +26,6 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     instead = "one process for each of its devices runs it: rlplace.distribute, or 'rlplace run', under torchrun"
     require_placement(plan, "apply: plan", instead)
     refuse_older(plan)
-    elsewhere = "apply runs one micro-batch in program order; plan with the default options"
-    if plan.microbatches > 1:
-        raise InputError(f"plan: it has {plan.microbatches} micro-batches; {elsewhere}")
-    if plan.schedule != LIST:
-        raise InputError(f"plan: its schedule is {plan.schedule!r}; {elsewhere}")
     planned_devices(plan)
 
 

@@ -17,9 +17,8 @@ from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
-from rlplace.schedule import LIST
-from rlplace.simulator.inputs import check_devices, check_stages, order_ranks, priority_ranks, stage_words
-from rlplace.simulator.reference import stuck_reason
+from rlplace.simulator.inputs import check_devices, order_ranks, priority_ranks
+from rlplace.simulator.reference import STUCK
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.schedules.reference_priority`.
+    """Bottom level of every op, the default priority; see `rlplace.simulator.reference.reference_priority`.
 
     Returns:
         float64 [N] seconds, read-only.
@@ -42,23 +41,16 @@ def simulate(
     plan: PlacementPlan | Sequence[int] | NDArray[Any],
     *,
     priority: Sequence[float] | NDArray[Any] | None = None,
-    order: Sequence[Sequence[Any]] | None = None,
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    stage_of_group: Sequence[int] | NDArray[Any] | None = None,
+    order: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """Simulates one training step.
 
     Args:
         problem: The priced graph.
-        plan: A plan for `problem`, or just a device number per group, int [G]. What a plan says about order, micro-batches
-            and stages holds unless the other arguments replace it.
+        plan: A plan for `problem`, or just a device number per group, int [G]. What a plan says about priority and order holds
+            unless the other arguments replace it.
         priority: float [N], higher starts first; default `default_priority`.
-        order: Per device the exact sequence of its ops, or of its (op, micro-batch) pairs when there are several; excludes
-            `priority` and `schedule`.
-        microbatches: Passes over the forward and backward ops, default 1.
-        schedule: One of `rlplace.schedule.FREE_SCHEDULES`, default `list`.
-        stage_of_group: int [G], default the device; only for schedules.
+        order: Per device the exact sequence of its ops; excludes `priority`.
 
     Raises:
         InputError: The plan is for another problem, or an argument has the wrong shape.
@@ -69,44 +61,34 @@ def simulate(
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
         devices = np.array(plan.device_of_group, dtype=np.int32, order="C")
-        if priority is None and order is None and schedule is None:
+        if priority is None and order is None:
             priority, order = plan.priority, plan.order
-        if schedule is None and order is None:
-            schedule = plan.schedule
-        microbatches = plan.microbatches if microbatches is None else microbatches
-        stage_of_group = plan.stage_of_group if stage_of_group is None else stage_of_group
     else:
         devices = check_devices(plan, (problem.num_groups,), problem)
-    microbatches, schedule = 1 if microbatches is None else microbatches, LIST if schedule is None else schedule
-    if order is not None and (priority is not None or schedule != LIST):
-        raise InputError("simulate: order excludes priority and schedule; give one of them")
-    stage = check_stages(stage_of_group, problem)
-    lowered = lower(problem, microbatches, schedule)
-    tasks = lowered.tasks
+    if order is not None and priority is not None:
+        raise InputError("simulate: order excludes priority; give one of them")
+    lowered = lower(problem)
     position = np.zeros(0, dtype=np.uint32)
     if order is not None:
-        check_order(order, devices, problem, microbatches)
-        ranks, position = order_ranks(order, lowered)
+        check_order(order, devices, problem)
+        ranks, position = order_ranks(order, problem.num_ops)
     else:
         ranks = priority_ranks(problem, lowered, priority)
     results = _results(1, problem.num_devices)
     outcome, step, peak, busy = results
-    numbered, stages = stage_words(stage, lowered)
-    work = lowered.take_work(timeline=True) if stages is None else lowered.new_work(timeline=True, stages=stages)
-    inputs = (ranks, position, devices[None].view(np.uint32), numbered)
-    fast.simulate_plans(tuple(lowered.graph), tuple(work), *inputs, *results)
+    work = lowered.take_work(timeline=True)
+    fast.simulate_plans(tuple(lowered.graph), tuple(work), ranks, position, devices[None].view(np.uint32), *results)
     moved = fixed_violations(problem, devices)
     if outcome[0] != fast.DONE:
-        reasons = placement_violations(problem, devices) or [stuck_reason(order)]
-        line = timeline_of(problem, tasks, devices, reasons + moved)
+        reasons = placement_violations(problem, devices) or [STUCK]
+        line = timeline_of(problem, devices, reasons + moved)
     else:
         line = timeline_of(
-            problem, tasks, devices, memory_violations(problem, peak[0]) + moved, step_time_s=float(step[0]),
+            problem, devices, memory_violations(problem, peak[0]) + moved, step_time_s=float(step[0]),
             peak_memory_bytes=peak[0], busy_s=busy[0], times_s=work.time_s,
             transfers=work.transfer[: work.layout[records.TRANSFERS]],
         )  # fmt: skip
-    if stages is None:
-        lowered.give_work(work, timeline=True)
+    lowered.give_work(work, timeline=True)
     return line
 
 
@@ -132,8 +114,6 @@ def simulate_many(
     device_of_group: Sequence[Sequence[int]] | NDArray[Any],
     *,
     priority: Sequence[float] | NDArray[Any] | None = None,
-    microbatches: int = 1,
-    schedule: str = LIST,
     threads: int = 1,
 ) -> TimelineBatch:
     """Simulates K plans of one problem.
@@ -142,8 +122,6 @@ def simulate_many(
         problem: The priced graph.
         device_of_group: int [K, G].
         priority: float [N], for all of them; default `default_priority`.
-        microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a group's stage is its device.
         threads: Threads to spread the plans over.
     """
     from rlplace.simulator import fast
@@ -153,7 +131,7 @@ def simulate_many(
     whole_number(threads, "simulate_many: threads", 1)
     count = len(devices)
     results = _results(count, problem.num_devices)
-    lowered = lower(problem, microbatches, schedule)
+    lowered = lower(problem)
     ranks = priority_ranks(problem, lowered, priority)
 
     def run(first: int, end: int) -> None:
@@ -187,8 +165,6 @@ class Simulator:
         problem: Problem,
         *,
         priority: Sequence[float] | NDArray[Any] | None = None,
-        microbatches: int = 1,
-        schedule: str = LIST,
         timeline: bool = False,
     ) -> None:
         """Prepares.
@@ -196,14 +172,12 @@ class Simulator:
         Args:
             problem: The priced graph.
             priority: float [N], higher starts first; default `default_priority`.
-            microbatches: Passes over the forward and backward ops.
-            schedule: One of `rlplace.schedule.FREE_SCHEDULES`; a group's stage is its device.
-            timeline: Whether `work` is to hold the times of tasks and transfers, which takes a little longer.
+            timeline: Whether `work` is to hold the times of ops and transfers, which takes a little longer.
         """
         from rlplace.simulator import fast
         from rlplace.simulator.lowering import lower
 
-        self._lowered = lower(problem, microbatches, schedule)
+        self._lowered = lower(problem)
         self._ranks = priority_ranks(problem, self._lowered, priority)
         self.calls = 0
         self._problem, self._groups = problem, problem.num_groups
@@ -215,11 +189,6 @@ class Simulator:
         self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
         self._run, self._bad_device = fast.simulate_plans, fast.BAD_DEVICE
         self._arguments = _arguments(self._lowered, self._ranks, self.work, self._devices, *self._results)
-
-    @property
-    def num_tasks(self) -> int:
-        """Tasks of a step."""
-        return self._lowered.tasks.num_tasks
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
@@ -275,7 +244,7 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """What `fast.simulate_plans` takes for the rows of `devices`."""
     none = np.zeros(0, dtype=np.uint32)
-    return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), none, *results)
+    return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), *results)
 
 
 def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:

@@ -1,10 +1,10 @@
 """The compiled twin of `rlplace.simulator.reference`: the same step, bit for bit, some hundred times quicker.
 
-`rlplace.simulator.records` says what the arrays hold, `lowering` builds them, `queues` and `gates` hold parts of the code, and
+`rlplace.simulator.records` says what the arrays hold, `lowering` builds them, `queues` holds parts of the code, and
 `rlplace.simulator.api` is what people call.
 
 Where this differs in form, not in result, from the reference:
-    * A ready task is known by its *rank* (`reference.task_ranks`). With an explicit order, ranks number the tasks of device 0,
+    * A ready task is known by its *rank* (`reference.ranks`). With an explicit order, ranks number the tasks of device 0,
       then of device 1, and so on, each in the order given, and a device starts nothing but its next rank.
     * Where a value's readers sit is looked up when the value is made, not before; its copies then take the next free slots, in
       order of device. Slots are therefore in the order in which they join the queues.
@@ -25,27 +25,25 @@ import sys
 
 import numpy as np
 
-from rlplace import schedule
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.simulator import gates, loop, queues
+from rlplace.simulator import loop, queues
 from rlplace.simulator import records as r
-from rlplace.simulator.gates import admit, open_gates, prepare_gates
 from rlplace.simulator.loop import BAD_DEVICE, CANNOT_RUN, DONE, STUCK, run
-from rlplace.simulator.queues import DUE, part
+from rlplace.simulator.queues import DUE, add_ready, levels, member_waits, part
 
 __all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simulate_plans"]
 
-STAMP = stamp_of(schedule, r, queues, gates, loop, sys.modules[__name__])
+STAMP = stamp_of(r, queues, loop, sys.modules[__name__])
 """Of all that `simulate_plans` is compiled from."""
 
 
 @inner
 def reset(g, w, device_of_group):
     """Empties all queues and fills the devices with what is resident; returns DONE or BAD_DEVICE."""
-    device, channel, value, ready, sizes = w.device, w.channel, w.value, w.ready, g.bytes
+    device, channel, ready, sizes = w.device, w.channel, w.ready, g.bytes
     num_devices, num_groups = len(device), len(device_of_group)
     due, waits, missing = part(w, r.DUE_DEVICES), part(w, r.WAITS), part(g, r.MISSING)
-    gathered, absent, member_ptr = part(g, r.GATHERED), part(w, r.ABSENT), part(g, r.MEMBER_PTR)
+    absent, member_ptr = part(w, r.ABSENT), part(g, r.MEMBER_PTR)
     for d in range(num_devices):
         device[d].memory = sizes[num_groups + d]
         device[d].busy_s = 0.0
@@ -66,9 +64,6 @@ def reset(g, w, device_of_group):
         channel[c].head = r.NONE
     for t in range(len(waits)):
         waits[t] = missing[t]
-    for i in range(len(gathered)):
-        value[gathered[i]].unmade = g.layout[r.BATCHES]
-        value[gathered[i]].source = r.NONE
     for c in range(len(absent)):
         absent[c] = member_ptr[c + 1] - member_ptr[c]
     w.layout[r.TRANSFERS] = 0
@@ -76,15 +71,23 @@ def reset(g, w, device_of_group):
 
 
 @inner
-def begin(g, w, ranks, device_of_group, stage_of_group):
-    """Admits the tasks that miss nothing, and opens the first gates; returns what `admit` does."""
-    counts = np.uint32(len(w.device)), np.uint32(0), np.uint32(0)
-    counts = admit(g, w, ranks, device_of_group, part(g, r.FIRST), counts)
-    if g.layout[r.GATES] != schedule.NO_GATES:
-        open_first = prepare_gates(g, w, stage_of_group)
-        for stage in range(len(open_first)):
-            counts = open_gates(g, w, ranks, device_of_group, np.int64(stage), open_first[stage], counts)
-    return counts
+def begin(g, w, ranks, device_of_group):
+    """The tasks that miss nothing are ready, or one less keeps their collective waiting.
+
+    Returns:
+        Lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
+    """
+    task, device, ready, due, first = g.task, w.device, w.ready, part(w, r.DUE_DEVICES), part(g, r.FIRST)
+    collective_of = part(g, r.COLLECTIVE_OF)
+    waiting, used, found = np.uint32(len(device)), np.uint32(0), np.uint32(0)
+    middle, low = levels(len(ranks[0]))
+    for i in range(len(first)):
+        t = first[i]
+        if len(collective_of) > 0 and collective_of[t] != r.NONE:
+            used, found = member_waits(g, w, np.int64(collective_of[t]), used, found)
+        else:
+            waiting = add_ready(ready, device, due, waiting, middle, low, ranks[0, t], device_of_group[task[t].group])
+    return waiting, used, found
 
 
 @inner
@@ -104,7 +107,7 @@ def _compile(stamp):
     """The function that is called from outside, with the stamp as an enclosed value."""
 
     @entry(nogil=True)
-    def simulate_plans(graph, work, ranks, position, device_of_group, stage_of_group, outcome, step_s, peak, busy_s):
+    def simulate_plans(graph, work, ranks, position, device_of_group, outcome, step_s, peak, busy_s):
         """Simulates one plan per row of `device_of_group`; `work` holds what happened in the last.
 
         Args:
@@ -114,7 +117,6 @@ def _compile(stamp):
             position: uint32 [D], the first rank of every device when the ranks are an explicit order (which then belongs to the
                 only row), else [0].
             device_of_group: uint32 [rows, G].
-            stage_of_group: uint32 [G], or [0]: a group's stage is its device.
             outcome: int8 [rows], filled with DONE, CANNOT_RUN, STUCK or BAD_DEVICE.
             step_s: float64 [rows], filled; NaN when the step cannot complete.
             peak: int64 [rows, D], bytes, filled; resident and reserved bytes alone when the step cannot complete.
@@ -128,13 +130,11 @@ def _compile(stamp):
         step, overflow = np.inf, 0.0
         for row in range(len(device_of_group)):
             devices = device_of_group[row]
-            stages = stage_of_group if len(stage_of_group) > 0 else devices
             step, result = np.inf, reset(g, w, devices)
             if result == DONE:
                 for d in range(len(position)):
                     w.device[d].position = position[d]
-                counts = begin(g, w, ranks, devices, stages)
-                result, step = run(g, w, ranks, devices, stages, len(position) > 0, counts)
+                result, step = run(g, w, ranks, devices, len(position) > 0, begin(g, w, ranks, devices))
                 if result != DONE:
                     reset(g, w, devices)
                     step = np.inf

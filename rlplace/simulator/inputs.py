@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.problem import Problem
-from rlplace.schedule import NO_GATES
-from rlplace.simulator.stages import stage_numbers
-from rlplace.simulator.tasks import order_tasks
 
 if TYPE_CHECKING:
     from rlplace.simulator.lowering import Lowered
@@ -47,41 +44,20 @@ def check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -
     return values
 
 
-def check_stages(stage_of_group: Sequence[int] | NDArray[Any] | None, problem: Problem) -> NDArray[np.int32] | None:
-    """int32 [G], or None for a stage a device."""
-    if stage_of_group is None:
-        return None
-    stages = np.asarray(stage_of_group)
-    if stages.shape != (problem.num_groups,) or (stages.size and stages.dtype.kind not in "iu"):
-        raise InputError(f"stage_of_group: expected a whole number for each of {problem.num_groups} groups")
-    return stages.astype(np.int32)
-
-
-def stage_words(stage: NDArray[np.int32] | None, lowered: Lowered) -> tuple[NDArray[np.uint32], int | None]:
-    """Stages as the compiled simulator numbers them, and how many there are; none and None where they are the devices."""
-    if stage is None or lowered.schedule.gates == NO_GATES:
-        return np.zeros(0, dtype=np.uint32), None
-    numbers = stage_numbers(stage, None).astype(np.uint32)
-    return numbers, int(numbers.max(initial=0)) + 1
-
-
 def priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
-    """uint32 [2, K], rank of every task and task of every rank."""
+    """uint32 [2, N], rank of every op and op of every rank."""
     from rlplace.simulator.lowering import ranks
 
-    if priority is None:
-        return lowered.ranks
-    return ranks(problem, lowered.tasks, lowered.schedule, check_priority(priority, problem))
+    return lowered.ranks if priority is None else ranks(problem, check_priority(priority, problem))
 
 
-def order_ranks(order: Sequence[Sequence[Any]], lowered: Lowered) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Ranks that number the tasks of device 0 in the order given, then of device 1, and so on; and each one's first rank."""
+def order_ranks(order: Sequence[Sequence[int]], count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Ranks that number the ops of device 0 in the order given, then of device 1, and so on; and each one's first rank."""
     from rlplace.simulator.lowering import with_inverse
 
-    tasks = lowered.tasks
-    listed = np.array([task for row in order_tasks(tasks, order) for task in row], dtype=np.int64)
-    others = np.ones(tasks.num_tasks, dtype=bool)  # tasks of collectives are in no order
+    listed = np.array([op for row in order for op in row], dtype=np.int64)
+    others = np.ones(count, dtype=bool)  # ops of collectives are in no order
     others[listed] = False
-    task_of_rank = np.concatenate([listed, np.flatnonzero(others)])
+    op_of_rank = np.concatenate([listed, np.flatnonzero(others)])
     position = np.cumsum([0] + [len(row) for row in order[:-1]]).astype(np.uint32)
-    return with_inverse(task_of_rank), position
+    return with_inverse(op_of_rank), position

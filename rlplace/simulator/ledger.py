@@ -1,9 +1,9 @@
-"""The memory rule (rule 4): which bytes every device holds as tasks and transfers start and end.
+"""The memory rule (rule 4): which bytes every device holds as ops and transfers start and end.
 
-A task's outputs take memory when it starts (what several tasks make together, when the first of them starts), its temporaries
-while it runs. A transfer's copy takes memory at the destination from its start. A copy is freed when the last reader there has
-ended and, where the value is made, the last transfer as well. What a group owns is part of its resident bytes, which stay for
-the whole step. This is the rule's only definition beside the compiled twin (`rlplace.simulator.loop`).
+An op's outputs take memory when it starts, its temporaries while it runs. A transfer's copy takes memory at the destination
+from its start. A copy is freed when the last reader there has ended and, where the tensor is made, the last transfer as well.
+What a group owns is part of its resident bytes, which stay for the whole step. This is the rule's only definition beside the
+compiled twin (`rlplace.simulator.loop`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import Problem
-from rlplace.simulator.tasks import TaskGraph
 from rlplace.simulator.timeline import resident_by_device
 
 
@@ -24,69 +23,62 @@ class Ledger:
         peak: The most that there was.
     """
 
-    def __init__(self, problem: Problem, tasks: TaskGraph, device_of_group: NDArray[np.int32]) -> None:
-        self.problem, self.tasks = problem, tasks
-        self.device: list[int] = device_of_group[problem.op_group[tasks.op]].tolist()  # of every task
+    def __init__(self, problem: Problem, device_of_group: NDArray[np.int32]) -> None:
+        self.problem = problem
+        self.device: list[int] = device_of_group[problem.op_group].tolist()  # of every op
         self.memory: list[int] = resident_by_device(problem, device_of_group).tolist()
         self.peak = list(self.memory)
-        self.temporary: list[int] = problem.temporary_bytes[tasks.op].tolist()
-        self.outputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
-        self.inputs: list[list[int]] = [[] for _ in range(tasks.num_tasks)]
-        self.size: list[int] = problem.tensor_bytes[tasks.tensor].tolist()
-        self.owned: list[bool] = (problem.tensor_owner[tasks.tensor] >= 0).tolist()
-        self.unmade: list[int] = []  # producers of each value that have not ended
-        self.started: set[int] = set()  # values that take memory already
-        self.source: list[int] = []  # device that holds the value first
+        self.temporary: list[int] = problem.temporary_bytes.tolist()
+        self.outputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
+        self.inputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
+        self.size: list[int] = problem.tensor_bytes.tolist()
+        self.owned: list[bool] = (problem.tensor_owner >= 0).tolist()
+        self.source: list[int] = []  # device that holds the tensor first
         self.readers: list[list[int]] = []
-        self.uses: dict[tuple[int, int], int] = {}  # (value, device) -> readers and sends that still need the copy
-        for value in range(tasks.num_values):
-            makers = tasks.producers[tasks.producer_ptr[value] : tasks.producer_ptr[value + 1]].tolist()
-            readers = tasks.consumers[tasks.consumer_ptr[value] : tasks.consumer_ptr[value + 1]].tolist()
-            owner = int(problem.tensor_owner[tasks.tensor[value]])
-            source = self.device[makers[0]] if makers else int(device_of_group[owner])
+        self.uses: dict[tuple[int, int], int] = {}  # (tensor, device) -> readers and sends that still need the copy
+        ends = problem.consumer_ptr.tolist()
+        for tensor, maker in enumerate(problem.tensor_producer.tolist()):
+            readers = problem.consumers[ends[tensor] : ends[tensor + 1]].tolist()
+            source = self.device[maker] if maker >= 0 else int(device_of_group[problem.tensor_owner[tensor]])
             self.source.append(source)
             self.readers.append(readers)
-            self.unmade.append(len(makers))
-            for task in makers:
-                self.outputs[task].append(value)
-            for task in readers:
-                self.inputs[task].append(value)
-                self._add_uses(value, self.device[task], 1)
-            self._add_uses(value, source, len(self.destinations(value)))
+            if maker >= 0:
+                self.outputs[maker].append(tensor)
+            for op in readers:
+                self.inputs[op].append(tensor)
+                self._add_uses(tensor, self.device[op], 1)
+            self._add_uses(tensor, source, len(self.destinations(tensor)))
 
-    def destinations(self, value: int) -> list[int]:
+    def destinations(self, tensor: int) -> list[int]:
         """The other devices that host a reader."""
-        return sorted({self.device[task] for task in self.readers[value]} - {self.source[value]})
+        return sorted({self.device[op] for op in self.readers[tensor]} - {self.source[tensor]})
 
-    def hold_outputs(self, task: int) -> None:
-        """A task starts: its outputs and temporaries take memory."""
-        for value in self.outputs[task]:
-            if value not in self.started:
-                self.started.add(value)
-                self.allocate(self.device[task], self.size[value])
-        self.allocate(self.device[task], self.temporary[task])
+    def hold_outputs(self, op: int) -> None:
+        """An op starts: its outputs and temporaries take memory."""
+        for tensor in self.outputs[op]:
+            self.allocate(self.device[op], self.size[tensor])
+        self.allocate(self.device[op], self.temporary[op])
 
-    def free_inputs(self, task: int) -> None:
-        """A task ends: its temporaries, the inputs that nothing else needs there, and outputs that nobody reads."""
-        device = self.device[task]
-        self.deallocate(device, self.temporary[task])
-        for value in self.inputs[task]:
-            self.drop_use(value, device)
-        for value in self.outputs[task]:
-            self.unmade[value] -= 1
-            if self.unmade[value] == 0 and not self.readers[value]:
-                self.release(value, device)
+    def free_inputs(self, op: int) -> None:
+        """An op ends: its temporaries, the inputs that nothing else needs there, and outputs that nobody reads."""
+        device = self.device[op]
+        self.deallocate(device, self.temporary[op])
+        for tensor in self.inputs[op]:
+            self.drop_use(tensor, device)
+        for tensor in self.outputs[op]:
+            if not self.readers[tensor]:
+                self.release(tensor, device)
 
-    def drop_use(self, value: int, device: int) -> None:
+    def drop_use(self, tensor: int, device: int) -> None:
         """A reader there, or a transfer from there, has ended."""
-        self.uses[value, device] -= 1
-        if self.uses[value, device] == 0:
-            self.release(value, device)
+        self.uses[tensor, device] -= 1
+        if self.uses[tensor, device] == 0:
+            self.release(tensor, device)
 
-    def release(self, value: int, device: int) -> None:
+    def release(self, tensor: int, device: int) -> None:
         """Nothing needs the copy any more."""
-        if not (self.owned[value] and device == self.source[value]):  # else part of its group's resident bytes
-            self.deallocate(device, self.size[value])
+        if not (self.owned[tensor] and device == self.source[tensor]):  # else part of its group's resident bytes
+            self.deallocate(device, self.size[tensor])
 
     def allocate(self, device: int, size: int) -> None:
         """A device holds so many bytes more."""
@@ -97,6 +89,6 @@ class Ledger:
         """A device holds so many bytes less."""
         self.memory[device] -= size
 
-    def _add_uses(self, value: int, device: int, count: int) -> None:
+    def _add_uses(self, tensor: int, device: int, count: int) -> None:
         if count:
-            self.uses[value, device] = self.uses.get((value, device), 0) + count
+            self.uses[tensor, device] = self.uses.get((tensor, device), 0) + count

@@ -7,9 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import inner
-from rlplace.schedule import BACKWARD_GATES, NO_GATES
 from rlplace.simulator import records as r
-from rlplace.simulator.gates import close_apart, member_waits, open_gates
 from rlplace.simulator.queues import (
     DUE,
     IDLE,
@@ -20,7 +18,7 @@ from rlplace.simulator.queues import (
     join_queues,
     leave_queues,
     levels,
-    next_ready,
+    member_waits,
     part,
     pop_event,
     push_event,
@@ -35,13 +33,13 @@ _LOWER_HALF = 0xFFFFFFFF
 
 
 @inner
-def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
+def run(g, w, ranks, device_of_group, ordered, counts):
     """Runs a step from its beginning until nothing happens any more.
 
     One long function over local names: numba counts references to every array of a tuple that is passed on, and to arrays
     that are passed to functions with branches. Indices are kept unsigned, or numba looks at each whether it is negative.
 
-    `counts` are what `admit` returned last: lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
+    `counts` are what `begin` returned: lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
 
     Returns:
         How it ends, and when.
@@ -50,15 +48,12 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
     value, slots, channel, device, event, ready = w.value, w.slot, w.channel, w.device, w.event, w.ready
     times, transfer = w.time_s, w.transfer
     column, inputs, outputs, owner = part(g, r.COLUMN), part(g, r.INPUTS), part(g, r.OUTPUTS), part(g, r.OWNER)
-    channels, gathered_ptr, gathered_of = part(g, r.CHANNELS), part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
-    collective_of, member_ptr, members = part(g, r.COLLECTIVE_OF), part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
-    microbatch, closes, pass_ptr = part(g, r.MICROBATCH), part(g, r.CLOSES), part(g, r.PASS_PTR)
+    channels, collective_of = part(g, r.CHANNELS), part(g, r.COLLECTIVE_OF)
+    member_ptr, members = part(g, r.MEMBER_PTR), part(g, r.MEMBERS)
     waits, following, startable, due = part(w, r.WAITS), part(w, r.FOLLOWING), part(w, r.STARTABLE), part(w, r.DUE_DEVICES)
-    spare, left, batches, whole = part(w, r.SPARE), part(w, r.LEFT), ahead[r.BATCHES], ahead[r.GATES] == BACKWARD_GATES
     num_devices, num_tasks, width = len(device), np.int64(len(waits)), ahead[r.WIDTH]
     middle, low = levels(num_tasks)
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
-    gathering, gated, keeps_pass = len(gathered_ptr) > 0, ahead[r.GATES] != NO_GATES, len(pass_ptr) > 0
 
     now, key, done, events, transfers = 0.0, num_tasks << 32, 0, 0, 0
     waiting, used, found = counts
@@ -109,9 +104,6 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
                         if t == num_tasks:
                             d = device_of_group[owner[i - task[t].outputs]]
                             uses = _OWNED
-                        if gathering and value[v].unmade > 1:
-                            value[v].unmade -= 1
-                            continue
                         # The value is here: readers here miss one input less, other devices that host readers get a slot.
                         if collectives:  # they join their queues before the value does
                             for edge in range(value[v].readers, value[v + 1].readers):
@@ -164,20 +156,6 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
                                 slots, channel, channels, following, width, startable, found, s,
                                 np.int64(pair[p].channels), np.int64(pair[p].channels_end),
                             )  # fmt: skip
-                    if gated and t < num_tasks:  # the batches that it is part of wait for one task less
-                        kind, batch = closes[task[t].op], np.int64(stage_of_group[task[t].group])
-                        stage = batch
-                        if not whole:
-                            batch = stage * batches + microbatch[t]
-                        if kind == r.OWN_STAGE or (kind == r.SPARE_STAGE and spare[stage] == 1):
-                            missing = left[batch] - 1
-                            left[batch] = missing
-                            if missing == 0:
-                                counts = open_gates(g, w, ranks, device_of_group, stage, np.int64(1), (waiting, used, found))
-                                waiting, used, found = counts
-                        elif kind == r.APART_STAGES:
-                            counts = close_apart(g, w, ranks, device_of_group, stage_of_group, t, (waiting, used, found))
-                            waiting, used, found = counts
             else:  # a transfer ends: the value is present there, its channels go to the next in their queues
                 s = np.uint32(key & _LOWER_HALF)
                 v, d = slots[s].value, slots[s].device
@@ -236,22 +214,16 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
                 if not is_ready(ready, d, low, rank):
                     continue
                 device[d].position += 1
-            elif keeps_pass:
-                rank = continue_pass(ready, d, middle, low, pass_ptr, device[d].position)
-                m = np.int64(microbatch[ranks[1, rank]])
-                device[d].position = m + batches * (rank >= pass_ptr[batches])
             else:
                 rank = first_ready(ready, d, middle, low)
             remove_ready(ready, d, middle, low, rank)
             device[d].ready -= 1
             device[d].state = RUNNING
             t = np.int64(ranks[1, rank])
-            time = time_s[task[t].op, column[d]]
+            time = time_s[t, column[d]]
             if time != time:
                 return CANNOT_RUN, now
             memory = device[d].memory + task[t].alloc_bytes
-            if gathering:
-                memory += first_bytes(value, gathered_ptr, gathered_of, t, d)
             device[d].memory = memory
             device[d].peak = max(device[d].peak, memory)
             device[d].busy_s += time
@@ -269,47 +241,22 @@ def run(g, w, ranks, device_of_group, stage_of_group, ordered, counts):
 
 
 @inner
-def continue_pass(ready, d, middle, low, pass_ptr, number):
-    """The lowest ready rank of the pass that a device is working on, else of all."""
-    if number != r.NONE:
-        rank = next_ready(ready, d, middle, low, pass_ptr[number])
-        if rank < pass_ptr[number + 1]:
-            return rank
-    return first_ready(ready, d, middle, low)
-
-
-@inner
 def start_collective(g, w, device_of_group, collective, now):
     """The tasks of a collective start together; returns the longest of their times, NaN if one cannot run."""
-    task, time_s, device, value, times = g.task, g.time_s, w.device, w.value, w.time_s
+    task, time_s, device, times = g.task, g.time_s, w.device, w.time_s
     members, member_ptr, column = part(g, r.MEMBERS), part(g, r.MEMBER_PTR), part(g, r.COLUMN)
-    gathered_ptr, gathered_of = part(g, r.GATHERED_PTR), part(g, r.GATHERED_OF)
     longest = -np.inf
     for i in range(member_ptr[collective], member_ptr[collective + 1]):
         t = np.int64(members[i])
         d = device_of_group[task[t].group]
-        time = time_s[task[t].op, column[d]]
+        time = time_s[t, column[d]]
         if time != time:
             return time
         longest = max(longest, time)
         memory = device[d].memory + task[t].alloc_bytes
-        if len(gathered_ptr) > 0:
-            memory += first_bytes(value, gathered_ptr, gathered_of, t, d)
         device[d].memory = memory
         device[d].peak = max(device[d].peak, memory)
     if times.shape[1] > 0:
         for i in range(member_ptr[collective], member_ptr[collective + 1]):
             times[0, members[i]], times[1, members[i]] = now, now + longest
     return longest
-
-
-@inner
-def first_bytes(value, gathered_ptr, gathered_of, t, d):
-    """Bytes of the values of several producers of which this task is the first to start."""
-    total = 0
-    for i in range(gathered_ptr[t], gathered_ptr[t + 1]):
-        v = gathered_of[i]
-        if value[v].source == r.NONE:
-            value[v].source = d
-            total += value[v].bytes
-    return total

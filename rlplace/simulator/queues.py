@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from rlplace.compiled import inner
+from rlplace.simulator import records as r
 from rlplace.simulator.records import NONE
 
 IDLE, RUNNING, DUE = range(3)
@@ -98,31 +99,6 @@ def first_ready(ready, device, middle, low):
     return (i << 6) + _lowest_bit(ready[device, low + i])
 
 
-@inner
-def next_ready(ready, device, middle, low, rank):
-    """The lowest rank of a set from `rank` on, or NONE."""
-    every, i = ~np.uint64(0), np.int64(rank)
-    word = ready[device, low + (i >> 6)] & (every << np.uint64(i & 63))
-    if word != 0:
-        return (i >> 6 << 6) + _lowest_bit(word)
-    i = (i >> 6) + 1
-    if middle + (i >> 6) < low:
-        word = ready[device, middle + (i >> 6)] & (every << np.uint64(i & 63))
-        if word != 0:
-            i = (i >> 6 << 6) + _lowest_bit(word)
-            return (i << 6) + _lowest_bit(ready[device, low + i])
-    i = (i >> 6) + 1
-    shift = np.uint64(i & 63)
-    for j in range(i >> 6, middle):
-        word = ready[device, j] & (every << shift)
-        if word != 0:
-            i = (j << 6) + _lowest_bit(word)
-            i = (i << 6) + _lowest_bit(ready[device, middle + i])
-            return (i << 6) + _lowest_bit(ready[device, low + i])
-        shift = np.uint64(0)
-    return np.int64(NONE)
-
-
 @inner(forceinline=True)
 def push_event(event, size, time_s, key):
     """Adds to a heap of `size` events, ordered by (time, key)."""
@@ -201,3 +177,19 @@ def leave_queues(slots, channel, channels, following, width, startable, found, s
                 startable[i] = heir
                 found = np.uint32(found + 1)
     return found
+
+
+@inner
+def member_waits(g, w, collective, used, found):
+    """One task less keeps a collective waiting; the last one lets it join the queues of its channels."""
+    absent, held, slots = part(w, r.ABSENT), part(g, r.HELD), w.slot
+    absent[collective] -= 1
+    if absent[collective] > 0:
+        return used, found
+    slots[used].value, slots[used].device = collective, r.NONE
+    begin, end = np.int64(held[collective]), np.int64(held[collective + 1])
+    found = join_queues(
+        slots, w.channel, part(g, r.CHANNELS), part(w, r.FOLLOWING), g.layout[r.WIDTH], part(w, r.STARTABLE),
+        found, used, begin, end,
+    )  # fmt: skip
+    return np.uint32(used + 1), found

@@ -4,8 +4,8 @@ Things that are read together sit together in one record, so that each costs one
 numba then knows that an index is not negative. Small lists share one array (`Graph.words`, `Work.words`), as every array that
 is passed to compiled code costs time.
 
-Words: a *task* is one execution of an op and a *value* what it makes (`rlplace.simulator.tasks`); a *reader* is a task that
-waits for a value; a *slot* is an entry in the queues of channels: a copy of a value on another device, or a collective.
+Words: a *task* is an op as it runs and a *value* a tensor as it exists; both have the numbers of the problem. A *reader* is a
+task that waits for a value; a *slot* is an entry in the queues of channels: a copy of a value elsewhere, or a collective.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ NONE = 0xFFFFFFFF
 
 TASK = np.dtype(
     [
-        ("alloc_bytes", "i8"),  # outputs (but not values of several producers) and temporaries
+        ("alloc_bytes", "i8"),  # outputs and temporaries
         ("free_bytes", "i8"),  # temporaries and outputs that nobody reads
         ("inputs", "u4"),  # its row of `inputs` begins here and ends where that of the next task begins
         ("outputs", "u4"),
-        ("op", "u4"),
         ("group", "u4"),
     ],
     align=True,
@@ -36,7 +35,6 @@ VALUE = np.dtype(
         ("source", "u4"),  # device that holds it first
         ("uses", "u4"),  # readers and sends that still need the copy there
         ("slots", "u4"),  # its copies on other devices begin here, by device
-        ("unmade", "u4"),  # producers that have not ended, where there are several
     ],
     align=True,
 )
@@ -49,7 +47,7 @@ DEVICE = np.dtype(
         ("busy_s", "f8"),
         ("ready", "u4"),  # how many tasks are ready
         ("state", "u4"),  # IDLE, RUNNING or DUE
-        ("position", "u4"),  # rank that comes next when an order is given; where passes are kept, the one that it is working on
+        ("position", "u4"),  # rank that comes next when an order is given
     ],
     align=True,
 )
@@ -70,55 +68,35 @@ TRANSFER = np.dtype([("start_s", "f8"), ("end_s", "f8"), ("value", "i4"), ("sour
 
 
 class Graph(NamedTuple):
-    """The tasks of a step and the machine. Axes: K tasks, V values, E readers, D devices, N ops, G groups."""
+    """The tasks of a step and the machine. Axes: K tasks, V values, E readers, D devices, G groups."""
 
-    time_s: Any  # float64 [N, number of unlike devices]
+    time_s: Any  # float64 [K, number of unlike devices]
     task: Any  # TASK [K + 2]; row K: what exists when the step begins
     readers: Any  # READER [E]
     pair: Any  # PAIR [D * D]
     table_s: Any  # float64 [., D, D]
     bytes: Any  # int64 [G + 2 D]: resident by group, reserved by device, limit by device (-1: none)
-    words: Any  # uint32 [.], parts COLUMN to LINKS
-    layout: Any  # int64, where each of the parts begins and the last one ends, then BATCHES to WIDTH
+    words: Any  # uint32 [.], parts COLUMN to HELD
+    layout: Any  # int64, where each of the parts begins and the last one ends, then WIDTH
 
 
 # Parts of `Graph.words`.
 (
     COLUMN,  # [D], device's column of `time_s`
-    MISSING,  # [K], inputs, and 1 for a gate
+    MISSING,  # [K], inputs
     FIRST,  # tasks that miss nothing
     INPUTS,  # values with bytes that a task reads
     OUTPUTS,  # values with readers that a task makes; the last row: that groups own
     OWNER,  # groups of that last row
     CHANNELS,  # held by pairs of devices and by collectives
-    GATHERED,  # values of several producers
-    GATHERED_PTR,  # [K + 1] if there are any
-    GATHERED_OF,  # those that a task makes
     COLLECTIVE_OF,  # [K] if there are any, NONE for other tasks
     MEMBER_PTR,  # [collectives + 1]
     MEMBERS,  # tasks, ascending
     HELD,  # [collectives + 1], their rows of `channels` begin there
-    MICROBATCH,  # [K] unless priorities alone decide, and so the following
-    OP_GROUP,  # [N]
-    EARLY_TASK,  # [N], number of an op's task in every micro-batch but the last, from the micro-batch's first
-    GATED,  # ops that wait at gates
-    CLOSES,  # [N], what the end of an op's task counts for
-    APART_PTR,  # [N + 1]
-    APART,  # groups whose stage an op that closes APART_STAGES closes
-    LINKS,  # pairs of groups: a forward op of the second reads what one of the first makes
-    PASS_PTR,  # [2 * micro-batches + 1] if passes are kept: ranks of each pass, backward and update before forward
-) = range(23)
+) = range(11)
 
-# What follows in `Graph.layout`.
-(
-    BATCHES,  # micro-batches
-    GATES,  # those of the `rlplace.schedule.Schedule`
-    EARLY_TASKS,  # tasks of a micro-batch, except the last
-    WIDTH,  # channels of the widest slot, at least 1
-) = range(24, 28)
-
-# What the end of an op's task counts for: no stage, its own, those of `APART`, or its own if nothing else closes that.
-NO_STAGE, OWN_STAGE, APART_STAGES, SPARE_STAGE = range(4)
+WIDTH = 12
+"""Where `Graph.layout` says how many channels the widest slot holds, at least 1."""
 
 
 class Work(NamedTuple):
@@ -130,7 +108,7 @@ class Work(NamedTuple):
     device: Any  # DEVICE [D]
     event: Any  # EVENT [D + E + collectives], a heap
     ready: Any  # uint64 [D, words], ready tasks of each device by rank; see `rlplace.simulator.queues`
-    words: Any  # uint32 [.], parts WAITS to SPARE
+    words: Any  # uint32 [.], parts WAITS to ABSENT
     layout: Any  # int64, where each of the parts begins and the last one ends, then TRANSFERS
     time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when nobody wants to know
     transfer: Any  # TRANSFER [E] or [0]
@@ -143,12 +121,7 @@ class Work(NamedTuple):
     STARTABLE,  # [slots + width], slots that an event lets start
     DUE_DEVICES,  # [2 D], devices that may have something to start
     ABSENT,  # [collectives], tasks that still wait
-    GATE_PTR,  # [stages + 1]
-    GATE_OPS,  # [gated], by stage
-    OPENED,  # [stages], gates that are open
-    LEFT,  # [stages * micro-batches], tasks that a batch still waits for
-    SPARE,  # [stages], 1 where no backward closes the stage
-) = range(10)
+) = range(5)
 
-TRANSFERS = 11
+TRANSFERS = 6
 """Where `Work.layout` says how many transfers have started."""

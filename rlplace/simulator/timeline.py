@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
 from rlplace.simulator.records import TRANSFER
-from rlplace.simulator.tasks import TaskGraph
 
 EXECUTOR = "list"
 """Name of the executor (docs/cost-model/executor.md); every table states it."""
@@ -21,7 +20,7 @@ EXECUTOR = "list"
 class Timeline:
     """Result of one simulation.
 
-    Axes: D devices, N ops, K tasks, X transfers in order of their start. With one micro-batch, tasks are ops.
+    Axes: D devices, N ops, X transfers in order of their start.
 
     Attributes:
         step_time_s: End of the last event; None when the step cannot complete (null time, missing link, stuck order).
@@ -30,13 +29,10 @@ class Timeline:
         peak_memory_bytes: int64 [D], with resident and reserved bytes. When the step cannot complete: those bytes alone.
         busy_s: float64 [D], time spent computing.
         device_of_op: int32 [N].
-        start_s, end_s: float64 [K]; NaN when the step cannot complete.
+        start_s, end_s: float64 [N]; NaN when the step cannot complete.
         transfer_tensor, transfer_source, transfer_destination: int32 [X].
         transfer_start_s, transfer_end_s: float64 [X].
-        microbatches: Passes over the forward and backward ops.
         samples: Samples that the step processes.
-        task_op, task_microbatch: int32 [K]; see `rlplace.simulator.tasks`.
-        transfer_microbatch: int32 [X], -1 for what is sent once a step.
     """
 
     step_time_s: float | None
@@ -52,30 +48,7 @@ class Timeline:
     transfer_destination: NDArray[np.int32]
     transfer_start_s: NDArray[np.float64]
     transfer_end_s: NDArray[np.float64]
-    microbatches: int
     samples: int
-    task_op: NDArray[np.int32]
-    task_microbatch: NDArray[np.int32]
-    transfer_microbatch: NDArray[np.int32]
-
-    def last_microbatch(self) -> Timeline:
-        """The timeline cut down to the tasks of the last micro-batch, which has every op once: task k is op k.
-
-        Step time, peaks and busy times stay those of the whole step.
-        """
-        if self.microbatches == 1:
-            return self
-        ops = len(self.device_of_op)
-        kept = np.isin(self.transfer_microbatch, (-1, self.microbatches - 1))
-        transfers = {
-            name: getattr(self, name)[kept]
-            for name in (
-                "transfer_tensor", "transfer_source", "transfer_destination", "transfer_start_s", "transfer_end_s",
-                "transfer_microbatch",
-            )
-        }  # fmt: skip
-        tasks = {name: getattr(self, name)[-ops:] for name in ("start_s", "end_s", "task_op", "task_microbatch")}
-        return replace(self, **transfers, **tasks)
 
     def predicted(self, problem: Problem) -> Prediction:
         """The `predicted` entry of a plan file.
@@ -148,7 +121,6 @@ def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) ->
 
 def timeline_of(
     problem: Problem,
-    tasks: TaskGraph,
     device_of_group: NDArray[np.int32],
     violations: list[str],
     *,
@@ -162,18 +134,16 @@ def timeline_of(
 
     Args:
         problem: The problem.
-        tasks: Its tasks.
         device_of_group: int32 [G].
         violations: What is broken.
         step_time_s: End of the last event.
         peak_memory_bytes: int64 [D].
         busy_s: float64 [D].
-        times_s: float64 [2, K], start and end of every task.
+        times_s: float64 [2, N], start and end of every op.
         transfers: `TRANSFER` [X].
     """
-    start_s, end_s = np.full((2, tasks.num_tasks), np.nan) if times_s is None else times_s
+    start_s, end_s = np.full((2, problem.num_ops), np.nan) if times_s is None else times_s
     transfers = np.zeros(0, dtype=TRANSFER) if transfers is None else transfers
-    value = transfers["value"]
     return Timeline(
         step_time_s=step_time_s,
         feasible=step_time_s is not None and not violations,
@@ -183,14 +153,10 @@ def timeline_of(
         device_of_op=device_of_group[problem.op_group],
         start_s=start_s.copy(),
         end_s=end_s.copy(),
-        transfer_tensor=tasks.tensor[value],
+        transfer_tensor=transfers["value"].copy(),
         transfer_source=transfers["source"].copy(),
         transfer_destination=transfers["destination"].copy(),
         transfer_start_s=transfers["start_s"].copy(),
         transfer_end_s=transfers["end_s"].copy(),
-        microbatches=tasks.microbatches,
-        samples=problem.samples_per_microbatch * tasks.microbatches,
-        task_op=tasks.op,
-        task_microbatch=tasks.microbatch,
-        transfer_microbatch=tasks.value_microbatch[value],
+        samples=problem.samples_per_microbatch,
     )

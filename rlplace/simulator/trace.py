@@ -17,7 +17,7 @@ _DEVICES, _LINKS = 1, 2  # process numbers, which Perfetto shows as two sections
 
 
 def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
-    """The events of a trace file: one complete event ("X") a task and a transfer, times in microseconds.
+    """The events of a trace file: one complete event ("X") an op and a transfer, times in microseconds.
 
     Collectives have a track among the links.
 
@@ -43,16 +43,13 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
         members = next(collective.ops for collective in problem.collectives if collective.channels == channels)
         names = ", ".join(problem.devices[timeline.device_of_op[op]].name for op in members)
         events.append(_name(_LINKS, len(pairs) + number, f"collectives of {names}"))
-    for task in np.argsort(timeline.start_s, kind="stable").tolist():
-        op = int(timeline.task_op[task])
+    for op in np.argsort(timeline.start_s, kind="stable").tolist():
         details = {
             "op": op,
             "group": problem.group_names[problem.op_group[op]],
             "temporary_bytes": int(problem.temporary_bytes[op]),
         }
-        if timeline.microbatches > 1:
-            details["microbatch"] = int(timeline.task_microbatch[task])
-        start, end, phase = timeline.start_s[task], timeline.end_s[task], PHASES[problem.op_phase[op]]
+        start, end, phase = timeline.start_s[op], timeline.end_s[op], PHASES[problem.op_phase[op]]
         if op not in collective_of:
             track = int(timeline.device_of_op[op])
             events.append(_span(_DEVICES, track, problem.op_names[op], phase, start, end, details))
@@ -64,8 +61,6 @@ def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
         name = problem.op_names[producer] if producer >= 0 else problem.group_names[problem.tensor_owner[tensor]]
         pair = (int(timeline.transfer_source[i]), int(timeline.transfer_destination[i]))
         details = {"tensor": tensor, "bytes": int(problem.tensor_bytes[tensor])}
-        if timeline.transfer_microbatch[i] >= 0:
-            details["microbatch"] = int(timeline.transfer_microbatch[i])
         start, end = timeline.transfer_start_s[i], timeline.transfer_end_s[i]
         events.append(_span(_LINKS, track_of_pair[pair], name, "transfer", start, end, details))
     return events

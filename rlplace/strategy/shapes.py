@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlplace.cluster import Cluster
-from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
+from rlplace.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.drafts import Place
 from rlplace.strategy.kinds import kind_named
 from rlplace.strategy.shares import divisors
@@ -121,7 +121,7 @@ def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | 
     if places == 1:
         yield 1, None
         return
-    for name in space.only("schedule", PIPELINE_SCHEDULES):
+    for name in space.only("schedule", SCHEDULES):
         counts = {ONE: (1,), LOOP: (1, 2, 3, 4), V: (2,)}[SCHEDULES[name].layout]
         for chunks in space.only("virtual", counts):
             if places * chunks <= blocks:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.records import Count, Record, build, check_record, plain
-from rlplace.schedule import PIPELINE_SCHEDULES, schedule_named
+from rlplace.schedule import schedule_named
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
 
@@ -57,7 +57,7 @@ class Space(Record, frozen=True):
     def __post_init__(self) -> None:
         check_record(self, "space")
         for name in self.schedule or ():
-            schedule_named(name, PIPELINE_SCHEDULES)
+            schedule_named(name)
 
     @staticmethod
     def parse(text: str) -> Space:

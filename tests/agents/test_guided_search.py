@@ -146,9 +146,9 @@ def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
     simulate_plans = guided.simulate_plans
 
     @njit
-    def counted(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s):
+    def counted(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s):
         told()
-        return simulate_plans(graph, work, ranks, position, rows, stages, outcome, step_s, peak, busy_s)
+        return simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
 
     monkeypatch.setattr(guided, "simulate_plans", counted)
     monkeypatch.setattr(guided, "search", njit(guided.search.py_func))

@@ -16,7 +16,7 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
+from rlplace.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.tries import Question
@@ -167,7 +167,7 @@ def _schedules(places: int, blocks: int) -> Iterator[tuple[str | None, int]]:
     if places == 1:
         yield None, 1
         return
-    for name in PIPELINE_SCHEDULES:
+    for name in SCHEDULES:
         for chunks in {ONE: (1,), V: (2,), LOOP: range(1, blocks // places + 1)}[SCHEDULES[name].layout]:
             if places * chunks <= blocks:
                 yield name, chunks

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.schedule import LOOP, ONE, PIPELINE_SCHEDULES, SCHEDULES, V
+from rlplace.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,
@@ -181,7 +181,7 @@ def random_draft(rng: Generator, cluster: Cluster, blocks: int, *, wild: bool = 
     places = int(rng.choice(stages_on))
     width = int(rng.choice([w for w in (1, 2, 4, 8, 16) if w * places <= count]))
     devices = rng.permutation(count) if wild and rng.random() < 0.5 else np.arange(count)
-    schedules = [name for name in PIPELINE_SCHEDULES if SCHEDULES[name].layout != V or 2 * places <= blocks]
+    schedules = [name for name in SCHEDULES if SCHEDULES[name].layout != V or 2 * places <= blocks]
     schedule = str(rng.choice(schedules)) if places > 1 else None
     layout = ONE if schedule is None else SCHEDULES[schedule].layout
     chunks = int(rng.integers(1, min(3, blocks // places) + 1)) if layout == LOOP else 1

@@ -9,47 +9,34 @@ to 1.9 times PipeDream's training efficiency. The rest is reconstruction: the co
 on different workers, pay for shipping what the backward pass reads and for returning weights, and count twice in memory), the
 dynamic programme with and without a gap limit, and the bisection (`rlplace.planners.bipartition.solve`).
 
-Departures: updates are synchronous, once a step, so weights have one version and travel once a step, where PipeDream keeps a
-version for each mini-batch in flight; a general graph is made a chain (`rlplace.planners.bipartition.layers`); the simulator
-picks among cuts for gaps up to the one asked for, with the smallest bottleneck or a little more, least traffic or most even
-loads, and PipeDream's straight pipelines, which have gap 0. Under `1f1b` it also tries more micro-batches in flight
-(`rlplace.planners.bipartition.bipartition`).
-
-More micro-batches in flight under `1f1b` than there are stages with forward ops.
-
-The executor lets a stage have as many micro-batches in flight as there are forward stages from it to the last. That is what a
-layer-wise pipeline needs. Where the backward pass of a layer runs elsewhere, its way back is longer, and a worker without
-forward ops is no forward stage at all: workers would wait. Making stages of their own out of the last layers, on the same
-device, gives every stage before them one more micro-batch in flight for each.
+Departures: updates are synchronous, once a step, so weights have one version, where PipeDream keeps a version for each
+mini-batch in flight; a placement is one pass of the batch, where the paper asks for throughput; a general graph is made a chain
+(`rlplace.planners.bipartition.layers`); the simulator picks among cuts for gaps up to the one asked for, with the smallest
+bottleneck or a little more, least traffic or most even loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.errors import whole_number
-from rlplace.plan import PlacementPlan, make_plan
+from rlplace.plan import PlacementPlan
 from rlplace.planners.bipartition.layers import (
     Layers,
     layer_orders,
     make_layers,
     make_pipeline,
-    pipeline_execution,
     require_split,
 )
 from rlplace.planners.bipartition.solve import Cuts, bi_partition, bottleneck_s, layer_wise, least_traffic
-from rlplace.planners.common.evaluate import Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.subsets import device_order, device_subsets
-from rlplace.planners.pipedream.pipedream import candidates as straight_candidates
 from rlplace.problem import Problem
-from rlplace.schedule import SCHEDULES
 
 GAP = 8
 """Layers that a forward cut and its backward cut may be apart unless told otherwise."""
@@ -64,15 +51,7 @@ CHOICES = ((1.0, False), (1.0, True), (1.1, False))
 """Bottlenecks allowed, as multiples of the optimum, and whether workers are then as even as can be or traffic as small."""
 
 
-def bipartition(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit_s: float | None = None,
-    gap: int = GAP,
-    microbatches: int = 1,
-    schedule: str | None = None,
-) -> PlacementPlan:
+def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, gap: int = GAP) -> PlacementPlan:
     """The best pipeline with separate forward and backward cuts; see the module docstring.
 
     Args:
@@ -80,8 +59,6 @@ def bipartition(
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
         gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.
-        microbatches: Micro-batches of a step.
-        schedule: Default `1f1b` when there are several micro-batches and stages form no cycle, else `list`.
 
     Returns:
         The plan; ``predicted.bipartition`` compares the two optima of the chain without communication.
@@ -92,39 +69,31 @@ def bipartition(
     """
     require_split(problem, "bipartition")
     whole_number(gap, "bipartition: gap")
-    run = pipeline_execution(problem, microbatches, schedule)
-    deadline = Deadline(time_limit_s)
-    deadline.secured = True  # what comes after the first plan stops in time
-    pipelines: list[tuple[float, Layers, Assignment]] = []
 
     def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-        for layers, cuts in _pipelines(problem, int(gap), **run):
-            pipelines.append((cuts.bottleneck_s, layers, layers.assign(problem, cuts)))
-            yield pipelines[-1][2]
-        yield from straight_candidates(problem, seed, **run)
+        for layers, cuts in _pipelines(problem, int(gap)):
+            yield layers.assign(problem, cuts)
 
-    plan = one_shot(problem, "bipartition", candidates, seed=seed, time_limit_s=time_limit_s, **run)
-    if SCHEDULES[plan.schedule].limits_in_flight and problem.num_devices > 1:
-        plan = deepen(problem, plan, pipelines, Evaluator(problem, Execution(**run)), deadline)
-    return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap), microbatches)))
+    plan = one_shot(problem, "bipartition", candidates, seed=seed, time_limit_s=time_limit_s)
+    return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap))))
 
 
-def _pipelines(problem: Problem, gap: int, microbatches: int, schedule: str) -> Iterator[tuple[Layers, Cuts]]:
+def _pipelines(problem: Problem, gap: int) -> Iterator[tuple[Layers, Cuts]]:
     gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
     subsets = device_subsets(problem)
     kept = np.unique(np.geomspace(1, len(subsets), MAX_COUNTS).round().astype(int)) - 1
     for subset in (subsets[i] for i in kept[::-1]):
         for order in layer_orders(problem):
-            layers = make_layers(problem, order, subset, microbatches=microbatches)
-            for cuts in _cuts(problem, layers, gaps, microbatches, schedule):
+            layers = make_layers(problem, order, subset)
+            for cuts in _cuts(problem, layers, gaps):
                 yield layers, cuts
 
 
-def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, schedule: str) -> Iterator[Cuts]:
+def _cuts(problem: Problem, layers: Layers, gaps: list[int]) -> Iterator[Cuts]:
     """Distinct cuts, smallest gap first; without memory limits where those leave none, for the repair to work on."""
     seen = set()
     for limited in (True, False):
-        pipeline = make_pipeline(problem, layers.devices, microbatches=microbatches, schedule=schedule, limited=limited)
+        pipeline = make_pipeline(problem, layers.devices, limited=limited)
         bound = np.inf
         for gap in gaps:
             before, bound = bound, bottleneck_s(layers.chain, pipeline, gap, known_s=bound)
@@ -138,10 +107,10 @@ def _cuts(problem: Problem, layers: Layers, gaps: list[int], microbatches: int, 
             return
 
 
-def chain_gain(problem: Problem, gap: int, microbatches: int = 1) -> dict[str, Any]:
+def chain_gain(problem: Problem, gap: int) -> dict[str, Any]:
     """The layer-wise optimum of the chain on all devices against the one with a gap, without communication and memory."""
     devices = device_order(problem)
-    layers = make_layers(problem, group_graph(problem).order, devices, microbatches=microbatches)
+    layers = make_layers(problem, group_graph(problem).order, devices)
     plain, apart = layer_wise(layers.chain, len(devices)), bi_partition(layers.chain, len(devices), gap)
     assert plain is not None and apart is not None  # without memory limits there is always one
     return {
@@ -151,61 +120,3 @@ def chain_gain(problem: Problem, gap: int, microbatches: int = 1) -> dict[str, A
         "bottleneck_s": apart.bottleneck_s,
         "layer_wise_bottleneck_s": plain.bottleneck_s,
     }
-
-
-EXTRA = (1, 2)
-"""Additional stages that are tried."""
-
-MOST = 12
-"""Pipelines for which they are tried, those with the smallest bottleneck."""
-
-
-def deep_stages(layers: Layers, devices: Assignment, extra: int) -> NDArray[np.int32]:
-    """int32 [G], the stage of every group: its device, and for the forward ops of the last `extra` layers one each."""
-    count = layers.chain.num_layers
-    first = max(1, count - extra)
-    own = (layers.layer_of_group >= first) & ~layers.follows_backward
-    stages = np.where(own, int(devices.max()) + 1 + layers.layer_of_group - first, devices)
-    return stages.astype(np.int32)
-
-
-def deepen(
-    problem: Problem,
-    plan: PlacementPlan,
-    pipelines: Sequence[tuple[float, Layers, Assignment]],
-    evaluator: Evaluator,
-    deadline: Deadline,
-) -> PlacementPlan:
-    """The plan, or a quicker one that fits with additional stages.
-
-    Args:
-        problem: A split problem.
-        plan: The best so far, under a schedule that limits the micro-batches in flight.
-        pipelines: Bottleneck, layers and devices of those that were tried.
-        evaluator: Runs the schedule of the plan and counts the simulations.
-        deadline: Ends the search.
-    """
-    seen: set[bytes] = set()
-    for _, layers, assignment in sorted(pipelines, key=lambda item: item[0]):
-        devices = legalize(problem, assignment)
-        if devices.tobytes() in seen:
-            continue
-        if len(seen) == MOST:
-            break
-        seen.add(devices.tobytes())
-        for extra in EXTRA:
-            if deadline.passed():
-                return plan
-            stages = deep_stages(layers, devices, extra)
-            line = evaluator.timeline(devices, stage_of_group=stages)
-            if line.feasible and line.step_time_s is not None and line.step_time_s < plan.predicted.step_s:
-                plan = make_plan(
-                    problem,
-                    devices,
-                    planner=plan.planner,
-                    seed=plan.seed,
-                    stage_of_group=stages,
-                    predicted=line.predicted(problem),
-                    **evaluator.execution.arguments,
-                )
-    return plan

@@ -16,7 +16,7 @@ from rlplace.compiled import entry, inner
 
 @inner
 def _worker(
-    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share,
+    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
 ):  # fmt: skip
     """Cost of worker i with forward layers p0..p and backward layers q0..q, and its traffic in seconds.
 
@@ -34,9 +34,9 @@ def _worker(
         weight_b -= weight[high] - weight[low]
     if limit[i] < np.inf:
         held = resident[q] - resident[q0] + weight_f
-        if held + flight[i] * (stash[p] - stash[p0] + stash_b) > limit[i]:
+        if held + (stash[p] - stash[p0] + stash_b) > limit[i]:
             return np.inf, 0.0
-    sent, received = stash_f + share * weight_b, stash_b + share * weight_f
+    sent, received = stash_f + weight_b, stash_b + weight_f
     if p > p0:
         sent += cut_a[p]
         received += cut_a[p0]
@@ -50,20 +50,20 @@ def _worker(
 
 @entry
 def worker_costs(
-    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share,
+    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
     cost,
 ):  # fmt: skip
     """Fills `cost` [W] for given cuts."""
     for i in range(len(cost)):
         cost[i] = _worker(
             i, forward[i], forward[i + 1], backward[i], backward[i + 1], ahead, back, cut_a, cut_g, stash, weight, resident,
-            inverse, limit, flight, share,
+            inverse, limit,
         )[0]  # fmt: skip
 
 
 @entry
 def best_cuts(
-    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight, share, left_ahead,
+    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, left_ahead,
     left_back, best, origin,
 ):  # fmt: skip
     """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
@@ -98,8 +98,7 @@ def best_cuts(
                         if seconds + (back[i, q] - back[i, q0]) > bound:
                             break
                         cost, traffic = _worker(
-                            i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, flight,
-                            share,
+                            i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
                         )  # fmt: skip
                         if cost > bound:
                             continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,6 @@ from rlplace.planners.bipartition.solve import Chain, Cuts, Workers
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.planners.common.subsets import map_parts
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
-from rlplace.schedule import LIST, ONE_F_ONE_B, SCHEDULES
 
 MAX_LAYERS = 96
 """Layers that a chain keeps; longer ones are merged."""
@@ -132,7 +130,6 @@ def make_layers(
     order: NDArray[np.int32],
     devices: Sequence[int],
     *,
-    microbatches: int = 1,
     max_layers: int = MAX_LAYERS,
 ) -> Layers:
     """Layers of a problem on some of its devices.
@@ -141,7 +138,6 @@ def make_layers(
         problem: The problem; groups with forward and other ops in one follow the forward cuts as a whole.
         order: int32 [G], a topological order of the groups.
         devices: The workers, in pipeline order.
-        microbatches: Micro-batches of a step; an update op counts for each with its share.
         max_layers: More layers than this are merged.
     """
     fine, follows = layer_numbers(problem, order)
@@ -150,7 +146,6 @@ def make_layers(
     barred = ~np.isfinite(seconds) | ~problem.group_allowed[problem.op_group][:, list(devices)]
     seconds = np.where(barred, 0.0, seconds)
     seconds = np.where(barred, 10.0 * seconds.max(axis=1).sum() + 1e-6, seconds)
-    seconds = seconds * np.where(problem.op_phase == UPDATE, 1.0 / microbatches, 1.0)[:, None]
     weight_s = np.bincount(fine[problem.op_group], weights=seconds.min(axis=1), minlength=int(fine.max()) + 1)
     merged = _merge(weight_s.astype(np.float64), max_layers)
     layer = merged[fine]
@@ -227,16 +222,12 @@ def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np
     return np.bincount(layer, weights=problem.tensor_bytes[which] / readers[which], minlength=count).astype(np.float64)
 
 
-def make_pipeline(
-    problem: Problem, devices: Sequence[int], *, microbatches: int = 1, schedule: str = ONE_F_ONE_B, limited: bool = True
-) -> Workers:
+def make_pipeline(problem: Problem, devices: Sequence[int], *, limited: bool = True) -> Workers:
     """The devices as workers: each with the slowest of its links to its neighbours, and its memory.
 
     Args:
         problem: The problem.
         devices: In pipeline order.
-        microbatches: Micro-batches of a step.
-        schedule: Says how many micro-batches are in flight.
         limited: False: without memory limits.
     """
     _, inverse = finite_links(problem)
@@ -245,41 +236,4 @@ def make_pipeline(
     for a, b in zip(range(count - 1), range(1, count), strict=True):
         slowest = max(inverse[devices[a], devices[b]], inverse[devices[b], devices[a]])
         link[a], link[b] = max(link[a], slowest), max(link[b], slowest)
-    depth = [SCHEDULES[schedule].in_flight(count - position, microbatches) for position in range(count)]
-    limit = problem.memory_limit_bytes[list(devices)] if limited else np.full(count, np.inf)
-    return Workers(link, limit, np.array(depth, dtype=np.int64), weight_share=1.0 / microbatches)
-
-
-def pipeline_execution(
-    problem: Problem, microbatches: int = 1, schedule: str | None = None, *, default: str = ONE_F_ONE_B
-) -> dict[str, Any]:
-    """`microbatches` and `schedule` of a pipeline planner.
-
-    Unless told otherwise several micro-batches run with `default`; with `list` where that limits the micro-batches in flight
-    and the stages would form a cycle, for which the executor admits one micro-batch at a time.
-    """
-    if schedule is None:
-        schedule = default if isinstance(microbatches, int) and microbatches > 1 else LIST
-        if SCHEDULES[schedule].limits_in_flight and feeds_back(problem):
-            schedule = LIST
-    return {"microbatches": microbatches, "schedule": schedule}
-
-
-def feeds_back(problem: Problem) -> bool:
-    """Whether forward ops feed ones so far before them that any pipeline over all devices has a cycle of stages.
-
-    Tied weights do that where the embedding and the output layer are one group: it has both ends of the chain.
-    """
-    if problem.num_devices == 1:
-        return False
-    order = layer_orders(problem)[0]
-    layer, _ = layer_numbers(problem, order)
-    forward = problem.op_phase == FORWARD
-    seconds = np.where(problem.op_allowed, problem.time_s, np.inf).min(axis=1)
-    seconds = np.where(np.isfinite(seconds), seconds, 0.0)
-    of_op = layer[problem.op_group]
-    done = np.cumsum(np.bincount(of_op, weights=seconds))
-    maker, reader = problem.op_edges
-    kept = forward[maker] & forward[reader]
-    span = done[of_op[maker[kept]]] - done[of_op[reader[kept]]]
-    return bool((span > done[-1] / problem.num_devices).any())
+    return Workers(link, problem.memory_limit_bytes[list(devices)] if limited else np.full(count, np.inf))

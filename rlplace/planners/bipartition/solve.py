@@ -29,7 +29,7 @@ from rlplace.planners.bipartition import kernels
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Layers in the order in which the forward pass runs them; costs of one micro-batch.
+    """Layers in the order in which the forward pass runs them; costs of one pass of the batch.
 
     Attributes:
         names: L names.
@@ -69,15 +69,10 @@ class Workers:
     Attributes:
         seconds_per_byte: float64 [W], of each worker's link; 0: communication costs nothing.
         memory_bytes: float64 [W], inf where there is no limit.
-        in_flight: int64 [W], micro-batches whose stash a worker holds at once.
-        weight_share: Times that displaced weights travel per micro-batch: 1 where every micro-batch updates them
-            (PipeDream), 1 / M where one step has M micro-batches.
     """
 
     seconds_per_byte: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
-    in_flight: NDArray[np.int64]
-    weight_share: float = 1.0
 
     @property
     def count(self) -> int:
@@ -91,7 +86,7 @@ def free_workers(count: int) -> Workers:
         InputError: No worker.
     """
     whole_number(count, "workers: count", 1)
-    return Workers(np.zeros(count), np.full(count, np.inf), np.arange(count, 0, -1))
+    return Workers(np.zeros(count), np.full(count, np.inf))
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Cuts:
 
     Attributes:
         forward, backward: W + 1 offsets into the layers, from 0 to L.
-        bottleneck_s: The largest cost of a worker for one micro-batch: the inverse of the throughput in steady state.
+        bottleneck_s: The largest cost of a worker: the inverse of the throughput in steady state.
         worker_s: W costs.
     """
 
@@ -258,5 +253,4 @@ def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
         crossing(chain.activation_bytes), crossing(chain.gradient_bytes),
         prefix(chain.stash_bytes), prefix(chain.weight_bytes), prefix(chain.resident_bytes),
         workers.seconds_per_byte.astype(np.float64), workers.memory_bytes.astype(np.float64),
-        workers.in_flight.astype(np.int64), float(workers.weight_share),
     )  # fmt: skip

@@ -34,7 +34,7 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, li
 
     Args:
         problem: The problem.
-        line: Timeline of the assignment; of several micro-batches the last one is looked at.
+        line: Timeline of the assignment.
         assignment: int32 [G].
         limit: Most moves to return.
 
@@ -43,7 +43,6 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, li
     """
     if line.step_time_s is None:
         return []
-    line = line.last_microbatch()
     graph = group_graph(problem)
     arrays = op_arrays(problem)
     devices = np.array(assignment, dtype=np.int32)

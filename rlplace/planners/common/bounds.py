@@ -1,6 +1,6 @@
 """What no plan can beat: lower bounds on step time, and conditions without which no plan fits in memory.
 
-All bounds hold for every plan with one micro-batch under the simulator's rules:
+All bounds hold for every plan under the simulator's rules:
 
 * critical path: the longest chain of ops, each on its fastest device, without transfers;
 * work: fractional assignment of all groups to unlike devices, by its Lagrangian dual (any weights give a valid bound);
@@ -9,8 +9,6 @@ All bounds hold for every plan with one micro-batch under the simulator's rules:
   ancestors and read by it or its descendants; each has a copy somewhere.
 
 The messages of `rlplace.planners.common.shortage` are built on these.
-
-Lower bounds on the step time of a problem's execution with micro-batches.
 
 A lower bound on step time that knows memory: groups that do not fit on fast devices must run on slow ones.
 
@@ -22,13 +20,12 @@ computed from the solver's dual prices by weak duality, so that it holds whateve
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.problem import BACKWARD, UPDATE, Problem
+from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.order import reach, successor_lists
 
 
@@ -177,23 +174,11 @@ def largest(critical_path_s: float, work_s: float, largest_group_s: float, memor
     return best
 
 
-def execution_bound(problem: Problem, microbatches: int) -> tuple[float, str]:
-    """The largest bound for plans of so many micro-batches, and its name.
-
-    Forward and backward ops run `microbatches` times and updates once. The chain of ops is that of one micro-batch.
-    """
-    if microbatches == 1:
-        times, once = device_time_s(problem), lower_bounds(problem)
-    else:
-        factor = np.where(problem.op_phase == UPDATE, 1.0, float(microbatches))
-        repeated = dataclasses.replace(problem, time_s=problem.time_s * factor[:, None])
-        times, once = device_time_s(repeated), _with_path(lower_bounds(repeated), lower_bounds(problem))
-    memory = memory_forced(times, problem.resident_bytes, problem.memory_limit_bytes)
+def largest_bound(problem: Problem) -> tuple[float, str]:
+    """The largest bound on the step time of a plan, and its name."""
+    once = lower_bounds(problem)
+    memory = memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
     return largest(once.critical_path_s, finite(once.work_s), finite(once.largest_group_s), finite(memory))
-
-
-def _with_path(bounds: Bounds, single: Bounds) -> Bounds:
-    return dataclasses.replace(bounds, critical_path_s=single.critical_path_s)
 
 
 def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import whole_number
 from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.problem import Problem
-from rlplace.schedule import FREE_SCHEDULES, LIST, schedule_named
 from rlplace.simulator import Simulator, Timeline, simulate
 
 Assignment = NDArray[np.int32]
@@ -123,46 +121,13 @@ class Answer:
     peaks: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How the steps that a planner compares are executed; every planner takes these as options.
-
-    Attributes:
-        microbatches: Passes over the forward and backward ops.
-        schedule: One of `rlplace.schedule.FREE_SCHEDULES`.
-
-    Raises:
-        InputError: Another schedule, or no micro-batch.
-    """
-
-    microbatches: int = 1
-    schedule: str = LIST
-
-    def __post_init__(self) -> None:
-        schedule_named(self.schedule, FREE_SCHEDULES)
-        whole_number(self.microbatches, "microbatches", 1)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As arguments of the simulator."""
-        if self == PLAIN:
-            return {}
-        return {"microbatches": self.microbatches, "schedule": self.schedule}
-
-
-PLAIN = Execution()
-"""One micro-batch, run by priority."""
-
-
 class Evaluator:
     """Simulates assignments of one problem and counts the calls."""
 
-    def __init__(self, problem: Problem, execution: Execution = PLAIN, *, simulator: Simulator | None = None) -> None:
-        self.problem, self.execution = problem, execution
+    def __init__(self, problem: Problem, *, simulator: Simulator | None = None) -> None:
+        self.problem = problem
         self.calls = 0
-        if simulator is None:
-            simulator = Simulator(problem, **execution.arguments)
-        self._simulator = simulator
+        self._simulator = Simulator(problem) if simulator is None else simulator
 
     def score(self, devices: Assignment) -> Score:
         """Step time and memory overflow of an assignment."""
@@ -188,7 +153,7 @@ class Evaluator:
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
         """The whole timeline of an assignment; one call like any other. `order` holds a `priority` or an `order`, if any."""
         self.count()
-        return simulate(self.problem, devices, **self.execution.arguments, **order)
+        return simulate(self.problem, devices, **order)
 
     def count(self, calls: int = 1) -> None:
         """Adds calls."""

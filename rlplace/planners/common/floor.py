@@ -6,15 +6,13 @@ best feasible one becomes the plan. Nothing here searches.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
 from rlplace.planners.common.repair import legalize, repair_answer
 from rlplace.planners.common.shortage import check_possible, raise_infeasible
 from rlplace.problem import Problem
@@ -22,8 +20,6 @@ from rlplace.simulator import simulate
 
 REPAIRS = 3
 """Infeasible candidates that a planner repairs, most promising first."""
-
-_EXECUTION = {item.name for item in fields(Execution)}
 
 Candidates = Callable[[Problem, int], Iterable[Assignment]]
 
@@ -74,34 +70,28 @@ def _limit(best: Answer) -> float:
     return best.score.step_time_s if best.score.feasible else float("inf")
 
 
-def finish(problem: Problem, answer: Answer | None, execution: Execution = PLAIN, *, planner: str, seed: int) -> PlacementPlan:
+def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) -> PlacementPlan:
     """Builds the plan of an answer, with the simulator's prediction.
 
     Raises:
         InfeasibleError: There is no answer, or it does not fit.
     """
-    line = None if answer is None else simulate(problem, answer.devices, **execution.arguments)
+    line = None if answer is None else simulate(problem, answer.devices)
     if answer is None or line is None or not line.feasible:
-        raise_infeasible(problem, line, planner=planner, schedule=execution.schedule)
-    return make_plan(
-        problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem), **execution.arguments
-    )
+        raise_infeasible(problem, line, planner=planner)
+    return make_plan(problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem))
 
 
 def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
     """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default.
 
-    Options of `candidates` are options of the planner. Where those are how the step is executed, `execution` of the module
-    settles them from the options of the planner.
+    Options of `candidates` are options of the planner.
     """
     repairs = getattr(module, "REPAIRS", REPAIRS)
-    own = inspect.signature(module.candidates).parameters.keys()
 
     def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
-        run = module.execution(problem, **options) if hasattr(module, "execution") else options
-        build = partial(module.candidates, **{key: run[key] for key in own & run.keys()})
-        run = {key: value for key, value in run.items() if key in _EXECUTION or key not in own}
-        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs, **run)
+        build = partial(module.candidates, **options)
+        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
     return planner
@@ -115,10 +105,8 @@ def one_shot(
     seed: int,
     time_limit_s: float | None,
     repairs: int = REPAIRS,
-    **execution: Any,
 ) -> PlacementPlan:
-    """The whole of a planner that only builds candidates; `execution` holds the fields of `Execution`."""
+    """The whole of a planner that only builds candidates."""
     check_possible(problem)
-    run = Execution(**execution)
-    answer = best_of(problem, candidates(problem, seed), Evaluator(problem, run), Deadline(time_limit_s), repairs=repairs)
-    return finish(problem, answer, run, planner=planner, seed=seed)
+    answer = best_of(problem, candidates(problem, seed), Evaluator(problem), Deadline(time_limit_s), repairs=repairs)
+    return finish(problem, answer, planner=planner, seed=seed)

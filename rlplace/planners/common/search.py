@@ -12,7 +12,6 @@ Kinds, with their share of the draws:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
-from rlplace.planners.common.evaluate import PLAIN, Answer, Assignment, Deadline, Evaluator, Execution, Score
+from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator, Score
 from rlplace.planners.common.floor import finish
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.movekernels import CLUSTER, Tables, draw
@@ -96,7 +95,6 @@ class Search:
         problem: Problem,
         planner: str,
         start: Start,
-        execution: Execution = PLAIN,
         *,
         calls: int | None,
         time_limit_s: float | None,
@@ -106,7 +104,7 @@ class Search:
         check_possible(problem)
         warm_up()
         self.deadline = Deadline(time_limit_s)
-        self.evaluator = Evaluator(problem, execution)
+        self.evaluator = Evaluator(problem)
         self.starts = self._start(problem, start)
         answer = self.starts[0]
         self.calls = CALLS if calls is None and time_limit_s is None else calls
@@ -190,7 +188,6 @@ def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan
 
     It raises InfeasibleError where neither the floor nor the search found a plan that fits.
     """
-    own = {item.name for item in dataclasses.fields(module.SETTINGS)}
 
     def planner(
         problem: Problem,
@@ -201,12 +198,11 @@ def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan
         start: Start = None,
         **options: Any,
     ) -> PlacementPlan:
-        settings = module.SETTINGS(**{key: value for key, value in options.items() if key in own})
-        run = Execution(**{key: value for key, value in options.items() if key not in own})
+        settings = module.SETTINGS(**options)
         getattr(module, "warm_up", warm_up)()
-        search = Search(problem, name, start, run, calls=calls, time_limit_s=time_limit_s)
+        search = Search(problem, name, start, calls=calls, time_limit_s=time_limit_s)
         module.spend(search, seed, settings)
-        return finish(problem, search.answer(), run, planner=name, seed=seed)
+        return finish(problem, search.answer(), planner=name, seed=seed)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
     return planner

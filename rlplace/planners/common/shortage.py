@@ -10,7 +10,6 @@ import numpy as np
 from rlplace.errors import InfeasibleError
 from rlplace.planners.common.bounds import largest_op_bytes, live_bytes
 from rlplace.problem import Problem
-from rlplace.schedule import ONE_F_ONE_B, SCHEDULES
 from rlplace.simulator.timeline import Timeline
 from rlplace.text import bytes_text
 
@@ -32,14 +31,13 @@ def check_possible(problem: Problem) -> None:
     _check_total(problem)
 
 
-def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, schedule: str = ONE_F_ONE_B) -> NoReturn:
+def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str) -> NoReturn:
     """Raises the error of a planner that found no feasible plan.
 
     Args:
         problem: The problem; when its bounds prove that no plan exists, that is the message.
         line: Simulation of the closest assignment, if any.
         planner: Name for the message.
-        schedule: With which the steps were simulated.
 
     Raises:
         InfeasibleError: Always.
@@ -59,12 +57,11 @@ def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str, s
     over = np.maximum(line.peak_memory_bytes - limits, 0.0)
     device, short = int(over.argmax()), int(over.max())
     spare = float(np.maximum(limits - line.peak_memory_bytes, 0.0).sum())
-    thrifty = "" if line.microbatches == 1 or SCHEDULES[schedule].limits_in_flight else f"the schedule {ONE_F_ONE_B}, "
     others = f" ({bytes_text(spare)} are free on other devices)" if math.isfinite(spare) and spare > 0 else ""
     raise InfeasibleError(
         f"{planner} found no plan that fits: its closest one needs {bytes_text(line.peak_memory_bytes[device])} on "
         f"{problem.devices[device].name}, which has {bytes_text(limits[device])}: {short} bytes short{others}; "
-        f"try {thrifty}{_ADVICE.get(planner, _SEARCH)}",
+        f"try {_ADVICE.get(planner, _SEARCH)}",
         device=problem.devices[device].name,
         short_bytes=short,
     )

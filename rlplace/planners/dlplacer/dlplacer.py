@@ -28,7 +28,7 @@ import numpy as np
 from rlplace.errors import whole_number
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
-from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator
 from rlplace.planners.common.floor import best_of, finish
 from rlplace.planners.common.shortage import check_possible
 from rlplace.planners.dlplacer.coarsen import coarsen
@@ -64,7 +64,6 @@ def dlplacer(
     time_limit_s: float | None = None,
     groups: int = GROUPS,
     effort: float = EFFORT,
-    **execution: Any,
 ) -> PlacementPlan:
     """The best plan that the coarse program leads to; see the module docstring.
 
@@ -74,19 +73,17 @@ def dlplacer(
         time_limit_s: Seconds, those of `best` included; without it the result depends on the problem and the seed alone.
         groups: Nodes of the coarse graph; problems with fewer groups are not coarsened.
         effort: Limit in the solver's deterministic seconds.
-        **execution: Fields of `rlplace.planners.common.evaluate.Execution`.
 
     Raises:
         InfeasibleError: Neither `best` nor the program led to a plan that fits.
         MissingError: OR-tools is not installed.
     """
     whole_number(groups, "dlplacer: groups", 1)
-    run = Execution(**execution)
     solver_library()
     check_possible(problem)
     warm_up()
     deadline = Deadline(time_limit_s)
-    evaluator = Evaluator(problem, run)
+    evaluator = Evaluator(problem)
     baseline = best_answer(problem, evaluator, deadline)
     node_of_group = coarsen(problem, groups)
     coarse, part = contract_groups(problem, node_of_group)
@@ -101,19 +98,16 @@ def dlplacer(
     best = None
     for solution, devices in zip(outcome.solutions, solved, strict=False):
         rank = expand_solution(program.instance, solution, problem, part)
-        order = ranked_orders(problem, devices, rank) if run.microbatches == 1 else None
+        order = ranked_orders(problem, devices, rank)
         for way in realise(evaluator, devices, rank, order):
             best = way if best is None or way.rank < best.rank else best
         if deadline.passed():
             break
     if best is None or not best.line.feasible or (answer is not None and (False, answer.score.objective_s) <= best.rank):
-        plan = finish(problem, answer, run, planner="dlplacer", seed=seed)
+        plan = finish(problem, answer, planner="dlplacer", seed=seed)
         return plan.with_predicted(plan.predicted.told(proof=facts))
-    arguments = run.arguments | best.fields
-    if "order" in best.fields:
-        arguments.pop("schedule", None)
     predicted = best.line.predicted(problem).told(proof=facts)
-    return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **arguments)
+    return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **best.fields)
 
 
 def _hint(coarse: Problem, node_of_group: Any, baseline: Answer | None, deadline: Deadline) -> Timeline | None:

@@ -97,8 +97,6 @@ def _order_pair(program: PlacementProgram, first: _Route, second: _Route) -> Non
     if not makers[1]:
         model.add(after).only_enforce_if(both)
         return
-    if max(len(makers[0]), len(makers[1])) > 1:
-        return  # what several tasks accumulate is finished with the last of them, which no expression names
     one, other = makers[0][0], makers[1][0]
     ahead = model.new_bool_var(f"ahead_{first}_{second}")
     model.add(before).only_enforce_if([*both, ahead])

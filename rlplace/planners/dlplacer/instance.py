@@ -1,6 +1,6 @@
 """A problem in whole numbers: what the placement program is built from.
 
-Axes: K tasks, V values (`rlplace.simulator.tasks`), G groups, D devices.
+Axes: K tasks, which are the ops, V values, which are the tensors, G groups, D devices.
 
 Whole numbers for the solver: seconds become ticks, exactly where that is possible.
 
@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 
 from rlplace.problem import Problem
 from rlplace.problem.order import topological_order
-from rlplace.simulator.tasks import TaskGraph, task_graph
 
 HORIZON_TICKS = 1 << 28
 """Ticks in the longest step considered, where times have no common unit: rounding costs less than 4e-9 of it for each time on
@@ -98,7 +98,6 @@ class Instance:
 
     Attributes:
         problem: The problem.
-        tasks: Its tasks and values.
         ticks: Seconds to ticks.
         horizon: Ticks of the longest step that is considered.
         duration: int64 [K, D], -1 where the task's group may not sit.
@@ -110,7 +109,6 @@ class Instance:
     """
 
     problem: Problem
-    tasks: TaskGraph
     ticks: Ticks
     horizon: int
     duration: NDArray[np.int64]
@@ -168,47 +166,42 @@ class Instance:
         return length
 
 
-def make_instance(problem: Problem, horizon_s: float, microbatches: int = 1) -> Instance:
+def make_instance(problem: Problem, horizon_s: float) -> Instance:
     """Turns a problem into whole numbers.
 
     Args:
         problem: The problem.
         horizon_s: Step time of some plan in seconds; the program looks for nothing slower.
-        microbatches: Passes over the forward and backward ops.
     """
-    tasks = task_graph(problem, microbatches)
-    group = problem.op_group[tasks.op]
-    time_s = np.where(problem.group_allowed[group], problem.time_s[tasks.op], np.nan)
+    group, maker = problem.op_group, problem.tensor_producer
+    time_s = np.where(problem.group_allowed[group], problem.time_s, np.nan)
     sent_s = transfer_seconds(problem)
     used = [time_s.ravel(), sent_s[:, ~np.eye(problem.num_devices, dtype=bool)].ravel()]
     ticks = choose_ticks(np.concatenate(used), horizon_s)
-    producers = _rows(tasks.producer_ptr, tasks.producers)
-    owner = problem.tensor_owner[tasks.tensor]
-    maker = np.array([row[0] if row else -1 for row in producers], dtype=np.int64)
     occupies = np.ones(problem.num_ops, dtype=bool)
     occupies[[op for collective in problem.collectives for op in collective.ops]] = False
     longest = int(ticks.down(np.array([horizon_s]))[0]) + (not ticks.exact)
+    ends, flat = problem.consumer_ptr.tolist(), problem.consumers.tolist()
     return Instance(
         problem=problem,
-        tasks=tasks,
         ticks=ticks,
         horizon=longest,
         duration=ticks.down(time_s),
-        transfer=ticks.down(sent_s)[tasks.tensor],
+        transfer=ticks.down(sent_s),
         group=group,
-        producers=producers,
-        readers=_rows(tasks.consumer_ptr, tasks.consumers),
-        holder=np.where(maker >= 0, group[np.maximum(maker, 0)], owner).astype(np.int32),
-        occupies=occupies[tasks.op],
+        producers=tuple((op,) if op >= 0 else () for op in maker.tolist()),
+        readers=tuple(tuple(flat[low:high]) for low, high in pairwise(ends)),
+        holder=np.where(maker >= 0, group[np.maximum(maker, 0)], problem.tensor_owner).astype(np.int32),
+        occupies=occupies,
     )
 
 
-def safe_horizon_s(problem: Problem, microbatches: int = 1) -> float:
+def safe_horizon_s(problem: Problem) -> float:
     """Seconds in which any step of the problem can be done if it can be done at all: everything one after another."""
     slowest = np.nan_to_num(problem.time_s, nan=0.0).max(axis=1).sum()
     sent = transfer_seconds(problem)
     worst = np.where(np.isfinite(sent), sent, 0.0).max(axis=(1, 2), initial=0.0).sum() * (problem.num_devices - 1)
-    return float(microbatches * (slowest + worst))
+    return float(slowest + worst)
 
 
 def transfer_seconds(problem: Problem) -> NDArray[np.float64]:
@@ -224,8 +217,3 @@ def transfer_seconds(problem: Problem) -> NDArray[np.float64]:
     diagonal = np.arange(problem.num_devices)
     sent[:, diagonal, diagonal] = 0.0
     return sent
-
-
-def _rows(ptr: NDArray[np.int64], entries: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:
-    flat = entries.tolist()
-    return tuple(tuple(flat[low:high]) for low, high in zip(ptr[:-1].tolist(), ptr[1:].tolist(), strict=True))

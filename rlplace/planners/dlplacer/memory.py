@@ -25,10 +25,9 @@ from rlplace.problem import Problem
 _MAX_UNITS = 1 << 24
 
 
-def limited_devices(problem: Problem, microbatches: int = 1) -> list[int]:
+def limited_devices(problem: Problem) -> list[int]:
     """Devices whose limit could bind: everything together would not fit."""
-    tensors = microbatches * problem.tensor_bytes.sum()
-    everything = int(problem.resident_bytes.sum() + tensors + problem.temporary_bytes.max(initial=0))
+    everything = int(problem.resident_bytes.sum() + problem.tensor_bytes.sum() + problem.temporary_bytes.max(initial=0))
     return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < everything]
 
 
@@ -37,7 +36,7 @@ def limit_timeline(program: PlacementProgram) -> None:
     instance, model = program.instance, program.model
     problem = instance.problem
     limits = problem.memory_limit_bytes
-    devices = limited_devices(problem, instance.tasks.microbatches)
+    devices = limited_devices(problem)
     if not devices:
         return
     freed = [_freed_at_home(program, value) for value in range(instance.num_values)]
@@ -48,7 +47,7 @@ def limit_timeline(program: PlacementProgram) -> None:
         demands: list[int] = []
         for task in range(instance.num_tasks):
             literal = program.placed[instance.group[task]].get(device)
-            size = int(problem.temporary_bytes[instance.tasks.op[task]]) // unit
+            size = int(problem.temporary_bytes[task]) // unit
             if literal is not None and size > 0:
                 ticks = int(instance.duration[task, device])
                 intervals.append(
@@ -58,7 +57,7 @@ def limit_timeline(program: PlacementProgram) -> None:
                 )
                 demands.append(size)
         for value in range(instance.num_values):
-            size = int(problem.tensor_bytes[instance.tasks.tensor[value]]) // unit
+            size = int(problem.tensor_bytes[value]) // unit
             if size == 0:
                 continue
             literal = program.placed[instance.holder[value]].get(device)
@@ -86,10 +85,6 @@ def _freed_at_home(program: PlacementProgram, value: int) -> tuple[Any, Any, Any
     makers, home = instance.producers[value], int(instance.holder[value])
     end, length = model.new_int_var(0, top, f"freed_{value}"), model.new_int_var(0, top, f"life_{value}")
     born = program.start[makers[0]] if makers else 0
-    if len(makers) > 1:
-        born = model.new_int_var(0, top, f"born_{value}")
-        for maker in makers:
-            model.add(born <= program.start[maker])
     for maker in makers:
         model.add(end >= program.end(maker))
     for reader in instance.readers[value]:
@@ -135,8 +130,8 @@ def limit_static(program: PlacementProgram) -> None:
     np.maximum.at(largest, problem.op_group, brief)
     for device in devices:
         terms = [size * program.placed[g][device] for g, size in enumerate(footprint) if device in program.placed[g]]
-        for value in np.flatnonzero(saved[instance.tasks.tensor]).tolist():
-            size = int(problem.tensor_bytes[instance.tasks.tensor[value]])
+        for value in np.flatnonzero(saved).tolist():
+            size = int(problem.tensor_bytes[value])
             if size and any(device in program.placed[instance.group[task]] for task in program.remote_readers(value)):
                 terms.append(size * program.needs(value, device))
         limit = int(problem.memory_limit_bytes[device])

@@ -179,8 +179,8 @@ def _one_task_at_a_time(program: PlacementProgram) -> None:
         model.add_no_overlap(intervals)
         if load:  # says nothing new, but the solver's linear relaxation sees it
             model.add(program.makespan >= sum(load) + min(first) + min(last))
-    for row in zip(instance.tasks.collective_ptr[:-1], instance.tasks.collective_ptr[1:], strict=True):
-        together = instance.tasks.collective_tasks[row[0] : row[1]].tolist()
+    for collective in instance.problem.collectives:
+        together = list(collective.ops)
         for task in together[1:]:
             model.add(program.start[task] == program.start[together[0]])
 

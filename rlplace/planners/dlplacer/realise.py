@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from rlplace.planners.common.evaluate import Assignment, Evaluator
 from rlplace.planners.dlplacer.instance import Instance
 from rlplace.planners.dlplacer.solve import Solution
-from rlplace.problem import UPDATE, Problem
-from rlplace.schedule import SCHEDULES
+from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
 
@@ -42,29 +41,24 @@ class Realised:
         return not self.line.feasible, float("inf") if step is None else step
 
 
-def realise(
-    evaluator: Evaluator, devices: Assignment, first_start: NDArray[Any], order: list[list[Any]] | None = None
-) -> Iterator[Realised]:
+def realise(evaluator: Evaluator, devices: Assignment, start: NDArray[Any], order: list[list[int]]) -> Iterator[Realised]:
     """The ways to run an assignment, the plainest first: default priorities, the solver's starts as priorities, its order.
 
     Args:
-        evaluator: Simulates and counts. Where priorities alone do not decide, there is the plainest way only.
+        evaluator: Simulates and counts.
         devices: int32 [G].
-        first_start: Number [N], when the solver starts each op (for the first time).
-        order: The solver's order on every device, where ops are its tasks.
+        start: Number [N], when the solver starts each op.
+        order: The solver's order on every device.
     """
-    yield Realised(evaluator.timeline(devices), devices, {})
-    if SCHEDULES[evaluator.execution.schedule].by_priority_alone:
-        ways: list[dict[str, Any]] = [{"priority": priorities(evaluator.problem, first_start)}]
-        ways += [] if order is None else [{"order": order}]
-        for fields in ways:
-            yield Realised(evaluator.timeline(devices, **fields), devices, fields)
+    ways: list[dict[str, Any]] = [{}, {"priority": priorities(evaluator.problem, start)}, {"order": order}]
+    for fields in ways:
+        yield Realised(evaluator.timeline(devices, **fields), devices, fields)
 
 
-def priorities(problem: Problem, first_start: NDArray[Any]) -> NDArray[np.float64]:
+def priorities(problem: Problem, start: NDArray[Any]) -> NDArray[np.float64]:
     """float64 [N], whole numbers that fall with the start; at equal starts, with the problem's topological order."""
     falling = np.empty(problem.num_ops)
-    falling[np.lexsort((np.argsort(problem.topological_order), first_start))] = np.arange(problem.num_ops, 0.0, -1.0)
+    falling[np.lexsort((np.argsort(problem.topological_order), start))] = np.arange(problem.num_ops, 0.0, -1.0)
     return falling
 
 
@@ -72,7 +66,7 @@ def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part
     """int64 [N], a rank for every op of a problem: by the start of its part in the coarse problem, then topologically.
 
     Args:
-        coarse: The coarse problem in ticks, one micro-batch.
+        coarse: The coarse problem in ticks.
         solution: Its solution.
         problem: The problem.
         part: int64 [N], coarse op of every op.
@@ -87,9 +81,9 @@ def _ends(instance: Instance, solution: Solution) -> NDArray[np.int64]:
     return np.asarray(solution.start + instance.duration[np.arange(instance.num_tasks), devices])
 
 
-def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[Any]]:
+def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[int]]:
     """Per device its ops by rank; ops of collectives are left out."""
-    order: list[list[Any]] = [[] for _ in problem.devices]
+    order: list[list[int]] = [[] for _ in problem.devices]
     apart = {op for collective in problem.collectives for op in collective.ops}
     for op in np.argsort(rank).tolist():
         if op not in apart:
@@ -97,22 +91,12 @@ def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]
     return order
 
 
-def first_starts(instance: Instance, solution: Solution) -> NDArray[np.int64]:
-    """int64 [N], ticks at which each op starts for the first time."""
-    first = np.full(instance.problem.num_ops, np.iinfo(np.int64).max)
-    np.minimum.at(first, instance.tasks.op, solution.start)
-    return first
-
-
-def device_orders(instance: Instance, solution: Solution) -> list[list[Any]]:
-    """Per device the ops, or (op, micro-batch) pairs, by start; ops of collectives are left out."""
-    tasks, problem = instance.tasks, instance.problem
+def device_orders(instance: Instance, solution: Solution) -> list[list[int]]:
+    """Per device its ops by start; ops of collectives are left out."""
     devices = solution.device_of_group[instance.group]
-    order: list[list[Any]] = [[] for _ in problem.devices]
+    order: list[list[int]] = [[] for _ in instance.problem.devices]
     # An op of no time goes before one that starts with it, and what feeds it goes before it.
-    for task in np.lexsort((np.argsort(instance.order), _ends(instance, solution), solution.start)).tolist():
-        if instance.occupies[task]:
-            op = int(tasks.op[task])
-            once = problem.op_phase[op] == UPDATE
-            order[devices[task]].append(op if tasks.microbatches == 1 else (op, 0 if once else int(tasks.microbatch[task])))
+    for op in np.lexsort((np.argsort(instance.order), _ends(instance, solution), solution.start)).tolist():
+        if instance.occupies[op]:
+            order[devices[op]].append(op)
     return order

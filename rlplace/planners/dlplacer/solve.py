@@ -174,14 +174,8 @@ def add_hint(program: PlacementProgram, line: Timeline) -> None:
 
 def _moved(program: PlacementProgram, line: Timeline, names: NDArray[np.int32]) -> dict[tuple[int, int], tuple[int, int]]:
     """Start in ticks and source of every transfer, by value and renamed destination."""
-    tasks = program.instance.tasks
-    number = {key: v for v, key in enumerate(zip(tasks.tensor.tolist(), tasks.value_microbatch.tolist(), strict=True))}
     start = program.instance.ticks.down(line.transfer_start_s).tolist()
-    transfers = {}
     rows = zip(
-        line.transfer_tensor.tolist(), line.transfer_microbatch.tolist(), line.transfer_source.tolist(),
-        line.transfer_destination.tolist(), start, strict=True,
-    )  # fmt: skip
-    for tensor, microbatch, source, destination, begun in rows:
-        transfers[number[tensor, microbatch], int(names[destination])] = (begun, int(names[source]))
-    return transfers
+        line.transfer_tensor.tolist(), line.transfer_source.tolist(), line.transfer_destination.tolist(), start, strict=True
+    )
+    return {(tensor, int(names[there])): (begun, int(names[here])) for tensor, here, there, begun in rows}

@@ -53,11 +53,11 @@ MAX_NODES = 6000
 """Nodes of the largest program that is solved; twice as many take HiGHS about four times as long."""
 
 
-def m_sct(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **execution: Any) -> PlacementPlan:
+def m_sct(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
     """The best of m-SCT's assignments; see the module docstring."""
     solver_limit_s = None if time_limit_s is None else 0.5 * time_limit_s
     rule = partial(candidates, solver_limit_s=solver_limit_s)
-    return one_shot(problem, "m_sct", rule, seed=seed, time_limit_s=time_limit_s, **execution)
+    return one_shot(problem, "m_sct", rule, seed=seed, time_limit_s=time_limit_s)
 
 
 def candidates(problem: Problem, seed: int, *, solver_limit_s: float | None = None) -> Iterator[Assignment]:

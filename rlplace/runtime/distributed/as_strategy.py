@@ -1,4 +1,4 @@
-"""Plans that place groups and ask for what only whole strategies have: several micro-batches; in older files also replicas,
+"""Plans of older files that place groups and ask for what only whole strategies have: micro-batches, schedules, replicas,
 recomputation and a sharded optimizer.
 
 Such a plan is a strategy when its stages are whole blocks of the model. Then it runs as one.
@@ -16,14 +16,14 @@ from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.runtime.check import backward_elsewhere
 from rlplace.runtime.native.blocks import block_names, owner
-from rlplace.schedule import GPIPE, LIST, SCHEDULES
+from rlplace.schedule import GPIPE
 
 _INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlplace place MODEL'"
 
 
 def asks_for_strategy(plan: PlacementPlan) -> bool:
-    """Whether a placement asks for more than groups on devices, for one micro-batch."""
-    return plan.older is not None or plan.microbatches > 1 or not SCHEDULES[plan.schedule].free
+    """Whether a placement asks for more than groups on devices."""
+    return plan.older is not None
 
 
 def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Strategy:
@@ -40,14 +40,16 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     older = plan.older or Older()
     moved = backward_elsewhere(plan)
     if moved is not None:
-        raise InputError(f"plan: it moves {moved!r}, which strategies do not, and has replicas or recomputation; {_INSTEAD}")
-    stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
+        raise InputError(
+            f"plan: it moves {moved!r}, which strategies do not, and has micro-batches, replicas or recomputation; {_INSTEAD}"
+        )
+    stages = list(older.stage_of_group) or plan.device_of_group.tolist()
     again = {int(group) for segment in older.recompute for group in segment}
     blocks = block_names(model)
     stage_of: dict[str, dict[int, None]] = {block: {} for block in blocks}
     repeated: dict[str, set[bool]] = {block: set() for block in blocks}
     device_of: dict[int, int] = {}
-    for number, ((group, device), stage) in enumerate(zip(plan_groups(plan), stages.tolist(), strict=True)):
+    for number, ((group, device), stage) in enumerate(zip(plan_groups(plan), stages, strict=True)):
         if device_of.setdefault(stage, device) != device:
             raise InputError(f"plan: stage {stage} lies on devices {device_of[stage]} and {device}; {_INSTEAD}")
         for op in group.get("ops", ()):
@@ -58,12 +60,12 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     for block, found in stage_of.items():
         if len(found) > 1:
             raise InputError(
-                f"plan: with replicas, recomputation or several micro-batches its stages must be whole blocks of the model, "
+                "plan: with micro-batches, replicas or recomputation its stages must be whole blocks of the model, "
                 f"but {show(block)} lies in stages {' and '.join(map(str, found))}; {_INSTEAD}"
             )
         if len(repeated[block]) > 1:
             raise InputError(f"plan: it recomputes a part of block {show(block)}, and blocks are recomputed whole; {_INSTEAD}")
-    order = sorted(device_of) if plan.stage_of_group is not None else list(_first_seen(stage_of.values()))
+    order = sorted(device_of) if older.stage_of_group else list(_first_seen(stage_of.values()))
     held = {stage: [block for block in blocks if stage in (stage_of[block] or {order[0]: None})] for stage in order}
     order = [stage for stage in order if held[stage]]
     rows = older.replicas or [range(max(device_of.values()) + 1)]
@@ -79,9 +81,9 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
         )
         for stage in order
     )
-    schedule = None if len(made) == 1 else GPIPE if plan.schedule == LIST else plan.schedule
-    pipeline = Pipeline(made, (samples,), (plan.microbatches,), schedule)
-    return Strategy(samples * plan.microbatches * degree, (pipeline,))
+    schedule = None if len(made) == 1 else older.schedule or GPIPE
+    pipeline = Pipeline(made, (samples,), (older.microbatches,), schedule)
+    return Strategy(samples * older.microbatches * degree, (pipeline,))
 
 
 def _first_seen(found: Iterable[dict[int, None]]) -> dict[int, None]:

@@ -126,8 +126,7 @@ def part_text(plan: PlacementPlan, device: int | None) -> str:
     if plan.strategy is not None:
         here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
     else:
-        stages = plan.device_of_group if plan.stage_of_group is None else plan.stage_of_group
-        here = sorted({int(stage) for stage, other in zip(stages, plan.device_of_group, strict=True) if device == other})
+        here = [device] if device in plan.device_of_group else []
     if not here:
         return "no stage"
     return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"

@@ -57,7 +57,7 @@ def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node]) -> list[fx.
         latency_s=1e-5,
     )
     line = simulate(problem, list(range(len(used))))
-    start = dict(zip(line.task_op.tolist(), line.start_s.tolist(), strict=True))
+    start = dict(enumerate(line.start_s.tolist()))
     return [tasks[op] for op in sorted(start, key=lambda op: (start[op], op))]
 
 

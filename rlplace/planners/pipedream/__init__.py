@@ -1,1 +1,0 @@
-"""PipeDream's planner: stages with replicas by dynamic programming over states of the graph."""

@@ -23,7 +23,7 @@ from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.means import geometric_mean
 from rlplace.placements import Priced
-from rlplace.planners import PLANNERS, takes_microbatches
+from rlplace.planners import PLANNERS
 from rlplace.planners.attempt import OK
 from rlplace.zoo import load_model
 
@@ -62,35 +62,25 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64, help="target number of groups (64)")
     parser.add_argument("--calls", type=int, default=1024, help="simulator calls of a search after the floor (1024)")
     parser.add_argument("--time-limit", type=float, default=3.0, help="seconds for every other planner (3)")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of random planners, one micro-batch (3)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of the second comparison (8)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of random planners (3)")
     parser.add_argument("--write", action="store_true", help="write docs/results.md")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     names = options.planners.split(",")
-    plain = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
-    piped = Settings(calls=options.calls, time_limit_s=options.time_limit, microbatches=options.microbatches)
-    several = [name for name in names if takes_microbatches(name)]
-    blocks = (
-        (1, names, Store(plain, options.out / "step.jsonl", resume=True), []),
-        (options.microbatches, several, Store(piped, options.out / "pipeline.jsonl", resume=True), []),
-    )
+    settings = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
+    store, cases = Store(settings, options.out / "step.jsonl", resume=True), []
     began = time.monotonic()
     for model, batch, seq in MODELS:
         if options.only and not any(text in model for text in options.only):
             continue
-        for parts, planners, store, cases in blocks:
-            graph = functools.cache(functools.partial(captured, model, batch // parts, seq))
-            for cluster in CLUSTERS:
-                given = graph, cluster, options.groups
-                case = Case(f"{model}, {batch}", cluster, functools.partial(priced, *given))
-                cases.append(case)
-                for failed, error in compare([case], planners, store):
-                    sys.exit(f"{failed.model} on {failed.cluster}: {error}")
-                say = f"{time.monotonic() - began:7.1f} s  {case.model} on {cluster}, {parts} micro-batches"
-                print(say, file=sys.stderr, flush=True)
-    gathered = [gather(store, cases, planners) for _, planners, store, cases in blocks]
-    text = report(gathered, options)
+        graph = functools.cache(functools.partial(captured, model, batch, seq))
+        for cluster in CLUSTERS:
+            case = Case(f"{model}, {batch}", cluster, functools.partial(priced, graph, cluster, options.groups))
+            cases.append(case)
+            for failed, error in compare([case], names, store):
+                sys.exit(f"{failed.model} on {failed.cluster}: {error}")
+            print(f"{time.monotonic() - began:7.1f} s  {case.model} on {cluster}", file=sys.stderr, flush=True)
+    text = report(gather(store, cases, names), options)
     print(text)
     if options.write:
         write(text)
@@ -107,36 +97,29 @@ def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Priced:
     return Priced.graph(graph(), parse(cluster), groups=groups)
 
 
-def report(found: Sequence[Comparison], options: argparse.Namespace) -> str:
+def report(found: Comparison, options: argparse.Namespace) -> str:
     """The block for docs/results.md."""
-    plain, piped = found
-    models = len(dict.fromkeys(info.model for info in plain.problems))
-    whole = sum(info.view == TASKS for info in plain.problems)
-    crowded = sum(row.planner == "single" and row.status != OK and row.view == TASKS for row in plain.rows)
-    minutes = sum(row.seconds * row.seeds for comparison in found for row in comparison.rows) / 60
+    models = len(dict.fromkeys(info.model for info in found.problems))
+    whole = sum(info.view == TASKS for info in found.problems)
+    crowded = sum(row.planner == "single" and row.status != OK and row.view == TASKS for row in found.rows)
+    minutes = sum(row.seconds * row.seeds for row in found.rows) / 60
     lines = [
         "## Planners on models and clusters",
         "",
         f"`python benchmarks/matrix.py --calls {options.calls} --time-limit {options.time_limit:g} --groups {options.groups} "
-        f"--seeds {options.seeds} --microbatches {options.microbatches} --write`: {models} models on",
+        f"--seeds {options.seeds} --write`: {models} models on",
         f"{len(CLUSTERS)} clusters, fp32 and Adam, at most {options.groups} groups; {crowded} of the {whole} problems do not "
         f"fit on one device. Searches have {options.calls} simulator calls after the floor, everybody else",
-        f"{options.time_limit:g} s; random planners {options.seeds} seeds with one micro-batch and one with several. "
-        f"{minutes:.0f} minutes of planning on one core.",
+        f"{options.time_limit:g} s; random planners {options.seeds} seeds. {minutes:.0f} minutes of planning on one core.",
         "`vs best`: step time over that of `best` in the same metric, geometric mean over the problems where both have a plan, "
         "below 1 is faster; 95 % bootstrap interval over problems; a tie is within 0.1 %.",
         "`gap`: over the largest lower bound (critical path, work, largest group, memory). Metrics do not compare with each "
         "other.",
     ]
-    for title, comparison in (
-        ("One micro-batch", plain),
-        (f"{options.microbatches} micro-batches, each planner's own schedule", piped),
-    ):
-        for metric in dict.fromkeys(line.metric for line in comparison.summaries):
-            lines += ["", f"### {title}: {metric}", ""]
-            lines += summary_table(comparison, metric)
-    lines += ["", "### Step time over that of `best` by cluster, one micro-batch", "", *cluster_table(plain)]
-    lines += ["", "### The problems, one micro-batch", "", *problem_table(plain)]
+    for metric in dict.fromkeys(line.metric for line in found.summaries):
+        lines += ["", f"### {metric}", "", *summary_table(found, metric)]
+    lines += ["", "### Step time over that of `best` by cluster", "", *cluster_table(found)]
+    lines += ["", "### The problems", "", *problem_table(found)]
     reasons = missing(found)
     if reasons:
         lines += ["", "Not run: " + "; ".join(reasons) + "."]
@@ -200,13 +183,12 @@ def cell(rows: Sequence[ComparisonRow], least: int | None) -> str:
     return f"{1e3 * (best.step_time_s or 0.0):.1f}, {best.binding} +{100 * (best.gap or 0.0):.0f} %{quick}{forced}"
 
 
-def missing(found: Sequence[Comparison]) -> list[str]:
+def missing(found: Comparison) -> list[str]:
     """Planners that failed, or whose extra is missing, with their first reason."""
     reasons: dict[str, str] = {}
-    for comparison in found:
-        for row in comparison.rows:
-            if row.status in ("missing", "failed"):
-                reasons.setdefault(row.planner, f"{row.planner} on {row.model} ({row.reason})")
+    for row in found.rows:
+        if row.status in ("missing", "failed"):
+            reasons.setdefault(row.planner, f"{row.planner} on {row.model} ({row.reason})")
     return list(reasons.values())
 
 

@@ -1,6 +1,6 @@
 """Times the environments: decisions per second of one thread, and microseconds of the parts of a decision.
 
-    python benchmarks/refinement.py [--model hf:gpt2] [--groups 128] [--cluster a100-80g:4] [--microbatches 1]
+    python benchmarks/refinement.py [--model hf:gpt2] [--groups 128] [--cluster a100-80g:4]
 
 Actions are drawn at random among the legal ones; step times do not matter here.
 """
@@ -24,7 +24,6 @@ from rlplace.envs.instance import make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.graph.capture import capture
-from rlplace.planners.common.evaluate import Execution
 from rlplace.zoo import load_model
 
 
@@ -47,14 +46,13 @@ def main() -> None:
     parser.add_argument("--model", default="hf:gpt2")
     parser.add_argument("--groups", type=int, default=128)
     parser.add_argument("--cluster", default="a100-80g:4")
-    parser.add_argument("--microbatches", type=int, default=1)
     args = parser.parse_args()
     model = load_model(args.model, batch=8, seq=512, dtype="fp32")
     graph = capture(model.module, model.example_inputs, loss=model.loss, optimizer="adam", name=model.name)
     problem = price(graph, parse(args.cluster), groups=args.groups)
-    instance = make_instance(problem, execution=Execution(microbatches=args.microbatches))
+    instance = make_instance(problem)
     tasks = f"{problem.num_ops} ops, {problem.num_groups} groups, {problem.num_devices} devices"
-    print(f"{problem.name}: {tasks}, {args.microbatches} micro-batches")
+    print(f"{problem.name}: {tasks}")
     for env in (RefinementEnv([instance], start="mixed"), PlacementEnv([instance])):
         steps_per_second(env, 0, 200)
         rates = [steps_per_second(env, seed, 1500) for seed in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Times the compiled simulator: against plain C++, by schedule, on two threads, from a cold start.
+"""Times the compiled simulator: against plain C++, by size, on two threads, from a cold start.
 
     python benchmarks/simulator.py [--quick]
 
@@ -87,7 +87,7 @@ def batch_call(problem: Problem, plans: np.ndarray) -> tuple[Callable[[], object
     lowered, (rows, devices) = lower(problem), (len(plans), problem.num_devices)
     step, peak, busy = np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))
     none = np.zeros(0, dtype=np.uint32)
-    arguments = (tuple(lowered.graph), tuple(lowered.new_work()), lowered.ranks, none, plans.astype(np.uint32), none)
+    arguments = (tuple(lowered.graph), tuple(lowered.new_work()), lowered.ranks, none, plans.astype(np.uint32))
     outcome = np.zeros(rows, dtype=np.int8)
     return lambda: simulate_plans(*arguments, outcome, step, peak, busy), [step, peak, busy]
 
@@ -128,23 +128,21 @@ def against_cpp(sizes: tuple[int, ...]) -> None:
         print(f"one call/C++ at {count} tasks: geometric mean {mean:.2f}, worst {worst:.2f}")
 
 
-def schedules(sizes: tuple[int, ...]) -> None:
-    print("\nMicro-batches and schedules, layered, 8 devices, blocks, one evaluate a plan; bytes of buffers and of the problem")
-    print("     ops  M schedule     tasks  evaluate ms ns/task spread simulations/s  bytes/simulation  shared bytes")
+def buffers(sizes: tuple[int, ...]) -> None:
+    print("\nLayered, 8 devices, blocks, one evaluate a plan; bytes of buffers and of the problem")
+    print("     ops  evaluate ms   ns/op spread simulations/s  bytes/simulation  shared bytes")
     for count in sizes:
         problem = random_problem(0, count // 3, 8, memory_factor=2.0)
         plan = plans_of(problem, "blocks", 1)[0]
-        for microbatches, schedule in ((1, "list"), (8, "list"), (8, "gpipe"), (8, "1f1b")):
-            simulator = Simulator(problem, microbatches=microbatches, schedule=schedule)
-            simulator.evaluate(plan)
-            (times,) = in_turns(clock(lambda: simulator.evaluate(plan)), rounds=max(7, 100_000 // count))  # noqa: B023
-            shortest, tasks = float(times.min()), simulator.num_tasks
-            own, shared = simulator.memory_bytes
-            print(
-                f"{problem.num_ops:8d} {microbatches:2d} {schedule:>8} {tasks:9d} {1e3 * shortest:12.4f} "
-                f"{1e9 * shortest / tasks:7.1f} {spread(times):>6} {1 / shortest:13.0f} {own:17,d} {shared:13,d}",
-                flush=True,
-            )
+        simulator = Simulator(problem)
+        simulator.evaluate(plan)
+        (times,) = in_turns(clock(lambda: simulator.evaluate(plan)), rounds=max(7, 100_000 // count))  # noqa: B023
+        shortest, (own, shared) = float(times.min()), simulator.memory_bytes
+        print(
+            f"{problem.num_ops:8d} {1e3 * shortest:12.4f} {1e9 * shortest / problem.num_ops:7.1f} {spread(times):>6} "
+            f"{1 / shortest:13.0f} {own:17,d} {shared:13,d}",
+            flush=True,
+        )
 
 
 def threads(sizes: tuple[int, ...]) -> None:
@@ -160,15 +158,15 @@ def threads(sizes: tuple[int, ...]) -> None:
 
 def against_reference() -> None:
     print("\nsimulate (with timeline) against the reference in plain Python, layered, 8 devices, blocks")
-    for count, microbatches in ((300, 1), (3_000, 1), (300, 8)):
+    for count in (300, 3_000):
         problem = random_problem(0, count // 3, 8, memory_factor=2.0)
         plan = plans_of(problem, "blocks", 1)[0]
-        fast = clock(lambda: [simulate(problem, plan, microbatches=microbatches) for _ in range(20)])  # noqa: B023
-        plain = clock(lambda: simulate_reference(problem, plan, microbatches=microbatches))  # noqa: B023
+        fast = clock(lambda: [simulate(problem, plan) for _ in range(20)])  # noqa: B023
+        plain = clock(lambda: simulate_reference(problem, plan))  # noqa: B023
         fast()
         ours, theirs = (1e3 * float(times.min()) for times in in_turns(fast, plain, rounds=3))
         ours /= 20
-        print(f"{problem.num_ops:8d} ops, M = {microbatches}: {ours:.3f} ms, {theirs:.1f} ms, {theirs / ours:.0f}x")
+        print(f"{problem.num_ops:8d} ops: {ours:.3f} ms, {theirs:.1f} ms, {theirs / ours:.0f}x")
 
 
 def main() -> None:
@@ -178,7 +176,7 @@ def main() -> None:
     sizes = (500, 5_000) if arguments.quick else (500, 5_000, 100_000)
     starts()
     against_cpp(sizes)
-    schedules(sizes)
+    buffers(sizes)
     threads(sizes)
     against_reference()
 

@@ -50,14 +50,14 @@ _ALL = (
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
 
 
-def schedule_named(name: str, what: str = "schedule") -> Schedule:
+def schedule_named(name: str) -> Schedule:
     """The schedule of that name.
 
     Raises:
         InputError: There is none.
     """
     if name not in SCHEDULES:
-        raise unknown_name(what, name, SCHEDULES)
+        raise unknown_name("schedule", name, SCHEDULES)
     return SCHEDULES[name]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.measured.campaign import PlanFailed
 from rlplace.measured.trial import Trial
-from rlplace.planners.common.evaluate import PLAIN
 from rlplace.simulator import simulate
 
 
@@ -31,10 +30,10 @@ class SimulatedCluster:
     """
 
     def __init__(
-        self, truth, *, execution=PLAIN, seed=0, noise=0.02, fails=lambda plan: None, slowdown=lambda now_s: 1.0, clock=None,
+        self, truth, *, seed=0, noise=0.02, fails=lambda plan: None, slowdown=lambda now_s: 1.0, clock=None,
         setup_s=0.5,
     ):  # fmt: skip
-        self.truth, self.execution, self.noise = truth, execution, noise
+        self.truth, self.noise = truth, noise
         self.fails, self.slowdown, self.clock, self.setup_s = fails, slowdown, clock or Clock(), setup_s
         self.rng = np.random.default_rng(seed)
         self.runs = Counter()
@@ -42,7 +41,7 @@ class SimulatedCluster:
 
     def true_s(self, plan):
         """What a step takes without noise and drift."""
-        return simulate(self.truth, np.array(plan, dtype=np.int32), **self.execution.arguments).step_time_s
+        return simulate(self.truth, np.array(plan, dtype=np.int32)).step_time_s
 
     def __call__(self, plan, race):
         key = tuple(plan.device_of_group.tolist())
@@ -52,7 +51,7 @@ class SimulatedCluster:
         status = self.fails(key)
         if status is not None:
             raise PlanFailed(status, f"this plan is made to be {status}")
-        line = simulate(self.truth, plan.device_of_group, **self.execution.arguments)
+        line = simulate(self.truth, plan.device_of_group)
         steps = []
         while not (steps and race.over(steps)):
             slow = self.slowdown(self.clock.now_s)
@@ -73,11 +72,11 @@ class SimulatedCluster:
 
     def trial(self, problem, plan, *, steps=3, site="", busy=True):
         """A trial of a plan, without a campaign."""
-        line = simulate(self.truth, plan, **self.execution.arguments)
+        line = simulate(self.truth, plan)
         step_s = line.step_time_s * np.exp(self.noise * self.rng.normal(size=steps))
         return Trial(
             problem=problem.fingerprint, site=site, device_of_group=tuple(int(device) for device in plan),
-            microbatches=self.execution.microbatches, schedule=self.execution.schedule, status="done",
+            status="done",
             step_s=tuple(step_s.tolist()), places=self.places(line) if busy else (),
         )  # fmt: skip
 

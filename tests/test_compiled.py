@@ -16,10 +16,9 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.core.errors import TypingError
 
-from rlplace import schedule
 from rlplace.agents import guided
 from rlplace.compiled import entry, inner, is_compiled, stamp_of
-from rlplace.simulator import fast, gates, loop, queues, records
+from rlplace.simulator import fast, loop, queues, records
 
 MODULE = """
 import sys
@@ -148,10 +147,8 @@ def test_kernels_of_several_files_enclose_a_stamp() -> None:
 
 def test_the_stamp_of_the_simulator_is_of_all_its_files() -> None:
     kernel = fast.simulate_plans
-    assert reached(kernel) <= {module.__name__ for module in (records, queues, gates, loop, fast)}
-    assert [cell.cell_contents for cell in kernel.py_func.__closure__] == [
-        stamp_of(schedule, records, queues, gates, loop, fast)
-    ]
+    assert reached(kernel) <= {module.__name__ for module in (records, queues, loop, fast)}
+    assert [cell.cell_contents for cell in kernel.py_func.__closure__] == [stamp_of(records, queues, loop, fast)]
 
 
 def test_the_walk_finds_what_a_kernel_holds() -> None:

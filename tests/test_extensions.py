@@ -17,7 +17,7 @@ from rlplace.cluster import device_kind, parse
 from rlplace.cost import ModelledCosts, device_times
 from rlplace.cost.foreign import own_costs
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
-from rlplace.planners import get_planner, planner_names, run_planner, takes_microbatches
+from rlplace.planners import get_planner, planner_names, run_planner
 from rlplace.problem.generate import random_problem
 
 WRONG = """
@@ -43,10 +43,10 @@ def no_such_device(problem, *, seed=0, time_limit_s=None):
 def all_on_last(problem, *, seed=0, time_limit_s=None):
     return np.full(problem.num_groups, problem.num_devices - 1)
 
-def boasts(problem, *, seed=0, time_limit_s=None, microbatches=1, schedule="list"):
+def boasts(problem, *, seed=0, time_limit_s=None, turns=1):
     devices = np.arange(problem.num_groups) % problem.num_devices
-    return make_plan(problem, devices, planner="another", predicted=Prediction(1e-9, feasible=True, extra={"remark": "mine"}),
-                     microbatches=microbatches, schedule=schedule)
+    predicted = Prediction(1e-9, feasible=True, extra={"remark": f"mine {turns}"})
+    return make_plan(problem, devices, planner="another", predicted=predicted)
 
 def takes_nothing():
     pass
@@ -92,7 +92,6 @@ def test_example_planner_is_used_like_a_built_in_one(example):
     line = rlplace.simulate(problem, plan)
     assert line.feasible and plan.predicted.step_time_s == line.step_time_s
     assert rlplace.place(problem, planner="even_cut", devices=1).device_of_group.max() == 0
-    assert not takes_microbatches("even_cut")
     assert "even_cut" in planner_names()
     with pytest.raises(InputError, match="did you mean 'even_cut'"):
         get_planner("evn_cut")
@@ -147,11 +146,10 @@ def test_command_line_knows_the_names(example, tmp_path, capsys):
 
 def test_what_a_planner_returns_is_not_believed(wrong):
     problem = random_problem(2, 9, 3)
-    plan = get_planner("boasts")(problem, microbatches=2, schedule="gpipe")
-    assert (plan.planner, plan.microbatches) == ("boasts", 2)
+    plan = get_planner("boasts")(problem, turns=2)
+    assert plan.planner == "boasts"
     assert plan.predicted.step_time_s == rlplace.simulate(problem, plan).step_time_s > 1e-9
-    assert plan.predicted.extra["remark"] == "mine"
-    assert takes_microbatches("boasts")
+    assert plan.predicted.extra["remark"] == "mine 2"
     for name in ("too_short", "no_such_device"):
         with pytest.raises(InputError, match=rf"planner '{name}' of wrong-plugin 1.0: what it returned is no plan"):
             get_planner(name)(problem)

@@ -194,7 +194,7 @@ def test_values_in_messages_are_short() -> None:
 
 def test_a_plan_takes_lists() -> None:
     problem = random_problem(0, num_groups=3, num_devices=2)
-    plan = make_plan(problem, [0, 1, 0], planner="mine", priority=list(range(problem.num_ops)), stage_of_group=[0, 1, 0])
-    assert isinstance(plan.priority, np.ndarray) and isinstance(plan.stage_of_group, np.ndarray)
-    with pytest.raises(InputError, match="stage_of_group"):
-        make_plan(problem, [0, 1, 0], planner="mine", stage_of_group=[0])
+    plan = make_plan(problem, [0, 1, 0], planner="mine", priority=list(range(problem.num_ops)))
+    assert isinstance(plan.priority, np.ndarray)
+    with pytest.raises(InputError, match="priority"):
+        make_plan(problem, [0, 1, 0], planner="mine", priority=[0])

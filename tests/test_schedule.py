@@ -1,34 +1,23 @@
-"""A schedule is one record: nothing else spells its name, and the simulators run what a new record says."""
+"""A schedule is one record: nothing else spells its name."""
 
 from __future__ import annotations
 
 import ast
 import re
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed.pipelining
 
 from rlplace.errors import InputError
-from rlplace.plan import PlacementPlan, make_plan
 from rlplace.plan.file import plan_from_dict
-from rlplace.problem.generate import random_problem
-from rlplace.schedule import BACKWARD_GATES, FORWARD_GATES, NO_GATES, PIPELINE_SCHEDULES, SCHEDULES, Schedule
-from rlplace.simulator import simulate
-from rlplace.simulator.reference import simulate_reference
+from rlplace.schedule import SCHEDULES, schedule_named
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = {"rlplace/schedule.py", "rlplace/actions.py"}
-"""What a schedule is made of; for a new kind of gate with `simulator/stages.py` and its compiled twin, four files."""
+"""What a schedule is made of."""
 OTHER_MEANINGS = {
-    "list": {
-        "rlplace/comparing/records.py",  # the executor's name
-        "rlplace/graph/inputs.py",  # a kind of argument
-        "rlplace/simulator/timeline.py",  # the executor's name
-    },
-    "gpipe": {"rlplace/planners/__init__.py", "rlplace/planners/gpipe.py"},  # the planner
+    "gpipe": {"rlplace/planners/__init__.py"},  # the planner
 }
 
 
@@ -55,32 +44,9 @@ def test_names_of_schedules_are_spelled_in_their_home_alone() -> None:
     assert {name for name, path in spelled if path in HOME} == set(SCHEDULES)
 
 
-@pytest.mark.parametrize(("gates", "backward_first"), list(product((NO_GATES, BACKWARD_GATES, FORWARD_GATES), (False, True))))
-def test_both_simulators_run_what_a_new_record_says(
-    monkeypatch: pytest.MonkeyPatch, gates: int, backward_first: bool, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(SCHEDULES, "new", Schedule("new", gates, backward_first))
-    rng = np.random.default_rng(0)
-    steps = []
-    for seed in range(20):
-        problem = random_problem(seed, 8, 3, memory_factor=2.0)
-        devices = rng.integers(0, 3, 8)
-        priority = rng.integers(0, 4, problem.num_ops).astype(np.float64) if seed % 2 else None
-        ours = simulate(problem, devices, microbatches=3, schedule="new", priority=priority)
-        theirs = simulate_reference(problem, devices, microbatches=3, schedule="new", priority=priority)
-        assert ours.step_time_s == theirs.step_time_s
-        assert ours.start_s.tobytes() == theirs.start_s.tobytes()
-        assert ours.peak_memory_bytes.tolist() == theirs.peak_memory_bytes.tolist()
-        steps.append(ours.step_time_s)
-    assert len(set(steps)) > 15  # few of them are stuck
-    plan = make_plan(problem, devices, planner="by hand", microbatches=3, schedule="new")
-    plan.save(tmp_path / "new.plan.json")
-    assert PlacementPlan.load(tmp_path / "new.plan.json", problem).schedule == "new"
-
-
 def test_classes_are_torchs() -> None:
     torchs = torch.distributed.pipelining.schedules
-    for name in PIPELINE_SCHEDULES:
+    for name in SCHEDULES:
         torch_class = getattr(torch.distributed.pipelining, SCHEDULES[name].torch_class)
         assert issubclass(torch_class, torchs._PipelineSchedule)
         assert torchs.get_schedule_class(name.replace("_", "").replace("zbv", "zbvzerobubble")) is torch_class
@@ -100,10 +66,11 @@ def test_classes_are_torchs() -> None:
 )
 def test_old_names_in_files_mean_what_they_meant(old: str, devices: list[int], stages: list[int] | None, now: str) -> None:
     data = {"problem": "0" * 64, "planner": "by hand", "seed": 0, "device_of_group": devices, "schedule": old}
-    assert plan_from_dict(data if stages is None else data | {"stage_of_group": stages}).schedule == now
+    older = plan_from_dict(data if stages is None else data | {"stage_of_group": stages}).older
+    assert older is not None and older.schedule == now
 
 
 @pytest.mark.parametrize(("old", "now"), [("interleaved", "interleaved_1f1b"), ("zero_bubble", "interleaved_zero_bubble")])
 def test_old_names_elsewhere_are_refused_with_the_new(old: str, now: str) -> None:
     with pytest.raises(InputError, match=f"unknown schedule '{old}'; did you mean '{now}'"):
-        simulate(random_problem(0, 4, 2), [0, 1, 0, 1], schedule=old)
+        schedule_named(old)

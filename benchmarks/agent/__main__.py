@@ -7,7 +7,7 @@
     python -m benchmarks.agent --out curves.jsonl --set validation --curves seed0=runs/seed0,seed1=runs/seed1
 
 Rows go to the file one by one and none is made twice; the tables and what they show come last, on stdout. Step times are
-simulated, of the schedule of the case. Wall-time rows are fair only on a quiet machine with one process a core.
+simulated. Wall-time rows are fair only on a quiet machine with one process a core.
 """
 
 from __future__ import annotations

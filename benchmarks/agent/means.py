@@ -77,8 +77,6 @@ def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:
         "branchy": lambda info: info.branchy,
         "chain-like": lambda info: not info.branchy,
         "unseen clusters": lambda info: info.unseen,
-        "one micro-batch": lambda info: info.microbatches == 1,
-        "several micro-batches": lambda info: info.microbatches > 1,
     }
     named = {name: [key for key, info in cases.items() if rule(info)] for name, rule in rules.items()}
     return {name: keys for name, keys in named.items() if keys}

@@ -26,7 +26,6 @@ from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import get_planner, run_planner
 from rlplace.planners.attempt import INFEASIBLE, attempt
-from rlplace.planners.common.evaluate import Execution
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
@@ -60,9 +59,8 @@ class Job:
 
 def floor_of(info: CaseInfo, problem: Problem) -> CaseInfo:
     """The case with the plan of `best`."""
-    execution = _execution(info)
-    _warm_floor(execution)
-    run = attempt(get_planner("best"), problem, execution=execution, judge=lambda plan: check(problem, plan, execution))
+    _warm_floor()
+    run = attempt(get_planner("best"), problem, judge=lambda plan: check(problem, plan))
     info = replace(info, floor_seconds=run.seconds, floor_calls=run.simulator_calls)
     if run.answer is None:
         return info
@@ -75,16 +73,14 @@ def floor_of(info: CaseInfo, problem: Problem) -> CaseInfo:
 def run_row(job: Job, problem: Problem) -> BenchmarkRow:
     """Makes a row; whatever goes wrong in a method is a fact about it and stands in the row."""
     assert job.method is not None and job.budget is not None
-    execution = _execution(job.info)
     start = None if job.info.floor is None else np.array(job.info.floor, dtype=np.int32)
-    place = _warm(job.method, execution)
-    problem = after_floor(problem, start, execution)
+    place = _warm(job.method)
+    problem = after_floor(problem, start)
     run = attempt(
         place,
         problem,
-        execution=execution,
         seed=job.seed,
-        judge=lambda plan: (*check(problem, plan, execution), plan.predicted),
+        judge=lambda plan: (*check(problem, plan), plan.predicted),
         catch=(Exception,),
         start=start,
         **job.budget.arguments,
@@ -115,7 +111,7 @@ def run_row(job: Job, problem: Problem) -> BenchmarkRow:
     )
 
 
-def after_floor(problem: Problem, start: NDArray[np.int32] | None, execution: Execution) -> Problem:
+def after_floor(problem: Problem, start: NDArray[np.int32] | None) -> Problem:
     """The problem as it is right after the floor: what `best` has derived from it is kept with it, nothing else is.
 
     Every row has a copy of its own, so that no method profits from what an earlier row has derived.
@@ -124,14 +120,12 @@ def after_floor(problem: Problem, start: NDArray[np.int32] | None, execution: Ex
     vars(copy)["fingerprint"] = problem.fingerprint
     group_graph(copy)
     op_arrays(copy)
-    simulate(copy, np.zeros(copy.num_groups, dtype=np.int32) if start is None else start, **execution.arguments)
+    simulate(copy, np.zeros(copy.num_groups, dtype=np.int32) if start is None else start)
     return copy
 
 
-def check(problem: Problem, plan: PlacementPlan, execution: Execution) -> tuple[float | None, str | None]:
+def check(problem: Problem, plan: PlacementPlan) -> tuple[float | None, str | None]:
     """Simulates a plan anew: its step time, and what is wrong with it."""
-    if (plan.microbatches, plan.schedule) != (execution.microbatches, execution.schedule):
-        return None, f"runs {plan.microbatches} micro-batches by {plan.schedule}, asked were {execution}"
     line = simulate(problem, plan)
     step_s = None if line.step_time_s is None or not np.isfinite(line.step_time_s) else float(line.step_time_s)
     if not line.feasible or step_s is None:
@@ -194,29 +188,24 @@ def _result(job: Job, problem: Problem) -> BenchmarkRow | CaseInfo:
     return floor_of(job.info, problem) if job.method is None else run_row(job, problem)
 
 
-def _execution(info: CaseInfo) -> Execution:
-    return Execution(info.microbatches, info.schedule)
-
-
 @cache
-def _warm_floor(execution: Execution) -> None:
-    run_planner("best", random_problem(0, 8, 2), **execution.arguments)
+def _warm_floor() -> None:
+    run_planner("best", random_problem(0, 8, 2))
 
 
 _ready: dict[str, Any] = {}
 
 
-def _warm(method: Method, execution: Execution) -> Any:
+def _warm(method: Method) -> Any:
     """The function of a method, which has placed a small problem before so that nothing is compiled while time counts."""
-    name = f"{method.name} {execution}"
-    if name not in _ready:
+    if method.name not in _ready:
         place = place_of(method)
         problem = random_problem(0, 8, 2)
         try:
-            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), calls=8, **execution.arguments)
+            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), calls=8)
         except TypeError as error:  # a method without `calls`
             if "calls" not in str(error):
                 raise
-            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), time_limit_s=0.5, **execution.arguments)
-        _ready[name] = place
-    return _ready[name]
+            place(problem, seed=0, start=np.zeros(8, dtype=np.int32), time_limit_s=0.5)
+        _ready[method.name] = place
+    return _ready[method.name]

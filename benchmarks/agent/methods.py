@@ -18,7 +18,7 @@ from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, RIVAL, Metho
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator, Execution
+from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
 from rlplace.planners.common.floor import finish
 from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
@@ -63,7 +63,7 @@ def _options(items: Sequence[str], text: str) -> dict[str, Any]:
 
 
 def place_of(method: Method) -> Place:
-    """The function of a method: `place(problem, *, seed, start, calls or time_limit_s, **execution)`."""
+    """The function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
     if method.role == RIVAL:
         name = method.name.partition(" ")[0]
         return partial(random_search if name == "random" else get_planner(name), **method.options)
@@ -80,11 +80,9 @@ def random_search(
     start: Any,
     calls: int | None = None,
     time_limit_s: float | None = None,
-    **execution: Any,
 ) -> PlacementPlan:
     """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
-    run, deadline = Execution(**execution), Deadline(time_limit_s)
-    evaluator = Evaluator(problem, run)
+    deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
     draws: Iterator[Assignment] = candidates(problem, seed, samples=1 << 60)
     first = next(draws) if start is None else np.asarray(start, dtype=np.int32)
     best, score = first, evaluator.score(first)
@@ -95,7 +93,7 @@ def random_search(
         for plan, found in zip(plans, evaluator.scores(plans), strict=True):
             if found.objective_s < score.objective_s:
                 best, score = plan.copy(), found
-    return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), run, planner="random", seed=seed)
+    return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), planner="random", seed=seed)
 
 
 def weights_fingerprint(checkpoint: str) -> str:

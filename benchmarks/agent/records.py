@@ -61,7 +61,6 @@ class CaseInfo(Record, frozen=True):
         name, family: Of the case.
         fingerprint: Its problem's fingerprint.
         groups, ops, devices: Sizes.
-        microbatches, schedule: How its step is executed.
         branchy: See `rlplace.agents.cases.Case`.
         unseen: Its cluster has a size or topology that no training problem has.
         floor_s: Step time of `best`; None: it found no plan that fits, and every method makes its own start.
@@ -76,8 +75,6 @@ class CaseInfo(Record, frozen=True):
     groups: Count
     ops: Count
     devices: Count
-    microbatches: Count
-    schedule: str
     branchy: bool
     unseen: bool
     floor_s: float | None

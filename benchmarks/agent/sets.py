@@ -8,7 +8,6 @@ from collections.abc import Callable
 from benchmarks.agent.records import CaseInfo
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.errors import unknown_name
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
 
@@ -34,8 +33,7 @@ def random_cases(count: int = 6, seed: int = 700_000) -> list[Case]:
     for number in range(count):
         shape = ("branchy", "chain", "layered")[number % 3]
         problem = random_problem(seed + number, 20 + 5 * number, 2 + number % 3, shape=shape, unlike=number % 2 == 1)
-        execution = Execution(4, "1f1b") if number % 3 == 2 else Execution()
-        cases.append(Case(f"random-{number}", f"random:{shape}", problem, execution, is_branchy(problem), number % 2 == 1))
+        cases.append(Case(f"random-{number}", f"random:{shape}", problem, is_branchy(problem), number % 2 == 1))
     return cases
 
 
@@ -58,8 +56,6 @@ def describe(case: Case) -> CaseInfo:
         groups=case.problem.num_groups,
         ops=case.problem.num_ops,
         devices=case.problem.num_devices,
-        microbatches=case.execution.microbatches,
-        schedule=case.execution.schedule,
         branchy=case.branchy,
         unseen=case.unseen_cluster,
         floor_s=None,

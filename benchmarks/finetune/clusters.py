@@ -92,16 +92,12 @@ class Model:
         text: MODEL.
         batch: Samples of a micro-batch.
         seq: Sequence length.
-        microbatches: Number of them in a step.
-        schedule: Schedule of the step.
         groups: To place.
     """
 
     text: str
     batch: int
     seq: int
-    microbatches: int = 1
-    schedule: str = "list"
     groups: int = 40
 
 

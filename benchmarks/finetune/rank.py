@@ -28,7 +28,6 @@ from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Budget
 from rlplace.plan.plan import make_plan
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.job import job
 from rlplace.runtime.distributed.job.live import PlanService, job_site, open_service
@@ -48,7 +47,6 @@ class Workload:
     """A model on a cluster, on rank 0."""
 
     problem: Problem
-    execution: Execution
     service: PlanService
 
 
@@ -69,9 +67,8 @@ class Rank:
     def open(self, name: str) -> Workload:
         """On rank 0; `release` the service before the next one is opened."""
         broadcast_object(name)
-        model = MODELS[name]
         service = self._open(name)
-        return Workload(self._problems[name], Execution(model.microbatches, model.schedule), service)
+        return Workload(self._problems[name], service)
 
     def end(self) -> None:
         """On rank 0: lets the others go."""
@@ -108,15 +105,15 @@ class Cells:
 
     def _cell(self, model: str, seed: int) -> None:
         work = self.rank.open(model)
-        problem, execution = work.problem, work.execution
-        untuned = self.agent.place(problem, calls=UNTUNED_CALLS, seed=seed, **execution.arguments).device_of_group
-        first = first_plans(problem, FIRST, execution=execution, first=untuned, seed=seed)
+        problem = work.problem
+        untuned = self.agent.place(problem, calls=UNTUNED_CALLS, seed=seed).device_of_group
+        first = first_plans(problem, FIRST, first=untuned, seed=seed)
         answers = {"untuned": untuned}
         facts: dict[str, Any] = {}
         for method in self.settings["methods"]:
             begin = time.time()
             campaign = Campaign(
-                problem, work.service, store=self.store, site=self.site, execution=execution,
+                problem, work.service, store=self.store, site=self.site,
                 budget=Budget(plans=self.settings["plans"]), repeats=self.settings["repeats"], mode="replayed",
                 run=f"{self.rank.cluster.name}/{model}/{seed}/{method}", isolated=True,
             )  # fmt: skip
@@ -149,7 +146,7 @@ class Cells:
     def _best_of(self, work: Workload, run: str, seed: int) -> Any:
         """The fastest of so many plans: all that the methods have measured, and more that they propose in turn."""
         campaign = Campaign(
-            work.problem, work.service, store=self.store, site=self.site, execution=work.execution, mode="replayed", run=run,
+            work.problem, work.service, store=self.store, site=self.site, mode="replayed", run=run,
             repeats=self.settings["repeats"], budget=Budget(plans=self.settings["best_of"]),
         )  # fmt: skip
         others = {trial.device_of_group for trial in campaign.trials if trial.run != run}
@@ -174,9 +171,7 @@ class Cells:
     def _judge(self, work: Workload, answers: dict[str, Any], seed: int) -> dict[str, list[float]]:
         """Times all answers in turn, in another order every round, so that none gains from when it is timed."""
         rng = np.random.default_rng(seed)
-        plans = {
-            name: make_plan(work.problem, plan, planner=name, **work.execution.arguments) for name, plan in answers.items()
-        }
+        plans = {name: make_plan(work.problem, plan, planner=name) for name, plan in answers.items()}
         steps: dict[str, list[float]] = {name: [] for name in answers}
         timed: dict[tuple[int, ...], list[str]] = {}
         for name, plan in answers.items():

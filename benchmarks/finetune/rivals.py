@@ -52,8 +52,8 @@ class AnnealingProposer:
         keep = calls // 10  # for neighbours, where annealing finds a plan that is known
         try:
             start = belief.floor if number % FLOOR_EVERY == 0 else belief.incumbent
-            seed, run = self._seed + 1000 * number, belief.execution.arguments
-            found = get_planner("annealing")(belief.problem, start=start, calls=calls - keep, seed=seed, **run)
+            seed = self._seed + 1000 * number
+            found = get_planner("annealing")(belief.problem, start=start, calls=calls - keep, seed=seed)
         except InfeasibleError:
             pass
         else:

@@ -200,7 +200,7 @@ def _plans(folder: Path, problem: Any) -> None:
     predicted = Prediction(1.0, 8.0, (1, 2), feasible=True, executor="list")
     order = [[op for op in range(problem.num_ops) if half[problem.op_group[op]] == device] for device in range(2)]
     plans = {
-        "stages": {"microbatches": 2, "schedule": "1f1b", "stage_of_group": half, "predicted": predicted},
+        "told": {"predicted": predicted},
         "ordered": {"order": order},
         "ranked": {"priority": list(range(problem.num_ops))},
     }
@@ -275,7 +275,7 @@ def _measured(folder: Path, problem: Any) -> None:
             plan = tuple((number >> group) & 1 for group in range(problem.num_groups))
             store.add(
                 Trial(
-                    problem=problem.fingerprint, site=site.fingerprint, device_of_group=plan, microbatches=2, schedule="1f1b",
+                    problem=problem.fingerprint, site=site.fingerprint, device_of_group=plan,
                     status="done", step_s=(0.1, 0.2), places=(place,), predicted_s=0.12, engine="joint_graph", setup_s=0.5,
                     began_at=1000.0 + number, run="first",
                 )
@@ -293,7 +293,6 @@ def _agent(folder: Path, problem: Any) -> None:
     from rlplace.agents.network import NetworkConfig, PlacerNetwork
     from rlplace.agents.problems.sources import save_cases
     from rlplace.envs.guide.features import FEATURES
-    from rlplace.planners.common.evaluate import Execution
 
     agent = folder / "agent"
     network = PlacerNetwork(NetworkConfig(hidden=4, second=4), features=FEATURES)
@@ -315,7 +314,7 @@ def _agent(folder: Path, problem: Any) -> None:
     plain = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({key: value for key, value in plain.items() if key != "weights"}))
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
-    save_cases([Case("toy", "toy", problem, Execution(2, "1f1b"), False)], folder / "cases", made_by={"torch": "2"})
+    save_cases([Case("toy", "toy", problem, False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
     Labels(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.safetensors")
     _training(folder)

@@ -344,7 +344,7 @@ def _site(path: Path, seeds: Path) -> None:
 
 TARGETS: dict[str, Target] = {
     "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "ops.problem.json"), _problem, 3.0),
-    "plan": Target(JSON, tuple(f"{name}.plan.json" for name in ("stages", "ordered", "ranked", "older")), _plan, 3.0),
+    "plan": Target(JSON, tuple(f"{name}.plan.json" for name in ("told", "ordered", "ranked", "older")), _plan, 3.0),
     "strategy plan": Target(
         JSON, tuple(f"{name}.plan.json" for name in ("whole", "chain", "sharded", "several")), _strategy, 3.0
     ),

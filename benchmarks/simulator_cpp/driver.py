@@ -28,11 +28,11 @@ def compile_simulator(folder: Path) -> Path | None:
 
 
 class PlainCpp:
-    """The C++ simulator at work on some plans, one micro-batch each, as a process that waits for orders."""
+    """The C++ simulator at work on some plans, as a process that waits for orders."""
 
     def __init__(self, executable: Path, folder: Path, problem: Problem, plans: np.ndarray) -> None:
         lowered = lower(problem)
-        assert len(lowered.tasks.collective) == 0, "the C++ simulator knows no collectives"
+        assert not problem.collectives, "the C++ simulator knows no collectives"
         graph, groups, devices = lowered.graph, problem.num_groups, problem.num_devices
         self._rows, self._devices, self._results = len(plans), devices, folder / "results"
         sizes = [devices, graph.time_s.shape[1], lowered.num_channels, graph.layout[r.WIDTH]]

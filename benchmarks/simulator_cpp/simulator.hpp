@@ -1,4 +1,4 @@
-// The compiled simulator's loop in plain C++: one step with one micro-batch under the list schedule.
+// The compiled simulator's loop in plain C++: one step.
 //
 // Same algorithm and same data layout as rlplace/simulator/fast.py, written as one would write it in C++, to measure what the
 // Python compiler costs. The arrays come from the Python side; main.cpp reads them.
@@ -10,13 +10,13 @@
 
 struct Task {  // also a row for what exists at the start, and one more that only ends the lists
     int64_t alloc_bytes, free_bytes;
-    uint32_t inputs, outputs, op, group;
+    uint32_t inputs, outputs, group;
 };
 struct Value {
     int64_t bytes;
     uint32_t readers;
     int32_t table;
-    uint32_t source, uses, slots, unmade;
+    uint32_t source, uses, slots;
 };
 struct Reader {
     uint32_t task, group;
@@ -190,7 +190,7 @@ class Simulator {
         if (device.ready == 0) return true;
         uint32_t task = task_of_rank[take_ready(number)];
         device.state = RUNNING;
-        double time = time_s[size_t(tasks[task].op) * num_columns + column[number]];
+        double time = time_s[size_t(task) * num_columns + column[number]];
         if (time != time) return false;
         device.busy_s += time;
         allocate_bytes(device, tasks[task].alloc_bytes);

@@ -21,7 +21,7 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Axis, Strategy
 from rlplace.problem.source import check_source
 from rlplace.records import Count, Record, build, plain
-from rlplace.schedule import renamed_schedule, schedule_named
+from rlplace.schedule import GPIPE, renamed_schedule, schedule_named
 
 _Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Entry = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 62)]
@@ -195,8 +195,10 @@ def _placement_plan(
 ) -> PlacementPlan:
     microbatches, schedule = turns
     order = placement.order
-    if schedule != _LIST:
-        schedule_named(schedule, "plan: schedule")
+    try:
+        schedule_named(schedule if schedule != _LIST else GPIPE)
+    except InputError as error:
+        raise InputError(f"plan: {error}") from None
     if order is not None:
         if placement.priority is not None or schedule != _LIST:
             raise InputError("plan: order excludes priority and schedule")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlplace import extensions
 from rlplace.errors import InputError, unknown_name
+from rlplace.schedule import GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
@@ -52,8 +53,8 @@ NEEDS_SPLIT = frozenset({"bipartition"})
 
 OF_STRATEGIES = {
     "pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none",
-    "gpipe": "replicate=1 shard=1 tensor=1 context=1 expert=1 schedule=gpipe recompute=none,full offload=none",
-    "pipedream": "shard=1 tensor=1 context=1 expert=1 schedule=1f1b recompute=none offload=none",
+    "gpipe": f"replicate=1 shard=1 tensor=1 context=1 expert=1 schedule={GPIPE} recompute=none,full offload=none",
+    "pipedream": f"shard=1 tensor=1 context=1 expert=1 schedule={ONE_F_ONE_B} recompute=none offload=none",
 }
 """Published planners that answer whole strategies, and the space in which each does: `rlplace.place` and `compare` ask them."""
 

@@ -18,19 +18,19 @@ from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import PLAIN, Execution, count_calls
+from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 
-@pytest.mark.parametrize("name, execution", [("refinement", {"microbatches": 3, "schedule": "1f1b"}), ("refinement", {})])
-def test_never_worse_than_the_floor(agents, name, execution):
+@pytest.mark.parametrize("name", ["refinement"])
+def test_never_worse_than_the_floor(agents, name):
     problem = random_problem(3, num_groups=24, num_devices=4, memory_factor=1.8)
     agent = agents[name]
     before = {key: value.clone() for key, value in agent.checkpoint.network.state_dict().items()}
     with count_calls() as counter:
-        plan = agent.adapt(problem, time_limit_s=1.0, seed=1, **execution)
-    floor = get_planner("best")(problem, **execution).predicted.step_time_s
+        plan = agent.adapt(problem, time_limit_s=1.0, seed=1)
+    floor = get_planner("best")(problem).predicted.step_time_s
     line = simulate(problem, plan)
     assert line.feasible and line.step_time_s == plan.predicted.step_time_s <= floor
     assert plan.predicted.floor_step_time_s == floor
@@ -104,7 +104,7 @@ def cases():
     tight = random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5)
     return [
         Case("a", "x", problems[0], branchy=True),
-        Case("b", "x", problems[1], Execution(3, "1f1b")),
+        Case("b", "x", problems[1]),
         Case("c", "x", memory_tight_pair().problem),
         Case("none", "x", tight),
     ]
@@ -135,21 +135,21 @@ ALL_ON = [np.full(10, device, dtype=np.int32) for device in (0, 1)]
 
 
 def test_nothing_failed_nothing_changes():
-    assert with_less_room(PROBLEM, [trial(ALL_ON[0], "done"), trial(ALL_ON[1], "crashed")], PLAIN) is PROBLEM
+    assert with_less_room(PROBLEM, [trial(ALL_ON[0], "done"), trial(ALL_ON[1], "crashed")]) is PROBLEM
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_the_failed_plan_no_longer_fits(device):
-    smaller = with_less_room(PROBLEM, [trial(ALL_ON[device], "out_of_memory")], PLAIN)
+    smaller = with_less_room(PROBLEM, [trial(ALL_ON[device], "out_of_memory")])
     assert not simulate(smaller, ALL_ON[device]).feasible
     assert smaller.devices[1 - device] == PROBLEM.devices[1 - device]
     unlimited = dataclasses.replace(PROBLEM, devices=tuple(dataclasses.replace(d, memory_bytes=None) for d in PROBLEM.devices))
-    limited = with_less_room(unlimited, [trial(ALL_ON[device], "out_of_memory")], PLAIN)
+    limited = with_less_room(unlimited, [trial(ALL_ON[device], "out_of_memory")])
     assert limited.devices[device].memory_bytes is not None and limited.devices[1 - device].memory_bytes is None
 
 
 def test_what_has_worked_still_fits():
     almost = ALL_ON[0].copy()
     almost[np.argmin(PROBLEM.resident_bytes)] = 1
-    smaller = with_less_room(PROBLEM, [trial(ALL_ON[0], "out_of_memory"), trial(almost, "done")], PLAIN)
+    smaller = with_less_room(PROBLEM, [trial(ALL_ON[0], "out_of_memory"), trial(almost, "done")])
     assert simulate(smaller, almost).feasible

@@ -23,7 +23,6 @@ from rlplace.planners.common import earliestkernel, kernels, listkernels, moveke
 from rlplace.planners.compiler import coarsen, fm, seeds
 from rlplace.planners.pardnn import kernels as pardnn
 from rlplace.planners.pardnn import sweep_kernel
-from rlplace.planners.pipedream import kernels as pipedream
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.generate import random_problem as toy_problem
@@ -102,7 +101,6 @@ KERNELS = {
         earliestkernel,
         pardnn,
         sweep_kernel,
-        pipedream,
         analysis,
         draw,
         features,
@@ -131,7 +129,7 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     simulate_many(problem, np.tile(plan.device_of_group, (3, 1)))
     get_planner("annealing")(problem, calls=100)
     start = plan.device_of_group if kind == "saved plan" else None
-    agents["refinement"].place(problem, start=start, samples=2, calls=100, microbatches=3, schedule="1f1b")
+    agents["refinement"].place(problem, start=start, samples=2, calls=100)
     env = RefinementEnv([problem], start="best")
     env.reset(seed=0, options=None if start is None else {"plan": start})
     done, rng = False, np.random.default_rng(0)

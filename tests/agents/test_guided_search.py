@@ -13,29 +13,26 @@ from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import Search
 from rlplace.envs import make_instance
 from rlplace.envs.guide.features import FEATURES
-from rlplace.planners.common.evaluate import Execution, Score
+from rlplace.planners.common.evaluate import Score
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator
 
 
-def instance_of(seed, run=None, *, groups=16, devices=3, **options):
+def instance_of(seed, *, groups=16, devices=3, **options):
     problem = random_problem(seed, num_groups=groups, num_devices=devices, **options)
-    return make_instance(problem, compute_floor=False, execution=run or Execution())
+    return make_instance(problem, compute_floor=False)
 
 
 def start_of(instance):
     return (np.arange(instance.problem.num_groups) % instance.problem.num_devices).astype(np.int32)
 
 
-RUNS = [Execution(), Execution(4, "1f1b"), Execution(3, "gpipe"), Execution(5)]
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_the_best_plan_has_the_best_score(make_network, number):
     """Against the simulator; also where nothing fits at first."""
-    instance = instance_of(number, RUNS[number], unlike=number % 2 == 1, memory_factor=(None, 1.6, 2.0, 1.2)[number])
+    instance = instance_of(number, unlike=number % 2 == 1, memory_factor=(None, 1.6, 2.0, 1.2)[number])
     search = Search(instance, make_network(), start_of(instance), seed=number)
-    simulator = Simulator(instance.problem, **instance.execution.arguments)
+    simulator = Simulator(instance.problem)
     first = Score(*simulator.evaluate(start_of(instance)))
     assert search.best.step_time_s == math.inf and search.calls == 0
     search.run(calls=1)

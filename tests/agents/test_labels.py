@@ -13,16 +13,15 @@ from rlplace.agents.labels import Labels, collect_labels
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import Links
 from rlplace.simulator import simulate
 
 
-def descent_s(problem, plan, run):
+def descent_s(problem, plan):
     """Step time of a plan, raised by memory overflow; from the timeline alone."""
-    line = simulate(problem, plan, **run.arguments)
+    line = simulate(problem, plan)
     if line.step_time_s is None:
         return np.inf
     over = sum(
@@ -34,15 +33,15 @@ def descent_s(problem, plan, run):
 
 
 @pytest.mark.parametrize(
-    "problem, run",
+    "problem",
     [
-        (random_problem(0, num_groups=14, num_devices=3), Execution()),
-        (random_problem(1, num_groups=12, num_devices=3, memory_factor=1.3), Execution()),
-        (random_problem(2, num_groups=10, num_devices=2, unlike=True, null_fraction=0.3), Execution(4, "1f1b")),
-        (random_problem(3, num_groups=10, num_devices=4, hosts=2, memory_factor=2.0), Execution(2, "gpipe")),
+        random_problem(0, num_groups=14, num_devices=3),
+        random_problem(1, num_groups=12, num_devices=3, memory_factor=1.3),
+        random_problem(2, num_groups=10, num_devices=2, unlike=True, null_fraction=0.3),
+        random_problem(3, num_groups=10, num_devices=4, hosts=2, memory_factor=2.0),
     ],
 )
-def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
+def test_every_label_is_what_the_move_does(problem, monkeypatch):
     priced = []
 
     def price(self, plan, which):
@@ -55,11 +54,11 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
 
     wanted = Guide.price
     monkeypatch.setattr(Guide, "price", price)
-    labels = collect_labels(Case("x", "x", problem, run), states=12, moves=16, seed=5)
+    labels = collect_labels(Case("x", "x", problem), states=12, moves=16, seed=5)
     assert labels is not None and 8 <= len(labels.change) == len(priced) <= 12
     assert len({plan.tobytes() for plan, _, _ in priced}) > 5
     for row, (plan, moves, table) in enumerate(priced):
-        before = descent_s(problem, plan, run)
+        before = descent_s(problem, plan)
         assert np.isnan(labels.change[row, len(moves) :]).all()
         assert not labels.features[row, len(moves) :].any()
         np.testing.assert_array_equal(labels.features[row, : len(moves)], table.astype(np.float16))
@@ -67,7 +66,7 @@ def test_every_label_is_what_the_move_does(problem, run, monkeypatch):
             after = plan.copy()
             assert problem.group_allowed[groups, targets].all() and (plan[groups] != targets).all()
             after[groups] = targets
-            assert labels.change[row, k] == pytest.approx(np.log(descent_s(problem, after, run) / before), abs=1e-6)
+            assert labels.change[row, k] == pytest.approx(np.log(descent_s(problem, after) / before), abs=1e-6)
 
 
 def test_equal_for_a_seed_and_different_for_another(tmp_path):

@@ -13,7 +13,6 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
 
@@ -88,18 +87,14 @@ def logits_of_moves(network, guide, count):
         return network.scores(torch.from_numpy(guide.table[:count]))[0].numpy()
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_logits_of_moves(make_network, seed, microbatches):
+def test_logits_of_moves(make_network, seed):
     problem = random_problem(
         seed, num_groups=18, num_devices=4, unlike=seed % 2 == 1, memory_factor=(None, 1.6)[seed // 2], null_fraction=0.1
     )
     rng = np.random.default_rng(seed)
     new = rng.permutation(4).astype(np.int32)
-    run = Execution(microbatches=microbatches)
-    one, two = (
-        Guide(make_instance(item, compute_floor=False, execution=run), 64, 3) for item in (problem, renumbered(problem, new))
-    )
+    one, two = (Guide(make_instance(item, compute_floor=False), 64, 3) for item in (problem, renumbered(problem, new)))
     plan = np.array([rng.choice(np.flatnonzero(row)) for row in problem.group_allowed], dtype=np.int32)
     one.look(plan)
     two.look(new[plan])
@@ -108,8 +103,6 @@ def test_logits_of_moves(make_network, seed, microbatches):
     two.ptr[:], two.groups[:], two.kinds[:] = one.ptr, one.groups, one.kinds
     used = one.ptr[count]
     two.targets[:used] = new[one.targets[:used]]
-    move_features(
-        *two.arguments, new[plan], two.ptr, two.groups, two.targets, two.kinds, count, microbatches, new[plan], two.table
-    )
+    move_features(*two.arguments, new[plan], two.ptr, two.groups, two.targets, two.kinds, count, new[plan], two.table)
     network = make_network(seed=seed)
     assert np.abs(logits_of_moves(network, one, count) - logits_of_moves(network, two, count)).max() < 1e-3

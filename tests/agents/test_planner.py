@@ -27,8 +27,8 @@ def with_links(problem, bandwidth):
     return replace(problem, links=Links(bandwidth, problem.links.latency_s))
 
 
-def step_s(problem, plan, **execution):
-    line = simulate(problem, plan, **execution)
+def step_s(problem, plan):
+    line = simulate(problem, plan)
     assert line.feasible
     return line.step_time_s
 
@@ -39,15 +39,11 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
     problem = random_problem(
         seed, num_groups=18, num_devices=3, memory_factor=(None, 1.6, 2.2)[seed % 3], unlike=seed % 2 == 1, null_fraction=0.2
     )
-    execution = ({}, {"microbatches": 4, "schedule": "1f1b"}, {"microbatches": 3, "schedule": "gpipe"}, {"microbatches": 2})[
-        seed % 4
-    ]
-    floor = get_planner("best")(problem, **execution).predicted.step_time_s
-    plan = agents[name].place(problem, seed=seed, calls=90, samples=2, **execution)
+    floor = get_planner("best")(problem).predicted.step_time_s
+    plan = agents[name].place(problem, seed=seed, calls=90, samples=2)
     told = plan.predicted
-    assert told.step_time_s == step_s(problem, plan) == step_s(problem, plan.device_of_group, **execution)
+    assert told.step_time_s == step_s(problem, plan) == step_s(problem, plan.device_of_group)
     assert told.step_time_s <= floor == told.floor_step_time_s
-    assert (plan.microbatches, plan.schedule) == (execution.get("microbatches", 1), execution.get("schedule", "list"))
     assert problem.group_allowed[np.arange(18), plan.device_of_group].all()
     assert told.search_calls <= 90 and told.agent == agents[name].checkpoint.name
     single, several = told.single_rollout_step_time_s, told.samples_step_time_s
@@ -99,7 +95,7 @@ def test_run_planner_counts_floor_and_search(agents, tmp_path, make_checkpoint):
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_for_calls_and_seed(agents, name):
     problem = random_problem(3, num_groups=20, num_devices=4, memory_factor=1.5)
-    one, two, other = (agents[name].place(problem, seed=seed, calls=120, samples=2, microbatches=2) for seed in (5, 5, 6))
+    one, two, other = (agents[name].place(problem, seed=seed, calls=120, samples=2) for seed in (5, 5, 6))
     assert json.dumps(one.to_dict()) == json.dumps(two.to_dict())
     assert one.seed == 5 and other.seed == 6
 
@@ -280,8 +276,6 @@ def test_a_time_limit_ends_it(agents, name):
         ({"start": [0] * 7 + [-1]}, "start must"),
         ({"start": [0.5] * 8}, "start must"),
         ({"start": "best"}, "start must"),
-        ({"schedule": "zbv"}, "unknown schedule"),
-        ({"microbatches": 0}, "microbatches"),
     ],
 )
 def test_wrong_arguments(agents, arguments, message):

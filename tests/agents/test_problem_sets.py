@@ -13,21 +13,18 @@ from rlplace.agents.problems.training import limit_memory, settle, vary_hardware
 from rlplace.cluster.parse import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 
 SYNTHETIC = ("synthetic",)
 
 
 def facts(case):
-    return case.name, case.family, case.problem.fingerprint, case.execution, case.branchy, case.unseen_cluster
+    return case.name, case.family, case.problem.fingerprint, case.branchy, case.unseen_cluster
 
 
 def small_cases(count=3):
-    runs = (PLAIN, Execution(4, "1f1b"))
     return [
-        Case(f"small-{i}", "synthetic:chain", random_problem(i, 6, 2, memory_factor=2.0), runs[i % 2], i == 1, i == 2)
-        for i in range(count)
+        Case(f"small-{i}", "synthetic:chain", random_problem(i, 6, 2, memory_factor=2.0), i == 1, i == 2) for i in range(count)
     ]
 
 
@@ -49,10 +46,6 @@ def test_synthetic_cases_hold_their_ranges():
     groups = np.array([case.problem.num_groups for case in cases])
     assert groups.min() >= low and groups.max() <= high
     assert np.median(groups) < (low + high) / 2  # log-uniform, not uniform
-    plain = np.mean([case.execution == PLAIN for case in cases])
-    assert 0.3 < plain < 0.7
-    assert max(case.execution.microbatches for case in cases) <= 16
-    assert {case.execution.schedule for case in cases} == {"list", "gpipe", "1f1b"}
     limited = np.mean([np.isfinite(case.problem.memory_limit_bytes).all() for case in cases])
     assert 0.5 < limited < 0.9
     assert 0.2 < np.mean([case.branchy for case in cases]) < 0.9
@@ -142,17 +135,16 @@ def test_varied_hardware_scales_devices_and_pairs():
     assert any(np.ptp(item.time_s[0]) > 0 for item in varied)
 
 
-@pytest.mark.parametrize("execution", [PLAIN, Execution(6, "gpipe"), Execution(6, "1f1b")])
-def test_memory_at_factor_one_holds_a_plan_and_a_third_less_hardly_any(execution):
+def test_memory_at_factor_one_holds_a_plan_and_a_third_less_hardly_any():
     best = get_planner("best")
     failed = 0
     for seed in range(6):
         shape = ("chain", "branchy", "layered")[seed % 3]
         problem = random_problem(seed, 24, 3 + seed % 2, shape=shape, null_fraction=0.1 * (seed % 2))
-        plan = best(limit_memory(problem, execution, 1.0), **execution.arguments)
+        plan = best(limit_memory(problem, 1.0))
         assert plan.predicted.feasible
         try:
-            best(limit_memory(problem, execution, 0.67), **execution.arguments)
+            best(limit_memory(problem, 0.67))
         except InfeasibleError:
             failed += 1
     assert failed >= 3
@@ -160,12 +152,12 @@ def test_memory_at_factor_one_holds_a_plan_and_a_third_less_hardly_any(execution
 
 def test_memory_follows_factor_and_shares():
     problem = random_problem(0, 20, 3)
-    one = limit_memory(problem, PLAIN, 1.0).memory_limit_bytes
-    assert np.allclose(limit_memory(problem, PLAIN, 2.0).memory_limit_bytes, 2 * one, rtol=1e-4)
+    one = limit_memory(problem, 1.0).memory_limit_bytes
+    assert np.allclose(limit_memory(problem, 2.0).memory_limit_bytes, 2 * one, rtol=1e-4)
     assert np.ptp(one) == 0
-    shared = limit_memory(problem, PLAIN, 1.5, shares=np.array([1.0, 2.0, 4.0])).memory_limit_bytes
+    shared = limit_memory(problem, 1.5, shares=np.array([1.0, 2.0, 4.0])).memory_limit_bytes
     assert np.allclose(shared / shared[0], [1, 2, 4], rtol=1e-4)
-    assert limit_memory(problem, PLAIN, None) is problem
+    assert limit_memory(problem, None) is problem
 
 
 def test_settled_problems_do_not_tell_the_last_bits_of_a_machine():
@@ -207,7 +199,6 @@ def test_cases_of_a_split_are_the_same_again_and_mixed():
     assert len({case.name for case in one}) == 12
     assert all(case.family == "synthetic:wavefront" and case.branchy for case in one)
     assert {case.unseen_cluster for case in one} == {True, False}
-    assert {case.execution.microbatches for case in one} >= {1, 4, 8}
     assert {bool(np.isfinite(case.problem.memory_limit_bytes).all()) for case in one} == {True, False}
 
 
@@ -296,7 +287,7 @@ def test_sources_of_a_person_s_own_files(tmp_path):
     assert [case.problem.fingerprint for case in picked] == [cases[i].problem.fingerprint for i in (2, 0)]
     assert facts(picked.case(1)) == facts(list(picked)[1])
     saved = problems.cases_of([str(tmp_path / "set"), *two])
-    assert saved.count == 5 and saved.case(1).execution == Execution(4, "1f1b")
+    assert saved.count == 5
 
 
 def test_sources_by_name(monkeypatch):

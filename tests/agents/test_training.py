@@ -14,12 +14,11 @@ from rlplace.agents.config import TrainConfig
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.errors import InputError
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
 
-def given(*problems, execution=None):
-    cases = [Case(f"case-{n}", "x", problem, execution or Execution()) for n, problem in enumerate(problems)]
+def given(*problems):
+    cases = [Case(f"case-{n}", "x", problem) for n, problem in enumerate(problems)]
     return CaseSource("given", cases.__getitem__, len(cases))
 
 
@@ -177,10 +176,10 @@ def test_what_a_run_folder_holds(tmp_path, tiny):
     assert str(tmp_path) not in (tmp_path / "config.json").read_text() + card
 
 
-def test_problems_with_micro_batches_and_missing_plans(tmp_path, tiny):
+def test_problems_without_plans(tmp_path, tiny):
     """Cases of one device and those that fit nowhere are left out; the others train."""
     problems = (random_problem(0, num_groups=8, num_devices=1), impossible(), random_problem(2, num_groups=8, num_devices=3))
-    source = given(*problems, execution=Execution(4, "1f1b"))
+    source = given(*problems)
     assert train(source, tiny(), tmp_path, report=quiet) == 64
     assert len(list((tmp_path / "labels").glob("*.safetensors"))) == 1
 

@@ -29,7 +29,6 @@ from rlplace.measured.campaign import Campaign
 from rlplace.measured.correction import corrected, no_correction
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Budget, BudgetSpent
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -77,24 +76,24 @@ class Recording:
         return plan
 
 
-def run_tuning(agent, problem, truth, *, plans=11, fails=lambda plan: None, execution=PLAIN, noise=0.01):
+def run_tuning(agent, problem, truth, *, plans=11, fails=lambda plan: None, noise=0.01):
     """The result, its proposals, its cluster, and the plan of the agent as it was."""
-    cluster = SimulatedCluster(truth, noise=noise, fails=fails, execution=execution)
-    before = agent.place(problem, calls=256, **execution.arguments).device_of_group
-    campaign = Campaign(problem, cluster, budget=Budget(plans=plans), repeats=3, execution=execution)
+    cluster = SimulatedCluster(truth, noise=noise, fails=fails)
+    before = agent.place(problem, calls=256).device_of_group
+    campaign = Campaign(problem, cluster, budget=Budget(plans=plans), repeats=3)
     proposer = Recording(AgentProposer(agent.checkpoint))
-    tuned = tune(campaign, proposer, first_plans(problem, 6, execution=execution, first=before), calls=192)
+    tuned = tune(campaign, proposer, first_plans(problem, 6, first=before), calls=192)
     return tuned, proposer, cluster, campaign, before
 
 
 def test_tuning_finds_faster_plans(agent):
     gains = []
-    for problem, truth, execution in (
-        (PROBLEM, slow_device, PLAIN),
-        (make_problem(shape="wavefront", memory_factor=1.8), slow_card, PLAIN),
-        (make_problem(groups=10, shape="branchy"), slow_device, Execution(2, "1f1b")),
+    for problem, truth in (
+        (PROBLEM, slow_device),
+        (make_problem(shape="wavefront", memory_factor=1.8), slow_card),
+        (make_problem(groups=10, shape="branchy"), slow_device),
     ):
-        tuned, proposer, cluster, campaign, before = run_tuning(agent, problem, truth(problem), execution=execution)
+        tuned, proposer, cluster, campaign, before = run_tuning(agent, problem, truth(problem))
         best = np.array(tuned.best.device_of_group, dtype=np.int32)
         gains.append(cluster.true_s(best) / cluster.true_s(before))
         assert tuned.seconds == pytest.approx(cluster.true_s(best), rel=0.05)
@@ -102,7 +101,7 @@ def test_tuning_finds_faster_plans(agent):
         assert tuned.belief.fit.error_after < tuned.belief.fit.error_before
         assert not any(proposer.known) and len({tuple(plan.tolist()) for plan in proposer.proposed}) == 5
         for plan in proposer.proposed:
-            assert plan.dtype == np.int32 and simulate(problem, plan, **execution.arguments).feasible
+            assert plan.dtype == np.int32 and simulate(problem, plan).feasible
         ran = [trial.device_of_group for trial in campaign.trials if not trial.anchor]
         assert len(set(ran)) == len(ran) == 11
     assert max(gains) <= 1.01 and min(gains) < 0.85
@@ -129,7 +128,7 @@ def test_nothing_works(agent):
 def test_tuning_can_be_resumed(agent, tmp_path):
     """Everything that was measured is there again, and no plan is run twice."""
     cluster = SimulatedCluster(slow_device(PROBLEM), noise=0.01)
-    first = first_plans(PROBLEM, 4, execution=PLAIN)
+    first = first_plans(PROBLEM, 4)
 
     def go(plans):
         with TrialStore(tmp_path / "trials") as store:
@@ -150,7 +149,7 @@ def test_small_problems_are_measured_to_the_end(agent):
     everything = set(itertools.product(range(2), repeat=3))
     cluster = SimulatedCluster(problem)
     campaign = Campaign(problem, cluster, budget=Budget(plans=50))
-    tuned = tune(campaign, AgentProposer(agent.checkpoint, learn=False), first_plans(problem, 2, execution=PLAIN), calls=32)
+    tuned = tune(campaign, AgentProposer(agent.checkpoint, learn=False), first_plans(problem, 2), calls=32)
     assert not tuned.finished and set(cluster.runs) == everything
     assert cluster.true_s(tuned.best.device_of_group) <= 1.03 * min(map(cluster.true_s, everything))
 
@@ -161,7 +160,7 @@ def test_small_problems_are_measured_to_the_end(agent):
 @pytest.mark.parametrize("options", [{}, {"memory_factor": 1.5}, {"null_fraction": 0.3}], ids=str)
 def test_first_plans(options):
     problem = make_problem(groups=16, **options)
-    plans = first_plans(problem, 8, execution=PLAIN)
+    plans = first_plans(problem, 8)
     assert len(plans) == 8 == len({tuple(plan.tolist()) for plan in plans})
     lines = [simulate(problem, plan) for plan in plans]
     assert all(line.feasible for line in lines) and all(plan.dtype == np.int32 for plan in plans)
@@ -180,16 +179,16 @@ def test_first_plans(options):
 
 def test_first_plans_begin_with_a_given_one():
     given = random_plans(PROBLEM, 1, seed=7)[0]
-    plans = first_plans(PROBLEM, 5, execution=Execution(2, "gpipe"), first=given)
+    plans = first_plans(PROBLEM, 5, first=given)
     assert np.array_equal(plans[0], given) and len({tuple(plan.tolist()) for plan in plans}) == 5
-    assert first_plans(PROBLEM, 1, execution=PLAIN, first=given)[0] is not None
-    again = first_plans(PROBLEM, 5, execution=Execution(2, "gpipe"), first=given)
+    assert first_plans(PROBLEM, 1, first=given)[0] is not None
+    again = first_plans(PROBLEM, 5, first=given)
     assert all(np.array_equal(a, b) for a, b in zip(plans, again, strict=True))
 
 
 def some_belief(problem=PROBLEM, count=6, **options):
     campaign = Campaign(problem, SimulatedCluster(problem, **options), retime_every=0)
-    for plan in first_plans(problem, count, execution=PLAIN):
+    for plan in first_plans(problem, count):
         campaign.measure(plan)
     return believe(campaign)
 
@@ -385,7 +384,7 @@ def test_an_agent_is_as_skilled_as_itself(agents):
     checkpoint = agents["refinement"].checkpoint
     hopeless = random_problem(1, 6, 2)
     hopeless = dataclasses.replace(hopeless, devices=tuple(dataclasses.replace(d, memory_bytes=1) for d in hopeless.devices))
-    cases = [Case(f"case{k}", "test", random_problem(k, 10, 2), Execution(1 + k, "gpipe")) for k in range(3)]
+    cases = [Case(f"case{k}", "test", random_problem(k, 10, 2)) for k in range(3)]
     done = []
     skills = compare_skills(
         checkpoint, checkpoint, [*cases, Case("hopeless", "test", hopeless)], calls=40, progress=done.append
@@ -446,6 +445,3 @@ def test_a_campaign_for_each_problem():
     backend = MeasuredBackend(campaigns[0])
     with pytest.raises(InputError, match="no campaign measures"):
         RefinementEnv([other], backend=backend).reset(seed=0)
-    pipelined = make_instance(PROBLEM, execution=Execution(2, "gpipe"))
-    with pytest.raises(InputError, match="no campaign measures"):
-        RefinementEnv([pipelined], backend=backend).reset(seed=0)

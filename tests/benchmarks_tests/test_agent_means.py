@@ -17,11 +17,9 @@ from rlplace.errors import InputError
 from rlplace.means import interval
 
 
-def info(
-    name: str, *, family: str = "f", branchy: bool = False, microbatches: int = 1, floor_s: float | None = 1.0
-) -> CaseInfo:
+def info(name: str, *, family: str = "f", branchy: bool = False, floor_s: float | None = 1.0) -> CaseInfo:
     floor = None if floor_s is None else [0] * 8
-    return CaseInfo(name, family, "0" * 64, 8, 24, 2, microbatches, "list", branchy, False, floor_s, floor, 0.1, 9)
+    return CaseInfo(name, family, "0" * 64, 8, 24, 2, branchy, False, floor_s, floor, 0.1, 9)
 
 
 def row(
@@ -71,7 +69,7 @@ def test_seeds_weigh_alike_within_a_method_and_methods_within_a_case() -> None:
 def test_slices() -> None:
     cases = {
         "a": info("a", family="x", branchy=True),
-        "b": info("b", family="y", microbatches=4, floor_s=None),
+        "b": info("b", family="y", floor_s=None),
         "c": info("c", family="x"),
     }
     assert means.slices(cases) == {

@@ -25,7 +25,7 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners.common import groupgraph
-from rlplace.planners.common.evaluate import Execution, count_calls
+from rlplace.planners.common.evaluate import count_calls
 from rlplace.planners.random_plans import candidates
 from rlplace.simulator import Simulator, lowering, simulate
 
@@ -65,16 +65,14 @@ def test_a_plan_is_checked_against_what_it_says() -> None:
     devices = np.zeros(CASE.problem.num_groups, dtype=np.int32)
     step_s = simulate(CASE.problem, devices).step_time_s
     plan = make_plan(CASE.problem, devices, planner="x", seed=0, predicted=Prediction(step_s))
-    assert check(CASE.problem, plan, Execution()) == (step_s, None)
+    assert check(CASE.problem, plan) == (step_s, None)
     for lie in (0.999 * step_s, None):
-        found = check(CASE.problem, dataclasses.replace(plan, predicted=Prediction(lie)), Execution())[1]
+        found = check(CASE.problem, dataclasses.replace(plan, predicted=Prediction(lie)))[1]
         assert found is not None and "states a step" in found
-    found = check(CASE.problem, dataclasses.replace(plan, microbatches=4), Execution())[1]
-    assert found is not None and "runs 4 micro-batches" in found
     small = tuple(dataclasses.replace(device, memory_bytes=1) for device in CASE.problem.devices)
     tight = dataclasses.replace(CASE.problem, devices=small)
     full = make_plan(tight, devices, planner="x", seed=0, predicted=Prediction(step_s))
-    found = check(tight, full, Execution())[1]
+    found = check(tight, full)[1]
     assert found is not None and found.startswith("not feasible")
 
 
@@ -82,7 +80,7 @@ def test_what_goes_wrong_stands_in_the_row(info: CaseInfo, monkeypatch: pytest.M
     def place(problem: Any, **options: Any) -> Any:
         raise errors[0]
 
-    monkeypatch.setattr(measure, "_warm", lambda method, execution: place)
+    monkeypatch.setattr(measure, "_warm", lambda method: place)
     errors: list[Exception] = [InfeasibleError("device 0 is 5 bytes short")]
     job = Job(info, Method("broken", RIVAL), Budget("calls", 8), 0)
     row = run_row(job, CASE.problem)
@@ -90,15 +88,6 @@ def test_what_goes_wrong_stands_in_the_row(info: CaseInfo, monkeypatch: pytest.M
     errors[0] = KeyError("x")
     row = run_row(job, CASE.problem)
     assert (row.status, row.violation) == ("failed", "KeyError: 'x'")
-
-
-def test_pipelined_cases_run_under_their_schedule() -> None:
-    info = floor_of(describe(PIPELINED), PIPELINED.problem)
-    assert (info.microbatches, info.schedule) == (4, "1f1b")
-    row = run_row(Job(info, methods.rival("annealing"), Budget("calls", 16), 0), PIPELINED.problem)
-    assert (
-        row.violation is None and row.step_time_s is not None and info.floor_s is not None and row.step_time_s <= info.floor_s
-    )
 
 
 def test_agents_are_named_by_label_weights_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +171,7 @@ def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_every_row_has_a_problem_of_its_own_with_what_the_floor_derived(info: CaseInfo) -> None:
     start = np.array(info.floor, dtype=np.int32)
-    own = measure.after_floor(CASE.problem, start, Execution())
+    own = measure.after_floor(CASE.problem, start)
     assert own is not CASE.problem
     assert own.fingerprint == dataclasses.replace(own).fingerprint
     assert own in lowering._lower.results and own in groupgraph.group_graph.results

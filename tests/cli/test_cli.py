@@ -99,14 +99,6 @@ def test_plans_of_the_split_view_simulate_on_their_captured_view(capsys, tmp_pat
     assert code == 0 and json.loads(out)["predicted"]["step_time_s"] == predicted["step_time_s"]
 
 
-def test_planners_keep_their_own_schedule_unless_one_is_named(capsys, problem_file):
-    for planner, given, expected in (
-        ("gpipe", (), "gpipe"), ("pipedream", (), "1f1b"), ("heft", (), "list"), ("gpipe", ("--schedule", "list"), "list"),
-    ):  # fmt: skip
-        code, out, _ = run(capsys, "place", problem_file, "--planner", planner, "--microbatches", "4", *given)
-        assert code == 0 and f"4 micro-batches of 8, schedule {expected}" in out
-
-
 def test_the_finer_simulation_names_devices_that_are_too_small():
     problem = random_problem(3, num_groups=12, num_devices=2, memory_factor=2.0)
     limits = [device.memory_bytes for device in problem.devices]

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from rlplace.comparing import ComparisonRow, ProblemInfo, Settings, Store
-from rlplace.comparing.records import MAKESPAN, RATE, SPLIT, VIEWS
+from rlplace.comparing.records import MAKESPAN, SPLIT, VIEWS
 from rlplace.comparing.summary import References, summarize
 from rlplace.errors import InputError
 from rlplace.means import interval
@@ -66,23 +66,26 @@ def test_gaps_have_a_mean_of_their_own():
     assert summarize(rows, ["best"])[0].gap == pytest.approx(1.0)
 
 
+APART = MAKESPAN + VIEWS[SPLIT]
+
+
 def test_rows_without_a_plan_count_where_the_planner_usually_is():
-    rows = [*table([(1.0, 1.0), (1.0, 1.0)]), row("p0", "piped", 4.0, metric=RATE, samples=32), row("p1", "piped", None)]
-    lines = {(line.metric, line.planner): line for line in summarize(rows, ["best", "other", "piped"])}
-    assert set(lines) == {(MAKESPAN, "best"), (MAKESPAN, "other"), (RATE, "piped")}
-    piped = lines[RATE, "piped"]
-    assert (piped.problems, piped.feasible, piped.only_reference) == (2, 1, 0)  # its rival there is unknown
+    rows = [*table([(1.0, 1.0), (1.0, 1.0)]), row("p0", "split", 4.0, metric=APART), row("p1", "split", None)]
+    lines = {(line.metric, line.planner): line for line in summarize(rows, ["best", "other", "split"])}
+    assert set(lines) == {(MAKESPAN, "best"), (MAKESPAN, "other"), (APART, "split")}
+    split = lines[APART, "split"]
+    assert (split.problems, split.feasible, split.only_reference) == (2, 1, 0)  # its rival there is unknown
 
 
 def test_references_are_of_one_problem_metric_and_batch():
     rows = [
-        row("p0", "best", 1.0), row("p1", "best", 2.0), row("p0", "best", 5.0, metric=RATE, samples=32, reference=True),
+        row("p0", "best", 1.0), row("p1", "best", 2.0), row("p0", "best", 5.0, samples=32, reference=True),
         row("p0", "best", 7.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT),
     ]  # fmt: skip
     against = References(rows)
     assert against.of(row("p1", "x", 1.0)) is rows[1]
-    assert against.of(row("p0", "x", 1.0, metric=RATE, samples=32)) is rows[2]
-    assert against.of(row("p0", "x", 1.0, metric=RATE, samples=64)) is None
+    assert against.of(row("p0", "x", 1.0, samples=32)) is rows[2]
+    assert against.of(row("p0", "x", 1.0, samples=64)) is None
     assert against.of(row("p0", "x", 1.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT)) is rows[3]
     assert [line.planner for line in summarize(rows, ["best"])] == ["best", "best"]  # a reference row has no line
 
@@ -125,8 +128,8 @@ def test_an_existing_file_is_not_overwritten(path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("calls", 6), ("calls", None), ("time_limit_s", 1.0), ("seeds", 2), ("microbatches", 4),
-                         ("agent", "x"), ("microbatches", 2), ("version", "0.0.1")],
+    ("field", "value"), [("calls", 6), ("calls", None), ("time_limit_s", 1.0), ("seeds", 2),
+                         ("agent", "x"), ("version", "0.0.1")],
 )  # fmt: skip
 def test_other_settings_are_refused(path, field, value):
     filled(path)

@@ -18,8 +18,7 @@ from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
 from rlplace.cost.lifetimes import lifetimes
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Device, Links, Problem
-from rlplace.problem.build import TensorSpec, build_problem
+from rlplace.problem import BACKWARD_WEIGHT, Device, Links, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
@@ -49,8 +48,8 @@ def with_ties(problem, seed):
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from(["list", "gpipe", "1f1b"]), st.booleans())
-def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, schedule, synthetic):
+@given(st.integers(0, 10_000), st.booleans())
+def test_the_list_of_allocations_has_the_simulators_peak(seed, synthetic):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 5))
     if synthetic:
@@ -59,8 +58,8 @@ def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, sch
     else:
         problem = random_problem(seed, int(rng.integers(1, 25)), count)
     problem = with_ties(problem, seed)
-    plan = plan_of(problem, rng.integers(0, count, problem.num_groups), microbatches=microbatches, schedule=schedule)
-    line = simulate_reference(problem, plan.device_of_group, microbatches=microbatches, schedule=schedule)
+    plan = plan_of(problem, rng.integers(0, count, problem.num_groups))
+    line = simulate_reference(problem, plan.device_of_group)
     life = lifetimes(problem, plan)
     base = resident_by_device(problem, plan.device_of_group)
     for device in range(count):
@@ -68,16 +67,6 @@ def test_the_list_of_allocations_has_the_simulators_peak(seed, microbatches, sch
         assert base[device] + int(live.max(initial=0)) == line.peak_memory_bytes[device]
         assert not len(live) or live[-1] == 0  # everything is given back
     assert np.array_equal(np.sort(life.item), np.sort(np.tile(np.arange(len(life.device)), 2)))
-
-
-def test_a_gradient_that_micro_batches_add_to_is_one_allocation():
-    problem = build_problem(
-        "sum", time_s=[[1.0]] * 3, memory_bytes=[None], group=[0, 0, 0], phase=[FORWARD, BACKWARD, UPDATE],
-        tensors=[TensorSpec(0, 4, [1]), TensorSpec(1, 8, [2])],
-    )  # fmt: skip
-    life = lifetimes(problem, plan_of(problem, [0], microbatches=3))
-    assert sorted(life.bytes.tolist()) == [4, 4, 4, 8] and life.live_bytes(0)[-1] == 0
-    assert int(life.live_bytes(0).max()) == int(life.peak_memory_bytes[0]) == 4 + 8
 
 
 def test_the_workspace_is_what_torch_reserves():
@@ -157,15 +146,6 @@ def test_what_does_not_fit_says_so_and_what_it_would_take():
     # Cached segments of 30 and 20 MiB have to go before the state of 80 MiB comes.
     (item,) = footprint(chain(temporary=20 * MIB, memory=200 * MIB), [0], options=options)
     assert item.fits and item.retries > 0
-
-
-def test_microbatches_hold_their_activations_and_accumulate_gradients():
-    problem = chain(weight=2 * MIB)
-    options = MemoryOptions(workspace_bytes=0)
-    one, four = (
-        footprint(problem, plan_of(problem, [0], microbatches=m, schedule="gpipe"), options=options)[0].parts for m in (1, 4)
-    )
-    assert four["activations"] == 4 * one["activations"] and four["gradients"] == one["gradients"]
 
 
 def test_parameters_are_single_allocations_where_the_graph_is_known():

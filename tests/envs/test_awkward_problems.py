@@ -15,7 +15,6 @@ from rlplace.envs import make_instance
 from rlplace.envs.instance import group_pinned_bytes, group_saved_bytes
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners.common.bounds import largest_op_bytes
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import BACKWARD, FORWARD, Problem, problem_from_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -85,16 +84,13 @@ def made(name: str) -> Problem:
     return collective() if name == "collective" else problem_from_dict(problems()[name])
 
 
-EXECUTIONS = {"plain": Execution(), "4 x 1f1b": Execution(microbatches=4, schedule="1f1b"), "3 x list": Execution(3)}
-
-
 @pytest.mark.parametrize("name", [*problems(), "collective"])
 @pytest.mark.parametrize("env_id", IDS)
-@pytest.mark.parametrize(("observation", "execution"), [("indexed", "plain"), ("full", "4 x 1f1b"), ("indexed", "3 x list")])
-def test_episodes_stay_finite(env_id: str, name: str, observation: str, execution: str) -> None:
+@pytest.mark.parametrize("observation", ["indexed", "full"])
+def test_episodes_stay_finite(env_id: str, name: str, observation: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        instance = make_instance(made(name), execution=EXECUTIONS[execution])
+        instance = make_instance(made(name))
         env = gymnasium.make(env_id, problems=[instance], observation=observation)
         rng = np.random.default_rng(0)
         for _ in range(2):
@@ -210,13 +206,12 @@ def test_the_pivot_with_the_largest_total_counts():
     assert group_saved_bytes(problem).tolist() == [0.0, 50.0]
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
 @given(seed=st.integers(0, 10**6))
-def test_no_plan_takes_less(seed, microbatches):
+def test_no_plan_takes_less(seed):
     rng = np.random.default_rng(seed)
     problem = random_problem(seed, int(rng.integers(2, 12)), 3)
     devices = rng.integers(0, 3, problem.num_groups)
-    line = simulate(problem, devices, microbatches=microbatches)
+    line = simulate(problem, devices)
     saved, footprint = group_saved_bytes(problem), largest_op_bytes(problem)
     for device, item in enumerate(problem.devices):
         mine = devices == device

@@ -11,7 +11,6 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES, Construction
 from rlplace.envs.guide.features import CLIP, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.errors import InputError
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 
@@ -124,8 +123,7 @@ def cases(draw, hosts=(1,)):
     )
     rng = np.random.default_rng(seed)
     new = rng.permutation(devices)
-    execution = Execution(microbatches=draw(st.sampled_from([1, 3])))
-    one, two = (make_instance(p, compute_floor=False, execution=execution) for p in (problem, renumbered(problem, new)))
+    one, two = (make_instance(p, compute_floor=False) for p in (problem, renumbered(problem, new)))
     plan = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in one.allowed], dtype=np.int32)
     return one, two, new.astype(np.int32), plan, rng
 
@@ -143,8 +141,8 @@ def test_moves(case):
     second.ptr[:], second.groups[:], second.kinds[:] = first.ptr, first.groups, first.kinds
     second.targets[:] = new[np.minimum(first.targets, len(new) - 1)]
     move_features(
-        *second.arguments, new[plan], second.ptr, second.groups, second.targets, second.kinds, count, second.microbatches,
-        new[plan], second.table,
+        *second.arguments, new[plan], second.ptr, second.groups, second.targets, second.kinds, count, new[plan],
+        second.table,
     )  # fmt: skip
     np.testing.assert_allclose(second.table[:count], first.table[:count], rtol=1e-4, atol=1e-5)
     for a, b in zip(first.price(plan, np.arange(count)), second.price(new[plan], np.arange(count)), strict=True):

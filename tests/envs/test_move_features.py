@@ -8,9 +8,8 @@ from rlplace.envs.guide.draw import CLUSTER, EMPTY, EXCHANGE, RUN, SINGLE, SWAP
 from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.guide.pressure import SHARPNESS, STRICT, TIGHT
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.problem import BACKWARD, UPDATE, Channels, Links
+from rlplace.problem.problem import Channels, Links
 
 A, B, C, D = range(4)  # a feeds b and c, both feed d
 TENSORS = [TensorSpec(A, 1, [B]), TensorSpec(A, 1, [C]), TensorSpec(B, 1, [D]), TensorSpec(C, 1, [D])]
@@ -25,8 +24,8 @@ def fork(*, memory_bytes=(None, None), resident_bytes=None, slow=1.0, links=None
     )  # fmt: skip
 
 
-def guide_of(problem, execution=None):
-    return Guide(make_instance(problem, compute_floor=False, **({} if execution is None else {"execution": execution})), 8, 0)
+def guide_of(problem):
+    return Guide(make_instance(problem, compute_floor=False), 8, 0)
 
 
 def describe(guide, plan, *moves, kinds=None):
@@ -38,8 +37,8 @@ def describe(guide, plan, *moves, kinds=None):
     guide.groups[: len(flat)], guide.targets[: len(flat)] = np.array(flat).T
     guide.kinds[: len(moves)] = 0 if kinds is None else kinds
     move_features(
-        *guide.arguments, plan, guide.ptr, guide.groups, guide.targets, guide.kinds, len(moves), guide.microbatches,
-        plan.copy(), guide.table,
+        *guide.arguments, plan, guide.ptr, guide.groups, guide.targets, guide.kinds, len(moves), plan.copy(),
+        guide.table,
     )  # fmt: skip
     return looked, [dict(zip(FEATURES, row.tolist(), strict=True)) for row in guide.table[: len(moves)]]
 
@@ -93,7 +92,6 @@ def test_everything_on_one_device():
         plan_pressure=0.0,
         plan_devices=2 / 8,
         plan_groups=2 / 8,
-        plan_microbatches=0.0,
     )
 
 
@@ -182,21 +180,6 @@ def test_memory():
     check(one, relief=(peak - 100) / 100)  # all that overflows
     assert 60 / 50 <= one["peak_target"] and 30 / 50 <= two["peak_target"]
     assert two["relief"] == pytest.approx((peak - 100) / 100)
-
-
-def test_micro_batches_are_counted_in_a_step():
-    problem = build_problem(
-        "fork with updates",
-        time_s=[[1.0] * 2, [2.0] * 2, [3.0] * 2, [1.0] * 2, [1.0] * 2, [0.5] * 2],
-        group=[0, 1, 2, 3, 2, 2], phase=[0, 0, 0, 0, BACKWARD, UPDATE], memory_bytes=[None, None],
-        tensors=[*TENSORS, TensorSpec(D, 1, [4]), TensorSpec(4, 0, [5])],
-    )  # fmt: skip
-    guide = guide_of(problem, Execution(microbatches=4))
-    (step, _), (row,) = describe(guide, [0, 0, 0, 0], [(C, 1)])
-    assert step == pytest.approx(4 * 8 + 0.5)  # forward and backward of each micro-batch, one update
-    # c and its backward leave; they receive from a and d and send to d, once a micro-batch.
-    check(row, work=(4 * 4 + 0.5) / step, sent_change=4 * 3 / step, plan_microbatches=2 / 4)
-    check(row, busiest_change=(4 * 4 + 0.5 - step) / step)  # 16 s stay
 
 
 def test_kinds_of_moves():

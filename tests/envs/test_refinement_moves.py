@@ -6,7 +6,6 @@ import pytest
 from rlplace.envs import MeasuredBackend, RefinementEnv, SimulatedBackend, make_instance, refinement
 from rlplace.envs.instance import score
 from rlplace.errors import InputError
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -33,9 +32,8 @@ def test_a_move_does_what_is_offered():
     assert len(env.move(0)[0]) == len(env.move(99)[0]) == 0
 
 
-@pytest.mark.parametrize("execution", [Execution(), Execution(microbatches=4, schedule="1f1b")])
-def test_scores_of_moves_are_what_they_gain(execution):
-    instance = make_instance(random_problem(2, num_groups=16, num_devices=3, memory_factor=1.5), execution=execution)
+def test_scores_of_moves_are_what_they_gain():
+    instance = make_instance(random_problem(2, num_groups=16, num_devices=3, memory_factor=1.5))
     env = RefinementEnv([instance], start="greedy")
     env.reset(seed=3)
     calls = env.backend.calls

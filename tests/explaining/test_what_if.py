@@ -71,7 +71,7 @@ def test_more_micro_batches():
 def test_nothing_is_worse_than_what_is_known(seed):
     problem = random_problem(seed, 10, 3, hosts=3)
     rng = np.random.default_rng(seed)
-    found = asked(problem, rng.integers(0, 3, 10), calls=8, microbatches=int(rng.integers(1, 3)), schedule="1f1b")
+    found = asked(problem, rng.integers(0, 3, 10), calls=8)
     base = found[AS_IS].replanned_s
     for answer in found.values():
         assert answer.replanned_s <= answer.same_s
@@ -190,10 +190,10 @@ def test_unlike_devices_keep_their_names():
 
 def test_settings_that_differ(layers):
     problem = layers(4, devices=2)
-    first = plan(problem, [0, 0, 1, 1], microbatches=2, schedule="1f1b")
+    first = plan(problem, [0, 0, 1, 1], priority=list(range(problem.num_ops)))
     found = rlplace.diff(problem, first, plan(problem, [0, 0, 0, 0]))
-    assert found.settings == {"micro-batches": (2, 1), "schedule": ("1f1b", "list")}
-    assert found.second.samples == 1 and "schedule: 1f1b in the first, list in the second" in found.text()
+    assert found.settings == {"priorities given": (True, False)}
+    assert "priorities given: True in the first, False in the second" in found.text()
     json.dumps(found.to_dict(), allow_nan=False)
 
 

@@ -34,8 +34,8 @@ def test_damaged_inputs(name, seeds, scratch):
 
 # What the fuzzer has found, and what it would find once in a long time.
 FOUND = [
-    ("plan", "stages.plan.json", b'"executor": "list"', b'"executor": 1e400'),
-    ("plan", "stages.plan.json", b'"microbatches": [2]', b'"microbatches": [1048576]'),
+    ("plan", "told.plan.json", b'"executor": "list"', b'"executor": 1e400'),
+    ("plan", "told.plan.json", b'"microbatches": [1]', b'"microbatches": [1048576]'),
     ("plan source", "sourced.plan.json", b'{"model": "zoo:mlp",', b'[{"model": "zoo:mlp"}], "other": {'),
     ("plan source", "sourced.plan.json", b'"zoo:mlp"', b'"os:system,command=true"'),
     ("problem", "toy.problem.json", b'"gpu0"', b'"gpu0\\u001b[31m"'),

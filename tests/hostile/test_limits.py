@@ -128,13 +128,14 @@ def test_names(seeds, tmp_path, file, old):
 
 
 def test_micro_batches(seeds, tmp_path):
-    text = (seeds / "stages.plan.json").read_text()
+    text = (seeds / "told.plan.json").read_text()
     for count, fits in ((limits.MICROBATCHES, True), (limits.MICROBATCHES + 1, False), (0, False)):
         path = tmp_path / "x.plan.json"
-        old = '"batch": 2, "microbatch": [1], "microbatches": [2]'
+        old = '"batch": 1, "microbatch": [1], "microbatches": [1]'
         path.write_text(text.replace(old, f'"batch": {max(count, 1)}, "microbatch": [1], "microbatches": [{count}]'))
         if fits:
-            assert PlacementPlan.load(path).microbatches == count
+            older = PlacementPlan.load(path).older
+            assert older is not None and older.microbatches == count
         else:
             refused(lambda path=path: PlacementPlan.load(path), r"microbatches\[0\]: expected a whole number in 1\.\.65536")
 

@@ -1,5 +1,7 @@
 """Campaigns: what is measured, what is remembered, what it costs, and what a cluster that changes does to it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from simulated_cluster import Clock, SimulatedCluster, random_plans
@@ -10,7 +12,6 @@ from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.site import Site
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import FAILED, Budget, BudgetSpent, Spent
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem.generate import random_problem
 
 PROBLEM = random_problem(1, 8, 2)
@@ -63,16 +64,15 @@ def test_a_known_plan_is_never_run_twice(cluster):
 
 
 def test_what_the_timer_gets_and_what_becomes_of_it(cluster):
-    execution = Execution(2, "1f1b")
-    timer = cluster(execution=execution)
+    timer = cluster()
     seen = []
-    campaign = Campaign(PROBLEM, timer, execution=execution, run="a", repeats=3, on_trial=seen.append)
+    campaign = Campaign(PROBLEM, timer, run="a", repeats=3, on_trial=seen.append)
     trial = campaign.measure(PLANS[0])
     assert (trial.problem, trial.site, trial.run, trial.mode) == (PROBLEM.fingerprint, "", "a", "computed")
-    assert (trial.microbatches, trial.schedule, trial.engine, trial.anchor) == (2, "1f1b", "simulated", False)
+    assert (trial.engine, trial.anchor) == ("simulated", False)
     assert len(trial.step_s) == 3 and trial.setup_s == 0.5 and trial.places and seen == [trial]
     plan = campaign.plan(trial)
-    assert (plan.microbatches, plan.schedule, key(plan.device_of_group)) == (2, "1f1b", key(PLANS[0]))
+    assert key(plan.device_of_group) == key(PLANS[0])
     assert campaign.seconds(trial) == trial.median_s == pytest.approx(timer.true_s(PLANS[0]), rel=0.1)
 
 
@@ -229,11 +229,10 @@ def test_opening_a_campaign_leaves_the_running_trials_of_others_alone(cluster, t
         {"problem": OTHER, "site": SITE.fingerprint},
         {"problem": PROBLEM, "site": OTHER_SITE.fingerprint},
         {"problem": PROBLEM, "site": SITE.fingerprint, "mode": "replayed"},
-        {"problem": PROBLEM, "site": SITE.fingerprint, "execution": Execution(2, "gpipe")},
     ]
     for number, options in enumerate(elsewhere):
         with open_store(tmp_path / f"trials{number}") as store:
-            inner = cluster(options["problem"], execution=options.get("execution", Execution()))
+            inner = cluster(options["problem"])
 
             def timer(plan, race, store=store, inner=inner):
                 Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
@@ -338,13 +337,11 @@ def test_isolated_campaigns_take_measurements_and_pay_for_them(cluster, tmp_path
         assert len(first.trials) == 5 and {t.run for t in first.trials} == {"a"}
 
 
-def test_clusters_problems_schedules_and_modes_never_mix(cluster, tmp_path):
+def test_clusters_problems_and_modes_never_mix(cluster, tmp_path):
     kinds = [
         {"site": SITE.fingerprint},
         {"site": OTHER_SITE.fingerprint},
         {"site": ""},
-        {"site": SITE.fingerprint, "execution": Execution(2, "gpipe")},
-        {"site": SITE.fingerprint, "execution": Execution(4, "gpipe")},
         {"site": SITE.fingerprint, "mode": "replayed"},
         {"site": SITE.fingerprint, "problem": OTHER},
     ]
@@ -353,8 +350,7 @@ def test_clusters_problems_schedules_and_modes_never_mix(cluster, tmp_path):
             campaigns = []
             for number, kind in enumerate(kinds):
                 problem, options = kind.get("problem", PROBLEM), {k: v for k, v in kind.items() if k != "problem"}
-                execution = kind.get("execution", Execution())
-                timer = cluster(problem, execution=execution, slowdown=lambda now_s, number=number: 1.0 + number)
+                timer = cluster(problem, slowdown=lambda now_s, number=number: 1.0 + number)
                 campaign = Campaign(problem, timer, store=store, run=f"run{number}", isolated=isolated, **options)
                 assert campaign.trials == [] and campaign.known(PLANS[0]) is None
                 trial = campaign.measure(PLANS[0])
@@ -363,6 +359,15 @@ def test_clusters_problems_schedules_and_modes_never_mix(cluster, tmp_path):
             for number, (campaign, timer, problem, options) in enumerate(campaigns):
                 again = Campaign(problem, timer, store=store, run=f"run{number}", isolated=isolated, **options)
                 assert measured(again) == measured(campaign) and len(again.trials) == 1 == sum(timer.runs.values())
+
+
+def test_steps_of_several_micro_batches_in_older_files_are_left_alone(cluster, tmp_path):
+    with open_store(tmp_path / "trials") as store:
+        campaign = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
+        trial = campaign.measure(PLANS[0])
+        store.add(dataclasses.replace(trial, device_of_group=tuple(PLANS[1].tolist()), microbatches=4, schedule="1f1b"))
+        again = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
+        assert [found.device_of_group for found in again.trials] == [key(PLANS[0])]
 
 
 def test_a_cluster_that_the_store_does_not_know(cluster, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from rlplace.errors import InputError
 from rlplace.measured.calibrate import group_seconds, predict
 from rlplace.measured.correction import corrected, no_correction, num_channels, time_factor
-from rlplace.planners.common.evaluate import Execution
 from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -41,8 +40,8 @@ def change(problem, **parts):
     return dataclasses.replace(no_correction(problem), **parts)
 
 
-def step_s(problem, plan, **execution):
-    return simulate(problem, np.array(plan, dtype=np.int32), **execution).step_time_s
+def step_s(problem, plan):
+    return simulate(problem, np.array(plan, dtype=np.int32)).step_time_s
 
 
 CHAIN = [0, 1, 2]
@@ -56,13 +55,12 @@ def test_the_chain_by_hand():
 # Identity
 
 
-@pytest.mark.parametrize("execution", [Execution(), Execution(3, "1f1b"), Execution(2, "gpipe")], ids=str)
-def test_the_identity_changes_no_step_time(execution):
+def test_the_identity_changes_no_step_time():
     rng = np.random.default_rng(0)
     same = corrected(RANDOM, no_correction(RANDOM))
     for _ in range(20):
         plan = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in RANDOM.group_allowed], dtype=np.int32)
-        before, after = (simulate(p, plan, **execution.arguments) for p in (RANDOM, same))
+        before, after = (simulate(p, plan) for p in (RANDOM, same))
         assert before.step_time_s == after.step_time_s is not None
         assert np.array_equal(before.peak_memory_bytes, after.peak_memory_bytes)
     assert same.fingerprint == RANDOM.fingerprint, "what is priced alike is the same problem"

@@ -12,7 +12,6 @@ from rlplace.errors import InputError
 from rlplace.measured.calibrate import fit_correction, predict
 from rlplace.measured.correction import corrected, no_correction
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import PLAIN, Execution
 from rlplace.problem.generate import random_problem
 
 DEVICES, TRIALS, HELD_OUT = 3, 20, 30
@@ -65,15 +64,15 @@ TRUTHS = {
 
 
 @functools.cache
-def fit(name, *, execution=PLAIN, trials=TRIALS, seed=0, busy=True, noise=0.02):
+def fit(name, *, trials=TRIALS, seed=0, busy=True, noise=0.02):
     """The fit, and the mean relative errors on plans that it has not seen: before and after."""
     plans = random_plans(PROBLEM, trials + HELD_OUT, seed=seed, around=BASE)
-    cluster = SimulatedCluster(TRUTHS[name], execution=execution, noise=noise, seed=seed)
-    found = fit_correction(PROBLEM, [cluster.trial(PROBLEM, p, busy=busy) for p in plans[:trials]], execution=execution)
+    cluster = SimulatedCluster(TRUTHS[name], noise=noise, seed=seed)
+    found = fit_correction(PROBLEM, [cluster.trial(PROBLEM, p, busy=busy) for p in plans[:trials]])
     held_out = np.array(plans[trials:])
     true_s = np.array([cluster.true_s(plan) for plan in held_out])
     errors = [
-        float(np.abs(predict(PROBLEM, correction, held_out, execution) / true_s - 1.0).mean())
+        float(np.abs(predict(PROBLEM, correction, held_out) / true_s - 1.0).mean())
         for correction in (no_correction(PROBLEM), found.correction)
     ]
     return found, errors[0], errors[1]
@@ -128,21 +127,11 @@ def test_mispriced_groups_are_told_apart():
     assert np.corrcoef(np.log(total[used]), np.log(truth[used]))[0, 1] > 0.6
 
 
-@pytest.mark.parametrize(("execution", "seed"), [(PLAIN, 0), (Execution(4, "1f1b"), 0)], ids=str)
-def test_a_cost_model_that_is_right_stays(execution, seed):
-    found, before, after = fit("as believed", execution=execution, seed=seed)
+def test_a_cost_model_that_is_right_stays():
+    found, before, after = fit("as believed")
     assert before < 1e-9 and after < 0.02
     assert found.correction.device_factor == pytest.approx(np.ones(DEVICES), rel=0.03)
     assert found.correction.step_factor == pytest.approx(1.0, rel=0.03)
-
-
-@pytest.mark.parametrize("name", ["slow device", "slow channels", pytest.param("all is wrong by 7", marks=pytest.mark.slow)])
-def test_micro_batches(name):
-    execution = Execution(4, "1f1b")
-    found, before, after = fit(name, execution=execution)
-    assert after < 0.5 * before and after < 0.1
-    if name == "slow device":
-        assert found.correction.device_factor == pytest.approx([1.0, 1.0, 1.8], rel=0.08)
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=lambda steps: f"{steps} of 3 steps")

@@ -38,6 +38,7 @@ FIRST = {
 }
 
 OLD = {"replicas", "recompute", "optimizer_sharding"}
+TURNS = {"microbatches", "schedule", "stage_of_group"}
 
 
 def load(data: Any, folder: Path) -> PlacementPlan:
@@ -59,23 +60,23 @@ def same(one: PlacementPlan, other: PlacementPlan) -> None:
 def test_version_1_means_what_it_meant(tmp_path: Path) -> None:
     plan = load(FIRST, tmp_path)
     assert plan.strategy is None and plan.samples is None
-    kept = {"problem", "planner", "seed", "microbatches", "schedule", "groups"}
+    kept = {"problem", "planner", "seed", "groups"}
     assert {name: getattr(plan, name) for name in kept} == {name: FIRST[name] for name in kept}
-    for name in ("device_of_group", "priority", "stage_of_group"):
+    for name in ("device_of_group", "priority"):
         assert getattr(plan, name).tolist() == FIRST[name]
     assert plan.predicted.extra == {"mine": 1}
-    assert plan.older == Older(((0, 1), (2, 3)), ((0,), (2,)), True)
+    assert plan.older == Older(4, "1f1b", (0, 1, 1), ((0, 1), (2, 3)), ((0,), (2,)), True)
     for use in (lambda: plan.save(tmp_path / "again.plan.json"), lambda: check_plan(plan, PROBLEM)):
-        with pytest.raises(InputError, match="asks for replicas and recompute and optimizer_sharding"):
+        with pytest.raises(
+            InputError, match="4 micro-batches and schedule 1f1b and replicas and recompute and optimizer_sharding"
+        ):
             use()
-    plain = load({key: value for key, value in FIRST.items() if key not in OLD} | {"replicas": [[3, 1]]}, tmp_path)
+    plain = load({key: value for key, value in FIRST.items() if key not in OLD | TURNS} | {"replicas": [[3, 1]]}, tmp_path)
     assert plain.older is None and plain.device_of_group.tolist() == [3, 1, 1]  # other names of the same devices
     plain.save(tmp_path / "again.plan.json")
     written = json.loads((tmp_path / "again.plan.json").read_text())
     assert written["version"] == 2
-    assert written["strategy"] == {
-        "microbatches": [4], "schedule": "1f1b", "stages": [{"devices": [0, 1, 2, 3], "mesh": {"branch": 4}}],
-    }  # fmt: skip
+    assert written["strategy"] == {"microbatches": [1], "stages": [{"devices": [0, 1, 2, 3], "mesh": {"branch": 4}}]}
     same(plain, PlacementPlan.load(tmp_path / "again.plan.json"))
 
 
@@ -88,6 +89,8 @@ def test_version_1_means_what_it_meant(tmp_path: Path) -> None:
         ({"replicas": None}, "shares the optimizer state between replicas, but the plan has one"),
         ({"recompute": [[0], [0]]}, "distinct groups"),
         ({"recompute": [[9]]}, r"distinct groups in 0\.\.2"),
+        ({"stage_of_group": [0]}, "stage_of_group has 1 entries, the plan 3 groups"),
+        ({"schedule": "2f2b"}, "unknown schedule '2f2b'"),
         ({"shards": {"a": {"b": 2}}}, "its shards cut single ops, which plans no longer do"),
     ],
 )
@@ -98,8 +101,10 @@ def test_words_of_older_files_are_checked(changed: dict[str, Any], reason: str, 
 
 def test_schedules_for_chains_are_read_and_refused_without_a_model(tmp_path: Path) -> None:
     plan = load({key: value for key, value in FIRST.items() if key not in OLD} | {"schedule": "interleaved"}, tmp_path)
-    assert plan.schedule == "interleaved_1f1b" and plan.older is None
-    with pytest.raises(InputError, match="asks for schedule interleaved_1f1b, which placements no longer do"):
+    assert plan.older == Older(4, "interleaved_1f1b", (0, 1, 1))
+    with pytest.raises(
+        InputError, match="asks for 4 micro-batches and schedule interleaved_1f1b, which placements"
+    ):
         check_plan(plan, PROBLEM)
 
 
@@ -113,14 +118,9 @@ def test_orders_follow_renamed_devices(tmp_path: Path) -> None:
 @st.composite
 def plans(draw: st.DrawFn) -> PlacementPlan:
     devices = draw(st.lists(st.integers(0, 1), min_size=6, max_size=6))
-    how: dict[str, Any] = {
-        "microbatches": draw(st.integers(1, 3)),
-        "schedule": draw(st.sampled_from(["list", "gpipe", "1f1b"])),
-    }
+    how: dict[str, Any] = {}
     if draw(st.booleans()):
         how["priority"] = draw(st.lists(st.floats(-9, 9), min_size=PROBLEM.num_ops, max_size=PROBLEM.num_ops))
-    if draw(st.booleans()):
-        how["stage_of_group"] = draw(st.lists(st.integers(0, 3), min_size=6, max_size=6))
     return make_plan(PROBLEM, devices, planner="drawn", seed=draw(st.integers(0, 9)), **how)
 
 
@@ -132,7 +132,7 @@ def test_placement_plans_come_back_as_they_were(plan: PlacementPlan, tmp_path_fa
     same(plan, again)
     assert again.fingerprint == plan.fingerprint
     batch = json.loads(path.read_text())["strategy"]["batch"]
-    assert batch == PROBLEM.samples_per_microbatch * plan.microbatches
+    assert batch == PROBLEM.samples_per_microbatch
 
 
 STRATEGY = Strategy(4, (Pipeline((Stage(("a", "b"), (0, 1), {"shard": 2}, sharding=3),), (2,), (1,)),))
@@ -182,7 +182,7 @@ PLACED = {
 def test_placements_that_contradict_themselves_are_refused(
     part: str, changed: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    assert load(PLACED, tmp_path).older == Older(((0, 1), (2, 3)))
+    assert load(PLACED, tmp_path).older == Older(2, replicas=((0, 1), (2, 3)))
     with pytest.raises(InputError, match=reason):
         load({**PLACED, part: {**PLACED[part], **changed}}, tmp_path)  # type: ignore[dict-item]
 

@@ -1,13 +1,11 @@
 """Bi-partition: optimal cuts of chains, and plans of split problems."""
 
-import dataclasses
 import itertools
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,15 +14,14 @@ from benchmarks.papers.bipartition.profile import ProfileNode, profile_chain, pr
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SPLIT, get_planner
+from rlplace.planners import NEEDS_SPLIT
 from rlplace.planners.bipartition.bipartition import bipartition
-from rlplace.planners.bipartition.layers import feeds_back, is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.solve import Cuts, Workers, bi_partition, kernel_arrays, price_cuts
+from rlplace.planners.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
+from rlplace.planners.bipartition.solve import Workers, bi_partition, kernel_arrays, price_cuts
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 PROFILES = Path(__file__).parent / "profiles"
-MICROBATCHES = 32
 
 
 def chain_nodes(forward, activation_bytes=0, parameter_bytes=0):
@@ -47,81 +44,17 @@ def test_an_unsplit_problem_is_refused():
     for gap in (-1, 2.5, None, True):
         with pytest.raises(InputError, match="gap"):
             bipartition(split, gap=gap)
-    with pytest.raises(InputError, match="schedule"):
-        bipartition(split, schedule="interleaved_zero_bubble")
 
 
 def test_the_plan_refers_to_the_split_problem(tmp_path):
     split = split_profile("alexnet", 4)
-    plan = bipartition(split, microbatches=8, seed=3)
+    plan = bipartition(split, seed=3)
     assert plan.problem == split.fingerprint and plan.planner == "bipartition" and plan.seed == 3
-    assert plan.microbatches == 8 and plan.schedule == "1f1b" and bipartition(split).schedule == "list"
     report = plan.predicted.bipartition
     assert report["layers"] == 22 and 0 < report["gap"] <= 8 and report["displaced_layers"] > 0
     assert report["layer_wise_bottleneck_s"] / report["bottleneck_s"] == pytest.approx(1.29, abs=0.005)
     plan.save(tmp_path / "p.plan.json")
     assert PlacementPlan.load(tmp_path / "p.plan.json", split).predicted.bipartition == report
-
-
-def test_half_as_long_again_where_one_layer_dominates():
-    """Steady state of [1, 1, 4, 1, 1] on two workers: 18 seconds a micro-batch cut by layers, 12 with cuts of their own."""
-    split = split_backward(profile_problem(chain_nodes([1, 1, 4, 1, 1]), 2))
-    plain, apart = (bipartition(split, gap=gap, microbatches=64, schedule="list").predicted.step_time_s for gap in (0, 3))
-    assert 64 * 18 <= plain < 66 * 18 and 64 * 12 <= apart < 66 * 12
-    assert 1.4 < plain / apart <= 1.5
-
-
-def uniform_step_s(split, devices):
-    """Equal numbers of layers on every device."""
-    layers = make_layers(split, layer_orders(split)[0], range(devices))
-    cuts = tuple(np.linspace(0, layers.chain.num_layers, devices + 1).round().astype(int).tolist())
-    found = layers.assign(split, Cuts(cuts, cuts, 0.0))
-    return simulate(split, found, microbatches=MICROBATCHES, schedule="1f1b").step_time_s
-
-
-@pytest.mark.parametrize("devices", [4, 8])
-def test_throughput_ranks_bipartition_straight_uniform(devices):
-    gains = {}
-    for name in ("vgg16", "alexnet", "gnmt", "resnet18"):
-        split = split_profile(name, devices)
-        apart = bipartition(split, microbatches=MICROBATCHES).predicted.step_time_s
-        layer_wise = bipartition(split, gap=0, microbatches=MICROBATCHES).predicted.step_time_s
-        straight = get_planner("pipedream")(split, microbatches=MICROBATCHES).predicted.step_time_s
-        assert apart <= layer_wise <= uniform_step_s(split, devices)
-        assert apart <= straight * (1 + 1e-12) and straight <= uniform_step_s(split, devices)
-        gains[name] = layer_wise / apart
-    assert all(gain >= 1.0 for gain in gains.values())
-    assert gains["alexnet"] > 1.2 and gains["vgg16"] > 1.15 and gains["gnmt"] > 1.05 > gains["resnet18"]
-    if devices == 8:
-        assert gains["vgg16"] > 1.3
-
-
-def test_displaced_layers_need_more_micro_batches_in_flight():
-    split = split_profile("vgg16", 4)
-    plan = bipartition(split, microbatches=MICROBATCHES)
-    assert plan.stage_of_group is not None and len(np.unique(plan.stage_of_group)) > 4
-    line = simulate(split, plan)
-    assert line.step_time_s == plan.predicted.step_time_s
-    shallow = simulate(split, plan.device_of_group, microbatches=MICROBATCHES, schedule="1f1b")
-    free = simulate(split, plan.device_of_group, microbatches=MICROBATCHES)
-    assert line.step_time_s < 0.9 * shallow.step_time_s
-    assert line.step_time_s == pytest.approx(free.step_time_s, rel=0.01)
-    assert line.peak_memory_bytes.max() < 0.5 * free.peak_memory_bytes.max()  # what `list` does not bound
-    limited = split_backward(
-        profile_problem(read_profile(PROFILES / "vgg16.txt"), 4, memory_bytes=int(shallow.peak_memory_bytes.max() * 1.02))
-    )
-    tight = bipartition(limited, microbatches=MICROBATCHES)
-    assert simulate(limited, tight).feasible and tight.predicted.step_time_s >= line.step_time_s
-
-
-def test_slow_links_keep_the_passes_of_a_layer_together():
-    displaced = []
-    for bandwidth in (float("inf"), 1e3):
-        nodes = chain_nodes([1, 1, 4, 1, 1], 1e5, 1e4)
-        split = split_backward(profile_problem(nodes, 2, bandwidth_bytes_per_s=bandwidth))
-        devices = bipartition(split, microbatches=16, schedule="list").device_of_group
-        displaced.append(int((devices[::2] != devices[1::2]).sum()))  # a group is followed by its backward group
-    assert displaced[0] > 0 and displaced[1] == 0
 
 
 def test_layers_of_a_split_chain_are_those_of_the_profile():
@@ -167,21 +100,9 @@ def test_long_chains_are_merged_evenly():
 
 def test_memory_limits_hold():
     split = split_backward(random_problem(7, 30, 3, shape="chain", memory_factor=2.0))
-    plan = bipartition(split, microbatches=4)
+    plan = bipartition(split)
     line = simulate(split, plan)
     assert line.feasible and plan.predicted.step_time_s == line.step_time_s
-
-
-def test_stages_in_a_cycle_are_not_run_with_1f1b():
-    """A group with both ends of the chain, as tied weights make: 1f1b would admit one micro-batch at a time."""
-    chain = toys.pipeline_chain(6, 3)
-    assert not feeds_back(chain) and get_planner("pipedream")(chain, microbatches=8).schedule == "1f1b"
-    tied = dataclasses.replace(chain, op_group=np.where(chain.op_group == 5, 0, chain.op_group).astype(np.int32))
-    assert feeds_back(tied) and feeds_back(split_backward(tied))
-    plan = get_planner("pipedream")(tied, microbatches=8)
-    assert plan.schedule == "list"
-    forced = get_planner("pipedream")(tied, microbatches=8, schedule="1f1b")
-    assert forced.schedule == "1f1b" and forced.predicted.step_time_s > 1.5 * plan.predicted.step_time_s
 
 
 def chain_of(forward, factor=2.0):
@@ -210,9 +131,8 @@ def plain_cost(chain, workers, i, forward, backward):
     count = chain.num_layers
     ahead, back = set(range(*forward)), set(range(*backward))
     load = sum(chain.forward_s[layer] for layer in ahead) + sum(chain.backward_s[layer] for layer in back)
-    share = workers.weight_share
-    sent = sum(chain.stash_bytes[layer] for layer in ahead - back) + share * sum(chain.weight_bytes[x] for x in back - ahead)
-    got = sum(chain.stash_bytes[layer] for layer in back - ahead) + share * sum(chain.weight_bytes[x] for x in ahead - back)
+    sent = sum(chain.stash_bytes[layer] for layer in ahead - back) + sum(chain.weight_bytes[x] for x in back - ahead)
+    got = sum(chain.stash_bytes[layer] for layer in back - ahead) + sum(chain.weight_bytes[x] for x in ahead - back)
     if ahead:
         sent += chain.activation_bytes[forward[1] - 1] if forward[1] < count else 0
         got += chain.activation_bytes[forward[0] - 1] if forward[0] else 0
@@ -220,7 +140,7 @@ def plain_cost(chain, workers, i, forward, backward):
         sent += chain.gradient_bytes[backward[0] - 1] if backward[0] else 0
         got += chain.gradient_bytes[backward[1] - 1] if backward[1] < count else 0
     held = sum(chain.resident_bytes[x] for x in back) + sum(chain.weight_bytes[x] for x in ahead - back)
-    held += workers.in_flight[i] * sum(chain.stash_bytes[x] for x in ahead | back)
+    held += sum(chain.stash_bytes[x] for x in ahead | back)
     if held > workers.memory_bytes[i]:
         return np.inf
     return max(load, max(sent, got) * workers.seconds_per_byte[i])
@@ -251,10 +171,7 @@ def test_equals_brute_force_with_traffic_and_memory(data):
     )  # fmt: skip
     per_worker = st.lists(numbers, min_size=count, max_size=count)
     limit = data.draw(st.sampled_from([np.inf, 120, 60]))
-    workers = Workers(
-        np.array(data.draw(per_worker)) / 4.0, np.full(count, float(limit)), np.arange(count, 0, -1),
-        weight_share=data.draw(st.sampled_from([1.0, 0.25])),
-    )  # fmt: skip
+    workers = Workers(np.array(data.draw(per_worker)) / 4.0, np.full(count, float(limit)))
     gap = data.draw(st.integers(0, layers))
     optimum = brute_force(chain, workers, gap)
     cuts = bi_partition(chain, workers, gap)

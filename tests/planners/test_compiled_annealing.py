@@ -13,7 +13,7 @@ from rlplace.planners.annealing import annealing as annealing_file
 from rlplace.planners.annealing.annealing import COOLING, RETURNS, AnnealingSettings, run_annealing
 from rlplace.planners.brkga.brkga import BARRED, Decoder, encode, mix
 from rlplace.planners.common import evaluate, movekernels
-from rlplace.planners.common.evaluate import Evaluator, Execution, count_calls
+from rlplace.planners.common.evaluate import Evaluator, count_calls
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.search import MoveMaker, Search
 from rlplace.problem.build import TensorSpec, build_problem
@@ -54,20 +54,19 @@ def anneal_in_python(search, moves, calls, hot, chunk):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("execution", [Execution(), Execution(2, "1f1b")])
-def test_the_compiled_loop_is_the_python_loop(setting, execution):
+def test_the_compiled_loop_is_the_python_loop(setting):
     problem = random_problem(6, 24, 3 if "hosts" not in setting else 4, **setting)
     start = [0] * 24
     found = []
     for compiled in (True, False):
-        search = Search(problem, "annealing", start, execution, calls=200, time_limit_s=None)
+        search = Search(problem, "annealing", start, calls=200, time_limit_s=None)
         moves = MoveMaker(problem, 5)
         if compiled:
             run_annealing(search, moves, AnnealingSettings(0.05))
         else:
             anneal_in_python(search, moves, 200, 0.05, 200 // RETURNS)
         assert search.used() == 200
-        again = Evaluator(problem, execution)
+        again = Evaluator(problem)
         assert again.score(search.assignment) == search.score
         assert again.score(search.best_devices) == search.best_score
         found.append((search.devices, search.best_devices.tolist(), search.score, search.best_score, int(moves.state[0])))

@@ -52,10 +52,10 @@ def with_memory(problem, limits):
     return problem_from_dict(data)
 
 
-def follow(problem, devices, *, rules=True, microbatches=1, static=False):
+def follow(problem, devices, *, rules=True, static=False):
     """Status and makespan of the program when all of it is fixed to a simulated step."""
-    line = simulate(problem, devices, microbatches=microbatches)
-    instance = make_instance(problem, line.step_time_s, microbatches)
+    line = simulate(problem, devices)
+    instance = make_instance(problem, line.step_time_s)
     program = build_program(instance, contention=True)
     limit_static(program) if static else limit_timeline(program)
     if rules:
@@ -78,7 +78,7 @@ def test_simulated_steps_are_solutions(seed, devices, shape):
     problem = random_problem(seed, 5, devices, shape=shape, unlike=seed % 2 == 0, shared_parameters=1, hosts=hosts)
     problem = whole_numbers(problem, seed)
     plan = np.random.default_rng(seed).integers(0, devices, problem.num_groups)
-    line, outcome = follow(problem, plan, microbatches=1 + seed % 2)
+    line, outcome = follow(problem, plan)
     assert outcome.status == "optimal" and outcome.objective_s == line.step_time_s
 
 

@@ -147,7 +147,6 @@ def test_rewards_are_in_that_order_too(reference_s):
 REACHED = {
     **{name: set(toys.TOYS) for name in ("annealing", "local_search", "brkga", "best")},
     "compiler": set(toys.TOYS) - {"fork_join"},
-    **{name: {"memory_tight_chain", "memory_tight_pair", "unlike_pair"} for name in ("gpipe", "pipedream")},
 }
 """Toys whose optimum a planner finds."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import device_time_s, execution_bound, largest, least_devices, lower_bounds, memory_forced
+from rlplace.planners.common.bounds import device_time_s, largest, largest_bound, least_devices, lower_bounds, memory_forced
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -147,17 +147,6 @@ def test_missing_links():
         get_planner("best")(changed(problem, cut))
 
 
-def test_with_micro_batches_the_thrifty_schedule_is_advised():
-    """Two activations of 10 bytes and more do not fit beside each other; 1f1b keeps one, gpipe both."""
-    problem = build_problem(
-        "thrifty", time_s=[[1.0]] * 2, tensors=[TensorSpec(0, 10, [1])], memory_bytes=[15], group=[0, 0],
-        phase=[FORWARD, BACKWARD],
-    )  # fmt: skip
-    with pytest.raises(InfeasibleError, match=r"5 bytes short.*try the schedule 1f1b, "):
-        get_planner("best")(problem, microbatches=2, schedule="gpipe")
-    assert get_planner("best")(problem, microbatches=2, schedule="1f1b").predicted.peak_memory_bytes == (10,)
-
-
 def test_a_planner_without_candidates_does_not_blame_the_time_limit():
     nowhere = float("nan")
     times = [[1.0, nowhere], [nowhere, 1.0], [1.0, nowhere], [nowhere, 1.0]]
@@ -212,17 +201,16 @@ def test_memory_raises_the_bound_where_the_fast_device_is_small():
     )
     tight = dataclasses.replace(problem, devices=devices)
     assert memory_forced_s(tight) > 1.2 * lower_bounds(tight).work_s == 1.2 * lower_bounds(problem).work_s
-    assert execution_bound(tight, 1)[1] in ("memory", "critical path")
+    assert largest_bound(tight)[1] in ("memory", "critical path")
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_bounds_of_pipelines_hold(microbatches):
+def test_bounds_hold():
     problem = random_problem(4, 12, 4)
-    rng = np.random.default_rng(microbatches)
-    bound, _ = execution_bound(problem, microbatches)
+    rng = np.random.default_rng(1)
+    bound, _ = largest_bound(problem)
     for _ in range(50):
         devices = rng.integers(0, 4, 12)
-        assert simulate(problem, devices, microbatches=microbatches).step_time_s >= bound
+        assert simulate(problem, devices).step_time_s >= bound
 
 
 def test_the_largest_bound_is_named():
@@ -245,4 +233,4 @@ def test_collectives_hold_no_device():
     assert simulate(problem, [0, 1, 0, 1]).step_time_s == 6.0
     bounds = lower_bounds(problem)
     assert (bounds.critical_path_s, bounds.work_s, bounds.largest_group_s) == (6.0, 6.0, 6.0)
-    assert memory_forced_s(problem) == pytest.approx(6.0) and execution_bound(problem, 1)[0] == pytest.approx(6.0)
+    assert memory_forced_s(problem) == pytest.approx(6.0) and largest_bound(problem)[0] == pytest.approx(6.0)

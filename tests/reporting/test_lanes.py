@@ -20,22 +20,21 @@ def overlaps(lanes):
     return (same & (lanes.start_s[1:] < lanes.end_s[:-1])).any()
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_every_task_and_transfer_has_a_box(microbatches):
+def test_every_op_and_transfer_has_a_box():
     problem = random_problem(2, num_groups=30, num_devices=4, hosts=2)
-    line = simulate(problem, np.arange(30) % 4, microbatches=microbatches)
+    line = simulate(problem, np.arange(30) % 4)
     lanes = lanes_of(problem, line)
     assert [row.name for row in lanes.rows[:4]] == [device.name for device in problem.devices]
     assert {row.kind for row in lanes.rows[4:]} == {LINK}
     tasks, sent = lanes.size_bytes < 0, lanes.size_bytes >= 0
-    assert tasks.sum() == len(line.task_op) and sent.sum() == len(line.transfer_tensor)
+    assert tasks.sum() == problem.num_ops and sent.sum() == len(line.transfer_tensor)
     assert not overlaps(lanes) and (np.diff(lanes.row) >= 0).all()
     for device in range(4):
         here = lanes.row == device
         assert lanes.end_s[here].sum() - lanes.start_s[here].sum() == pytest.approx(line.busy_s[device])
         assert (line.device_of_op[lanes.op[here]] == device).all()
     assert lanes.size_bytes[sent].sum() == problem.tensor_bytes[line.transfer_tensor].sum()
-    assert set(lanes.microbatch[tasks].tolist()) == ({-1} if microbatches == 1 else {0, 1, 2})
+    assert (lanes.microbatch == -1).all()
 
 
 def test_collectives_have_rows_of_their_own():
@@ -190,10 +189,7 @@ def test_the_largest_value_is_the_peak(seed):
         memory_factor=(None, 1.2)[seed % 2],
     )
     devices = np.random.default_rng(seed).integers(0, problem.num_devices, problem.num_groups).astype(np.int32)
-    microbatches, schedule = ((1, "list"), (3, "gpipe"), (3, "1f1b"), (2, "list"))[seed % 4]
-    plan = make_plan(problem, devices, planner="hand", microbatches=microbatches, schedule=schedule)
-    if simulate(problem, plan).step_time_s is None:  # gates that never open
-        plan = dataclasses.replace(plan, schedule="list")
+    plan = make_plan(problem, devices, planner="hand")
     line = simulate(problem, plan)
     curves = curves_of(problem, plan, line)
     for curve in curves:
@@ -201,13 +197,8 @@ def test_the_largest_value_is_the_peak(seed):
         assert curve.in_use_bytes[-1] == curve.in_use_bytes[0], "everything but resident bytes is free at the end"
 
 
-def test_plans_with_an_order_or_a_schedule_of_stages():
+def test_plans_with_an_order():
     problem = random_problem(4, num_groups=16, num_devices=4, shape="chain")
-    fields = {"planner": "hand", "microbatches": 4, "schedule": "1f1b", "stage_of_group": np.arange(16) // 2}
-    plan = make_plan(problem, np.arange(16) // 2 % 4, **fields)
-    line = simulate(problem, plan)
-    assert line.step_time_s is not None
-    curves_of(problem, plan, line)
     devices = np.arange(16, dtype=np.int32) // 4
     free = simulate(problem, devices)
     order = [sorted(np.flatnonzero(free.device_of_op == d).tolist(), key=lambda op: free.start_s[op]) for d in range(4)]

@@ -50,7 +50,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def piped():
     problem = random_problem(3, num_groups=32, num_devices=4, memory_factor=1.5, shape="chain")
-    plan = make_plan(problem, np.arange(32) * 4 // 32, planner="hand", microbatches=4, schedule="1f1b")
+    plan = make_plan(problem, np.arange(32) * 4 // 32, planner="hand")
     return report_data(problem, plan)
 
 
@@ -71,7 +71,7 @@ def test_boxes_come_back_to_a_tick(piped):
     data = json.loads(json_text(piped.to_dict()))
     found = boxes_of(data)
     lanes = piped.lanes
-    assert len(found) == len(lanes.row) == len(data["boxes"]["microbatch"])
+    assert len(found) == len(lanes.row)
     row, start, end, op = (np.array(column) for column in zip(*found, strict=True))
     assert (row == lanes.row).all() and (op == lanes.op).all()
     assert np.abs(start - lanes.start_s).max() <= 0.51 * data["tick_s"]
@@ -187,7 +187,7 @@ def test_only_the_busiest_links_are_in_the_page():
 
 def test_planners_table_is_sorted_and_marks_this_plan():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=2.0)
-    plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand", microbatches=2)
+    plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand")
     rows = planner_rows(problem, plan, simulate(problem, plan), ["round_robin", "heft", "round_robin"])
     assert sorted(row.planner for row in rows) == ["hand", "heft", "round_robin"]
     assert [row.planner for row in rows if row.this] == ["hand"]
@@ -221,12 +221,14 @@ def test_predicted_against_measured():
     assert "Predicted and measured" in text and "-14.3 %" in text and "host0" in text and "Replayed" in text
 
 
-def test_steps_of_too_many_tasks_are_refused(monkeypatch):
-    monkeypatch.setattr("rlplace.reporting.data.MAX_TASKS", 35)
+def test_steps_of_too_many_ops_are_refused(monkeypatch):
     problem = random_problem(0, num_groups=6, num_devices=2)
-    report_data(problem, make_plan(problem, [0] * 6, planner="hand"))
-    with pytest.raises(InputError, match="up to 36 tasks, a page holds 35"):
-        report_data(problem, make_plan(problem, [0] * 6, planner="hand", microbatches=2))
+    plan = make_plan(problem, [0] * 6, planner="hand")
+    monkeypatch.setattr("rlplace.reporting.data.MAX_OPS", 18)
+    report_data(problem, plan)
+    monkeypatch.setattr("rlplace.reporting.data.MAX_OPS", 17)
+    with pytest.raises(InputError, match="18 ops, a page holds 17"):
+        report_data(problem, plan)
 
 
 def test_report_writes_all_or_nothing(tmp_path):

@@ -51,15 +51,6 @@ def test_replaying_a_timeline_as_an_order_gives_the_timeline(problem: Problem) -
     assert again.peak_memory_bytes.tolist() == line.peak_memory_bytes.tolist()
 
 
-def test_plans_say_how_they_run(problem: Problem) -> None:
-    devices = np.arange(12) % 3
-    plan = make_plan(problem, devices, planner="test", microbatches=3, schedule="1f1b")
-    line = simulate(problem, plan)
-    assert (line.microbatches, line.samples) == (3, 24)
-    assert line.step_time_s == simulate(problem, devices, microbatches=3, schedule="1f1b").step_time_s
-    assert simulate(problem, plan, microbatches=1, schedule="list").step_time_s == simulate(problem, devices).step_time_s
-
-
 def test_a_plan_for_another_problem_is_refused(problem: Problem) -> None:
     with pytest.raises(InputError, match="plan is for problem"):
         simulate(problem, make_plan(random_problem(4, 12, 3), [0] * 12, planner="test"))
@@ -121,7 +112,7 @@ def test_a_step_that_cannot_complete_is_inf_nan_and_none() -> None:
     assert batch.step_time_s[0] == 1.0 and batch.peak_memory_bytes[1].tolist() == [0, 5]
     line = simulate(problem, [1])
     transfers = ("transfer_tensor", "transfer_source", "transfer_destination", "transfer_start_s", "transfer_end_s")
-    assert all(len(getattr(line, name)) == 0 for name in (*transfers, "transfer_microbatch"))
+    assert all(len(getattr(line, name)) == 0 for name in transfers)
     assert len(simulate_many(problem, np.zeros((0, 1), dtype=int)).feasible) == 0
     assert len(simulate_many(problem, np.zeros((0, 1))).feasible) == 0  # no numbers, so none of the wrong kind
     with pytest.raises(InputError, match="whole numbers"):
@@ -198,14 +189,6 @@ def test_trace_has_a_span_for_every_task_and_transfer(problem: Problem, tmp_path
     tracks = {event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"}
     assert {"gpu0", "gpu1", "gpu2"} < tracks and any(" to " in name for name in tracks)
     assert trace_events(problem, line) == data["traceEvents"]
-
-
-def test_spans_of_a_trace_name_their_micro_batch(problem: Problem) -> None:
-    line = simulate(problem, np.arange(12) % 3, microbatches=3)
-    spans = [event for event in trace_events(problem, line) if event["ph"] == "X"]
-    for kind, numbers in (("forward", line.task_microbatch[problem.op_phase[line.task_op] == 0]), ("transfer", None)):
-        found = [event["args"].get("microbatch", -1) for event in spans if event["cat"] == kind]
-        assert sorted(found) == sorted((line.transfer_microbatch if numbers is None else numbers).tolist())
 
 
 def test_trace_of_a_step_that_cannot_complete_is_refused(tmp_path: Path) -> None:

@@ -210,12 +210,6 @@ def test_a_collective_starts_when_its_last_op_has_its_inputs_and_ends_all_of_the
     assert line.busy_s.tolist() == [1.5, 2.5]  # the collective occupies no device
 
 
-def test_with_several_microbatches_it_runs_once_after_the_last():
-    line = simulate_reference(two_replicas(), [0, 1], microbatches=3)
-    assert line.step_time_s == 3 * 2.0 + 3.0 + 0.5
-    assert line.task_op.tolist().count(2) == 1
-
-
 def test_transfers_and_collectives_wait_for_each_other_on_a_channel():
     """An 8-byte tensor takes 2 s from device 0 to 1 on channel 0; the collective wants it too and queues behind."""
 

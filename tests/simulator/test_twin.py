@@ -16,15 +16,11 @@ from drawn import dense_problem, training_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
-from toys import pipeline_chain
 
-from benchmarks.chain_order import schedule_order
-from rlplace.problem import UPDATE, Problem
+from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
-from rlplace.schedule import SCHEDULES
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
-from rlplace.simulator.reference import STUCK_ORDER, simulate_reference
-from rlplace.simulator.schedules import reference_priority
+from rlplace.simulator.reference import STUCK, reference_priority, simulate_reference
 
 DRAWS = {"training": training_problem, "dense": dense_problem}
 QUICK = settings(max_examples=200, derandomize=True)
@@ -38,27 +34,16 @@ def drawn_plan(draw: str, seed: int) -> tuple[Generator, Problem, np.ndarray]:
 
 
 def run_options(rng: Generator, problem: Problem, plan: np.ndarray) -> dict[str, Any]:
-    """Micro-batches and what decides the order of tasks."""
-    options: dict[str, Any] = {"microbatches": int(rng.integers(1, 6)) if rng.random() < 0.7 else 1}
-    mode = rng.integers(6)
-    if mode == 0:
+    """What decides the order of ops."""
+    if rng.random() < 0.2:
         listed = np.ones(problem.num_ops, dtype=bool)
         listed[[op for collective in problem.collectives for op in collective.ops]] = False
         sequence = problem.topological_order if rng.random() < 0.7 else rng.permutation(problem.num_ops)
-        count = options["microbatches"]
-        once = problem.op_phase == UPDATE
-        pairs = [(int(op), m) for m in range(count) for op in sequence if not once[op] and listed[op]]
-        pairs += [(int(op), 0) for op in sequence if once[op] and listed[op]]
         host = plan[problem.op_group]
-        rows = [[pair for pair in pairs if host[pair[0]] == device] for device in range(problem.num_devices)]
-        options["order"] = [[op for op, _ in row] for row in rows] if count == 1 else rows
-        return options
+        return {"order": [[int(op) for op in sequence if listed[op] and host[op] == d] for d in range(problem.num_devices)]}
     if rng.random() < 0.4:
-        options["priority"] = rng.choice([-1.0, -0.0, 0.0, 0.5, 2.0], problem.num_ops)
-    options["schedule"] = ("list", "gpipe", "1f1b")[mode % 3]
-    if rng.random() < 0.4:
-        options["stage_of_group"] = rng.integers(0, rng.integers(1, 9), problem.num_groups).astype(np.int32)
-    return options
+        return {"priority": rng.choice([-1.0, -0.0, 0.0, 0.5, 2.0], problem.num_ops)}
+    return {}
 
 
 def assert_same(ours: Timeline, theirs: Timeline, case: object) -> None:
@@ -85,14 +70,12 @@ def test_fast_equals_reference_on_seeds(draw: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(1500):
         line, options = compare(draw, seed)
-        stuck = STUCK_ORDER in line.violations
-        kinds[options.get("schedule", "order")] += 1
+        stuck = STUCK in line.violations
+        kinds[next((way for way in ("order", "priority") if way in options), "by default")] += 1
         kinds.update(
             name
             for name, holds in {
                 "collectives": options["collectives"] > 0,
-                "micro-batches": options["microbatches"] > 1,
-                "stages": "stage_of_group" in options,
                 "feasible": line.feasible,
                 "short of memory": line.step_time_s is not None and not line.feasible,
                 "stuck": stuck,
@@ -102,7 +85,7 @@ def test_fast_equals_reference_on_seeds(draw: str) -> None:
             if holds
         )
     assert min(kinds.values()) > 20, kinds  # every kind is there often enough to mean something
-    assert len(kinds) == (12 if draw == "training" else 11), kinds
+    assert len(kinds) == (9 if draw == "training" else 8), kinds
 
 
 @pytest.mark.slow
@@ -131,7 +114,7 @@ def test_default_priority_equals_reference(draw: str, seed: int) -> None:
 def test_batch_and_simulator_equal_single_simulations(draw: str, seed: int) -> None:
     rng, problem, _ = drawn_plan(draw, seed)
     plans = rng.integers(0, problem.num_devices, (5, problem.num_groups))
-    options = {"microbatches": int(rng.integers(1, 5)), "schedule": ("list", "gpipe", "1f1b")[rng.integers(3)]}
+    options = {}
     if rng.random() < 0.5:
         options["priority"] = rng.integers(0, 3, problem.num_ops).astype(np.float64)
     batch = simulate_many(problem, plans, **options, threads=int(rng.integers(1, 4)))
@@ -157,8 +140,7 @@ def test_batch_and_simulator_equal_single_simulations(draw: str, seed: int) -> N
     assert simulator.calls == 3 * len(plans)
 
 
-@pytest.mark.parametrize("schedule", ["list", "gpipe", "1f1b"])
-def test_random_costs_on_larger_graphs_equal_reference(schedule: str) -> None:
+def test_random_costs_on_larger_graphs_equal_reference() -> None:
     """Costs that are no small integers: sums must run in the same order to agree in the last bit."""
     for seed in range(6):
         problem = random_problem(
@@ -167,31 +149,7 @@ def test_random_costs_on_larger_graphs_equal_reference(schedule: str) -> None:
         )  # fmt: skip
         plan = np.random.default_rng(seed).integers(0, 4, 40)
         plan = np.sort(plan) if seed % 2 else plan
-        options = {"microbatches": 1 + seed, "schedule": schedule}
-        assert_same(simulate(problem, plan, **options), simulate_reference(problem, plan, **options), seed)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "devices"),
-    [
-        ("looped_bfs", [0, 1, 2] * 2),
-        ("interleaved_1f1b", [0, 1, 2]),
-        ("interleaved_1f1b", [0, 1, 2] * 2),
-        ("interleaved_1f1b", [1, 0, 2]),
-        ("interleaved_zero_bubble", [0, 1, 2]),
-        ("interleaved_zero_bubble", [0, 1, 2] * 2),
-        ("zbv", [0, 1, 2, 2, 1, 0]),
-        ("dualpipev", [0, 1, 2, 2, 1, 0]),
-    ],
-)
-def test_action_schedules_equal_reference(schedule: str, devices: list[int]) -> None:
-    split = SCHEDULES[schedule].splits_backward
-    problem = pipeline_chain(len(devices), 3, split=split, forward_s=1.1, input_s=1.3, weight_s=0.7)
-    stages = np.arange(len(devices), dtype=np.int32)
-    for microbatches in (6, 9) if schedule == "dualpipev" else (3, 6, 9):
-        order = schedule_order(problem, np.array(devices), schedule, microbatches, stages, default_priority(problem))
-        options: dict[str, Any] = {"microbatches": microbatches, "order": order}
-        assert_same(simulate(problem, devices, **options), simulate_reference(problem, devices, **options), microbatches)
+        assert_same(simulate(problem, plan), simulate_reference(problem, plan), seed)
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,6 @@ def make_chain(
 
 
 def like_workers(count: int, *, bandwidth_bytes_per_s: float = np.inf, memory_bytes: float = np.inf) -> Workers:
-    """Workers that are alike, in 1F1B: W micro-batches at once on the first, one on the last."""
+    """Workers that are alike."""
     inverse = np.full(count, 1.0 / bandwidth_bytes_per_s)
-    return Workers(inverse, np.full(count, memory_bytes), np.arange(count, 0, -1))
+    return Workers(inverse, np.full(count, memory_bytes))

@@ -43,8 +43,7 @@ from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices, check_priority
 from rlplace.simulator.records import TRANSFER
-from rlplace.simulator.schedules import reference_priority
-from rlplace.simulator.tasks import task_graph
+from rlplace.simulator.reference import reference_priority
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 
 
@@ -79,7 +78,7 @@ def simulate_assisted(
     only_late: bool = True,
     priority: Sequence[float] | NDArray[Any] | None = None,
 ) -> AssistedTimeline:
-    """Simulates one step of one micro-batch with scheduling assistants.
+    """Simulates one step with scheduling assistants.
 
     Without movable groups this is `rlplace.simulate` at the actual times, with the planned priorities.
 
@@ -94,15 +93,12 @@ def simulate_assisted(
         priority: float [N], default the plan's or `default_priority`.
 
     Raises:
-        InputError: An argument has the wrong shape, or the plan has an order, a schedule, several micro-batches or replicas.
+        InputError: An argument has the wrong shape, or the plan has an order.
     """
     if isinstance(plan, PlacementPlan):
         check_plan(plan, problem)
-        if plan.order is not None or plan.schedule != "list" or plan.microbatches > 1:
-            raise InputError(
-                "simulate_assisted: the plan has an order, a schedule, micro-batches, replicas or recomputation; "
-                "assistants need plain plans, give its device_of_group"
-            )
+        if plan.order is not None:
+            raise InputError("simulate_assisted: the plan has an order; assistants need plain plans, give its device_of_group")
         priority = plan.priority if priority is None else priority
         plan = plan.device_of_group
     devices = check_devices(plan, (problem.num_groups,), problem)
@@ -113,19 +109,18 @@ def simulate_assisted(
         raise InputError(f"simulate_assisted: margin_s must be a finite number from 0 up, found {margin_s}")
     key = reference_priority(problem) if priority is None else check_priority(priority, problem)
     actual = problem if actual_time_s is None else _with_times(problem, actual_time_s)
-    tasks = task_graph(actual)
     moved = fixed_violations(problem, devices)
     violations = placement_violations(problem, devices)
     if violations:
-        return AssistedTimeline(timeline_of(problem, tasks, devices, violations + moved), (), ())
+        return AssistedTimeline(timeline_of(problem, devices, violations + moved), (), ())
     run = AssistedRun(problem, actual, devices, key, may_move, margin_s, move_weights, only_late)
     run.run()
     peak = np.array(run.peak, dtype=np.int64)
     violations = memory_violations(problem, peak) + moved
     transfers = np.array(run.transfers, dtype=TRANSFER)
-    ordinary = transfers["value"] < tasks.num_values
+    ordinary = transfers["value"] < problem.num_tensors
     timeline = timeline_of(
-        problem, tasks, devices, violations, step_time_s=run.now, peak_memory_bytes=peak, busy_s=np.array(run.busy),
+        problem, devices, violations, step_time_s=run.now, peak_memory_bytes=peak, busy_s=np.array(run.busy),
         times_s=np.array([run.start, run.end]), transfers=transfers[ordinary],
     )  # fmt: skip
     timeline = dataclasses.replace(timeline, device_of_op=np.array(run.device, dtype=np.int32))

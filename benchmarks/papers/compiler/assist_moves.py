@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from rlplace.problem import UPDATE, Problem
 from rlplace.simulator.reference import _TRANSFER, ReferenceRun
-from rlplace.simulator.tasks import task_graph
 
 
 class MovingRun(ReferenceRun):
-    """State of one simulation of one micro-batch in which tasks move.
+    """State of one simulation in which tasks move.
 
     Attributes:
         planned: The problem with the times that the plan rests on; `problem` has the actual ones.
@@ -31,10 +30,11 @@ class MovingRun(ReferenceRun):
     def __init__(
         self, planned: Problem, actual: Problem, device_of_group: NDArray[np.int32], priority: NDArray[np.float64]
     ) -> None:
-        super().__init__(actual, task_graph(actual), device_of_group, priority, None, "list", None)
+        super().__init__(actual, device_of_group, priority, None)
         self.planned = planned
         self.group = planned.op_group.tolist()
         self.home = device_of_group.tolist()
+        self.unmade = [int(not owned) for owned in self.owned]  # whether the maker of each value has still to end
         self.copies: list[set[int]] = [set() for _ in self.source]
         self.moving: dict[tuple[int, int], tuple[int, float]] = {}
         self.until_s: dict[int, float] = {}
@@ -43,6 +43,11 @@ class MovingRun(ReferenceRun):
         self.returned: set[int] = set()  # groups whose gradient is sent home
 
     # What the base class does, with copies accounted for.
+
+    def finish_op(self, op: int) -> None:
+        for value in self.outputs[op]:
+            self.unmade[value] = 0
+        super().finish_op(op)
 
     def arrive(self, value: int, device: int) -> None:
         self.copies[value].add(device)
@@ -62,8 +67,8 @@ class MovingRun(ReferenceRun):
     def start_collective(self, index: int) -> None:
         super().start_collective(index)
         members = self.members[index]
-        end = self.now + max(float(self.planned.time_s[self.op[task], self.device[task]]) for task in members)
-        for channel in self.problem.collectives[self.tasks.collective[index]].channels:
+        end = self.now + max(float(self.planned.time_s[task, self.device[task]]) for task in members)
+        for channel in self.problem.collectives[index].channels:
             self.until_s[channel] = end
 
     def finish_transfer(self, value: int, destination: int) -> None:

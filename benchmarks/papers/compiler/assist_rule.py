@@ -68,15 +68,15 @@ class AssistedRun(MovingRun):
         for op, device in enumerate(self.device):
             self.left_s[device] += self.planned_s[op][device]
         if self.assisted:
-            line = ReferenceRun(planned, self.tasks, device_of_group, priority, None, "list", None)
+            line = ReferenceRun(planned, device_of_group, priority, None)
             line.run()
             self.planned_start = line.start
             self.planned_peak = line.peak
             self.limit = [math.inf if d.memory_bytes is None else float(d.memory_bytes) for d in planned.devices]
             self.brought = [0] * planned.num_devices
 
-    def start_tasks(self) -> None:
-        super().start_tasks()
+    def start_ops(self) -> None:
+        super().start_ops()
         if not self.assisted:
             return
         changed = False
@@ -92,7 +92,7 @@ class AssistedRun(MovingRun):
                 changed = True
         if changed:
             self.start_transfers()
-            super().start_tasks()
+            super().start_ops()
 
     def occupy(self, task: int, time: float) -> None:
         super().occupy(task, time)

@@ -168,8 +168,8 @@ def test_bad_arguments():
         simulate_assisted(problem, [0] * 4, movable=everything(problem), margin_s=-1.0)
     with pytest.raises(InputError, match="4 x 2 seconds"):
         simulate_assisted(problem, [0] * 4, movable=everything(problem), actual_time_s=np.ones(4))
-    plan = make_plan(problem, [0] * 4, planner="hand", microbatches=2)
-    with pytest.raises(InputError, match="micro-batches"):
+    plan = make_plan(problem, [0] * 4, planner="hand", order=[[0, 1, 2, 3], []])
+    with pytest.raises(InputError, match="has an order"):
         simulate_assisted(problem, plan, movable=everything(problem))
     plan = make_plan(problem, [0] * 4, planner="hand", priority=[4.0, 3.0, 2.0, 1.0])
     assert simulate_assisted(problem, plan, movable=~everything(problem)).step_time_s == 4.0

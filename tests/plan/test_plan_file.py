@@ -102,9 +102,7 @@ def test_words_of_older_files_are_checked(changed: dict[str, Any], reason: str, 
 def test_schedules_for_chains_are_read_and_refused_without_a_model(tmp_path: Path) -> None:
     plan = load({key: value for key, value in FIRST.items() if key not in OLD} | {"schedule": "interleaved"}, tmp_path)
     assert plan.older == Older(4, "interleaved_1f1b", (0, 1, 1))
-    with pytest.raises(
-        InputError, match="asks for 4 micro-batches and schedule interleaved_1f1b, which placements"
-    ):
+    with pytest.raises(InputError, match="asks for 4 micro-batches and schedule interleaved_1f1b, which placements"):
         check_plan(plan, PROBLEM)
 
 

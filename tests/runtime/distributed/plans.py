@@ -39,15 +39,3 @@ def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="r
     return PlacementPlan(
         problem="0" * 64, planner="test", seed=0, device_of_group=np.array(dealt, dtype=np.int32), groups=rows, **fields
     )
-
-
-def stage_plan(graph, places, *, cuts=None, **fields):
-    """A plan of consecutive stages; `cuts` are the shares of ops where they end, default equal."""
-    ops = list(graph.op_of_node.values())
-    shares = cuts or [number / len(places) for number in range(1, len(places))]
-    edges = [0, *(round(share * len(ops)) for share in shares), len(ops)]
-    groups = [{"name": f"g{i}", "modules": [], "ops": ops[edges[i] : edges[i + 1]]} for i in range(len(places))]
-    return PlacementPlan(
-        "0" * 64, "test", 0, np.asarray(places, dtype=np.int32), groups=groups,
-        stage_of_group=np.arange(len(places), dtype=np.int32), **fields,
-    )  # fmt: skip

@@ -37,17 +37,16 @@ def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt
     half = len(rows) // 2
     plan = changed(
         plan_of(model, inputs, 2, groups=1), groups=rows, device_of_group=np.array([0] * half + [1] * (len(rows) - half)),
-        microbatches=4, schedule="1f1b", older=Older(((0, 2), (1, 3)), ((1,), (2,))),
+        older=Older(4, "1f1b", (), ((0, 2), (1, 3)), ((1,), (2,))),
     )  # fmt: skip
-    assert asks_for_strategy(plan) and asks_for_strategy(changed(plan, older=None))
-    assert not asks_for_strategy(changed(plan, older=None, microbatches=1))
+    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, older=None))
     found = strategy_of_plan(plan, model, 2)
     assert (found.batch, found.pipelines[0].microbatch, found.pipelines[0].microbatches) == (16, (2,), (4,))
     assert [stage.devices for stage in found.stages] == [(0, 1), (2, 3)] and found.pipelines[0].schedule == "1f1b"
     assert [stage.mesh for stage in found.stages] == [{"replicate": 2}] * 2
     assert sorted(block for stage in found.stages for block in stage.blocks) == sorted(blocks)
     assert set(found.stages[0].recompute) == {rows[1]["name"], rows[2]["name"]}
-    shared = strategy_of_plan(changed(plan, older=Older(((0, 2), (1, 3)), (), True)), model, 2)
+    shared = strategy_of_plan(changed(plan, older=Older(4, None, (), ((0, 2), (1, 3)), (), True)), model, 2)
     assert [(stage.mesh, stage.sharding) for stage in shared.stages] == [({"shard": 2}, 1)] * 2
     torn = next(row for row in rows if len(row["ops"]) > 3)
     split = [{**torn, "ops": torn["ops"][:2]}, {**torn, "name": "rest", "ops": torn["ops"][2:]}]
@@ -57,7 +56,7 @@ def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt
         strategy_of_plan(changed(plan, groups=[*split, *others], device_of_group=devices, older=None), model, 2)
     with pytest.raises(InputError, match="blocks are recomputed whole"):
         strategy_of_plan(
-            changed(plan, groups=[*split, *others], device_of_group=devices * 0, older=Older((), ((0,),))), model, 2
+            changed(plan, groups=[*split, *others], device_of_group=devices * 0, older=Older(recompute=((0,),))), model, 2
         )
 
 
@@ -75,27 +74,23 @@ class ByRank(torch.nn.Module):
 
 def refusals():
     model, inputs, _ = build("gpt2", double=False)
-    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1], microbatches=2, schedule="interleaved_zero_bubble")
-    one, found = {"schedule": "list", "microbatches": 1}, []
+    plan = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1])
+    found = []
     apart = np.array([0, 1, 0, 1, torch.distributed.get_rank(), 1], dtype=np.int32)
     for options, change in (
-        ({}, {}),
-        ({"share": "mine"}, one),
-        ({}, {**one, "device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
+        ({}, {"older": Older(2, "interleaved_zero_bubble")}),
+        ({"share": "mine"}, {}),
+        ({}, {"device_of_group": np.array([0, 1, 2, 1, 0, 1], dtype=np.int32)}),
     ):
         with pytest.raises(InputError) as caught:
             distribute(model, changed(plan, **change), inputs, **options)
         found.append(str(caught.value))
     with pytest.raises(InputError) as caught:
-        distribute(
-            model,
-            changed(plan, **one, device_of_group=apart),
-            inputs,
-        )
+        distribute(model, changed(plan, device_of_group=apart), inputs)
     found.append(str(caught.value))
     wrong, _, _ = build("bert", double=False)
     with pytest.raises(InputError) as caught:
-        distribute(wrong, changed(plan, **one), inputs)
+        distribute(wrong, plan, inputs)
     found.append(str(caught.value))
     uneven, x = ByRank(), {"x": torch.ones(2, 4)}
     of_one = plan_of(uneven, x, 2, deal="chain", groups=2)

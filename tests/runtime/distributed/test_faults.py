@@ -210,7 +210,7 @@ def processes_of(marker):
 def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
     plan, folder = tmp_path / "p.plan.json", tmp_path / "checkpoints"
     model = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
-    options = ["--cluster", "cpu:2", "--planner", "pipedream", "--microbatch", "2", "--seq", "16"]
+    options = ["--cluster", "cpu:2", "--planner", "round_robin", "--microbatch", "2", "--seq", "16"]
     assert main(["place", model, *options, "--out", str(plan)]) == 0
     command = ["-m", "rlplace", "run", "--plan", plan, "--steps", "100", "--json"]
     started = start(2, *command, "--checkpoint", folder, "--checkpoint-every", "10", "--resume", restarts=2)

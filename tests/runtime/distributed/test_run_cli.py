@@ -17,7 +17,7 @@ from rlplace.runtime.distributed.job.recipe import synthetic_batch
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
 
-def place(path, *options, cluster="cpu:2", planner="pipedream"):
+def place(path, *options, cluster="cpu:2", planner="round_robin"):
     arguments = [
         "place",
         MODEL,

@@ -158,6 +158,7 @@ def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
     """The cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
+    rng.permutation(total)  # once dealt micro-batches; kept, so that the cases stay those of the published figures
     memory, varied = _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
     half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
     clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))

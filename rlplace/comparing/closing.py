@@ -167,7 +167,7 @@ def format_rows(rows: Sequence[ClosingRow], title: str) -> str:
             title,
             *table(["planner", "vs best", "branchy", "feasible", "better", "worse", "seconds"], cells),
             "step time / that of best, geometric mean, below 1 is faster; searches start from best, over several seeds",
-            "simulated, under the schedule and micro-batches of each case",
+            "simulated",
         ]
     )
 
@@ -182,7 +182,7 @@ def _solve(
 ) -> Solved:
     if floor is not None and floor.plan is not None:
         options["start"] = floor.plan.device_of_group
-    runs = [attempt(planner, case.problem, execution=case.execution, seed=number, **options) for number in range(seeds)]
+    runs = [attempt(planner, case.problem, seed=number, **options) for number in range(seeds)]
     plans = [run.answer for run in runs if run.answer is not None]
     steps = [plan.predicted.step_s for plan in plans]
     return Solved(

@@ -76,8 +76,6 @@ def test_slices() -> None:
         "all": ["a", "b", "c"],
         "branchy": ["a"],
         "chain-like": ["b", "c"],
-        "one micro-batch": ["a", "c"],
-        "several micro-batches": ["b"],
     }
     assert means.families(cases) == {"x": ["a", "c"], "y": ["b"]}
     assert means.log_floors(cases) == {"a": 0.0, "c": 0.0}
@@ -108,7 +106,7 @@ def test_the_cells_are_what_the_page_says():
 
 
 SETTINGS = {"set": "random", "torch": "2.13.0"}
-CASE = CaseInfo("a", "f", "1" * 64, 2, 6, 2, 1, "list", True, False, 1.0, [0, 1], 0.1, 30)
+CASE = CaseInfo("a", "f", "1" * 64, 2, 6, 2, True, False, 1.0, [0, 1], 0.1, 30)
 METHOD = Method("seed0", AGENT, "runs/seed0", "2" * 64, {"samples": 4}, "3" * 64)
 ROW = BenchmarkRow("a", "seed0", "64 calls", 0, "ok", 0.9, None, 0.9, 65, 0.2, 0.4, {"floor": 1.0})
 

@@ -23,7 +23,7 @@ def build() -> Store:
     for number in range(12):
         name, family = f"case{number}", FAMILIES[number % 3]
         branchy, unseen = family != "gpt", number >= 6
-        store.add_case(CaseInfo(name, family, "0" * 64, 4, 12, 2, 1, "list", branchy, unseen, 1.0, [0, 0, 1, 1], 0.1, 30))
+        store.add_case(CaseInfo(name, family, "0" * 64, 4, 12, 2, branchy, unseen, 1.0, [0, 0, 1, 1], 0.1, 30))
         for budget in BUDGETS:
             for method, step in (("annealing", 0.9), ("seed0", 0.864 * (1 + noise[number])), ("seed1", 0.864)):
                 store.add_row(BenchmarkRow(name, method, budget, 0, "ok", step, None, step, 64, 1.0, 0.5))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import fork_join, memory_tight_pair, pipeline_chain, two_device_chain, unlike_pair
+from toys import fork_join, memory_tight_pair, two_device_chain, unlike_pair
 
 import rlplace
 from rlplace.cluster import Cluster
@@ -56,14 +56,6 @@ def test_a_quicker_device():
     found = asked(toy.problem, toy.optimal_device_of_group)
     assert found["gpu0 twice as fast"].same_s == 6.0  # the other one is busy for six seconds, too
     assert found["gpu0 twice as fast"].replanned_s == 6.0
-
-
-def test_more_micro_batches():
-    problem = pipeline_chain(4, 4)
-    found = asked(problem, [0, 1, 2, 3])
-    answer = found["4 micro-batches"]
-    assert answer.same_s == (4 + 3) * 3.0 and answer.samples == 4
-    assert answer.sample_s < found[AS_IS].sample_s
 
 
 @settings(max_examples=2)

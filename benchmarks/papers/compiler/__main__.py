@@ -74,21 +74,17 @@ def _captured(spec):
 
 def objectives(problems) -> None:
     """Table 1."""
-    print(f"\n{'step time / one device':26s}" + "".join(f"{f'{o}, {m} mb':>16s}" for m in (1, 8) for o in OBJECTIVES))
+    print(f"\n{'step time / one device':26s}" + "".join(f"{o:>16s}" for o in OBJECTIVES))
     for problem in problems:
-        row, wins = "", ""
-        for count in (1, 8):
-            alone = simulate(problem, np.zeros(problem.num_groups, dtype=int), microbatches=count).step_time_s
-            step = [
-                min(
-                    simulate(problem, devices, microbatches=count).step_time_s
-                    for devices in partitions(problem, range(problem.num_devices), objective)
-                )
-                for objective in OBJECTIVES
-            ]
-            row += "".join(f"{s / alone:16.3f}" for s in step)
-            wins += "  wins" if step[0] < min(step[1:]) else "  -   "
-        print(f"{problem.name:26s}{row}{wins}")
+        alone = simulate(problem, np.zeros(problem.num_groups, dtype=int)).step_time_s
+        step = [
+            min(
+                simulate(problem, devices).step_time_s for devices in partitions(problem, range(problem.num_devices), objective)
+            )
+            for objective in OBJECTIVES
+        ]
+        row = "".join(f"{s / alone:16.3f}" for s in step)
+        print(f"{problem.name:26s}{row}{'  wins' if step[0] < min(step[1:]) else '  -'}")
 
 
 def cuts(problems) -> None:

@@ -90,7 +90,7 @@ class Model:
 
     Attributes:
         text: MODEL.
-        batch: Samples of a micro-batch.
+        batch: Samples of a step.
         seq: Sequence length.
         groups: To place.
     """
@@ -102,7 +102,7 @@ class Model:
 
 
 MODELS = {
-    "gpt2": Model("hf:gpt2,n_layer=4,n_embd=384,n_head=6,vocab_size=512", 1, 16, 4, "1f1b"),
+    "gpt2": Model("hf:gpt2,n_layer=4,n_embd=384,n_head=6,vocab_size=512", 4, 16),
     "t5": Model("hf:t5,num_layers=4,num_decoder_layers=4,d_model=384,d_ff=1536,vocab_size=512", 1, 16),
     "moe": Model("zoo:moe_toy,width=256,layers=6", 16, 1),
     "mixtral": Model(

@@ -174,7 +174,7 @@ def test_every_row_has_a_problem_of_its_own_with_what_the_floor_derived(info: Ca
     own = measure.after_floor(CASE.problem, start)
     assert own is not CASE.problem
     assert own.fingerprint == dataclasses.replace(own).fingerprint
-    assert own in lowering._lower.results and own in groupgraph.group_graph.results
+    assert own in lowering.lower.results and own in groupgraph.group_graph.results
 
 
 def test_curves_take_every_checkpoint_of_a_run_by_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

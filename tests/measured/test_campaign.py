@@ -1,7 +1,6 @@
 """Campaigns: what is measured, what is remembered, what it costs, and what a cluster that changes does to it."""
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 from simulated_cluster import Clock, SimulatedCluster, random_plans
@@ -365,7 +364,7 @@ def test_steps_of_several_micro_batches_in_older_files_are_left_alone(cluster, t
     with open_store(tmp_path / "trials") as store:
         campaign = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
         trial = campaign.measure(PLANS[0])
-        store.add(dataclasses.replace(trial, device_of_group=tuple(PLANS[1].tolist()), microbatches=4, schedule="1f1b"))
+        store.add(msgspec.structs.replace(trial, device_of_group=tuple(PLANS[1].tolist()), microbatches=4, schedule="1f1b"))
         again = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
         assert [found.device_of_group for found in again.trials] == [key(PLANS[0])]
 

@@ -59,7 +59,6 @@ def place(
     optimizer: str = "adam",
     batch_curve: BatchCurve | None = None,
     groups: int = 200,
-    weight_gradients: bool = False,
     costs: Any = None,
     host: str = "eager",
     **options: Any,
@@ -89,9 +88,8 @@ def place(
         batch_curve: Epochs to the target by batch; the batch is then chosen too (`rlplace.strategy.batches`), from
             `batch` (8) up.
         groups: Target number of groups of a placement.
-        weight_gradients: For placements: see `rlplace.price`; so are `costs` and `host`.
-        costs: See `weight_gradients`.
-        host: See `weight_gradients`.
+        costs: See `rlplace.price`.
+        host: See `rlplace.price`.
         **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
             of the planner of placements.
 
@@ -115,8 +113,7 @@ def place(
         from rlplace.cluster.parse import as_cluster
         from rlplace.graph.opgraph import OpGraph
 
-        only = [name for name in options if name not in FIXED] + ["weight_gradients"] * weight_gradients
-        reason = why_placement(planner, space, only)
+        reason = why_placement(planner, space, [name for name in options if name not in FIXED])
         if cluster is None:
             raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
         machine = as_cluster(cluster)
@@ -134,7 +131,7 @@ def place(
             )
         graph, capture_at = _captured(target, example_inputs, loss, optimizer)
         graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None))
-        pricing = {"groups": groups, "weight_gradients": weight_gradients, "costs": costs, "host": host}
+        pricing = {"groups": groups, "costs": costs, "host": host}
         priced = (
             Priced.graph(graph, machine, **pricing)
             if capture_at is None

@@ -70,9 +70,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--granularity", type=positive, default=_SIZES["granularity"], metavar="N", help="target number of groups (200)"
     )
-    group.add_argument(
-        "--weight-gradients", action="store_true", help="gradients of weights as ops of their own, for zero-bubble pipelines"
-    )
     group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
 
@@ -100,7 +97,7 @@ def note_old_reading(options: argparse.Namespace) -> None:
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
     """The options given that change how a model is captured and priced, and have no effect where it is not."""
-    changed = [name for name in ("autocast", "master_weights", "weight_gradients", "costs") if getattr(options, name)]
+    changed = [name for name in ("autocast", "master_weights", "costs") if getattr(options, name)]
     changed += ["host_mode"] if options.host_mode != "eager" else []
     return [f"--{name.replace('_', '-')}" for name in changed]
 
@@ -108,7 +105,7 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
 def model_options(options: argparse.Namespace) -> list[str]:
     """The MODEL options that were given, other than by their default, as words of a command."""
     words = [f"--{name}={getattr(options, name)}" for name in (*_SIZES, "autocast", "costs") if _given(options, name)]
-    words += [f"--{name.replace('_', '-')}" for name in ("master_weights", "weight_gradients") if getattr(options, name)]
+    words += ["--master-weights"] if options.master_weights else []
     return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
 
 
@@ -198,12 +195,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
 
 def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:
     """What the options say on `rlplace.price`'s arguments, with so many times the groups."""
-    return {
-        "groups": finer * options.granularity,
-        "weight_gradients": options.weight_gradients,
-        "costs": options.costs,
-        "host": options.host_mode,
-    }
+    return {"groups": finer * options.granularity, "costs": options.costs, "host": options.host_mode}
 
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Loaded:

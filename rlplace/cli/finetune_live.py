@@ -107,7 +107,7 @@ def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem
     pricing = {"costs": options.costs, "host": options.host_mode}
     seconds = device_times(graph, parse(options.cluster), **pricing)
     grouping = coarsen(graph, options.granularity, cost=seconds.mean(axis=1))
-    return price(graph, parse(options.replay), groups=grouping, weight_gradients=options.weight_gradients, **pricing)
+    return price(graph, parse(options.replay), groups=grouping, **pricing)
 
 
 def _site(options: argparse.Namespace, device: torch.device) -> Site:

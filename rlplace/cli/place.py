@@ -114,7 +114,7 @@ def placement_reason(options: argparse.Namespace) -> str | None:
     return why_placement(options.planner, options.space, only)
 
 
-_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity": GRANULARITY, "weight_gradients": False}
+_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity": GRANULARITY}
 """Options that belong to placements alone, with their defaults."""
 
 

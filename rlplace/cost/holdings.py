@@ -88,14 +88,10 @@ def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
 def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
     number = {name: op for op, name in enumerate(problem.op_names)}
     ops: list[int] = []
-    weight_op: list[int | None] = []  # where the gradients of parameters are ops of their own
     for name in graph.op_names:
-        apart = number.get(f"{name}_weight")
-        whole = number.get(name, apart)
-        if whole is None:
+        if name not in number:
             raise InputError(f"memory: the problem has no op {name!r}; give the graph with its op-level problem only")
-        ops.append(whole)
-        weight_op.append(apart if apart is not None and problem.op_phase[apart] == BACKWARD_WEIGHT else None)
+        ops.append(number[name])
     group_of = [int(problem.op_group[op]) for op in ops]
     home: dict[int, int] = {}
     makers: dict[int, list[int]] = {}
@@ -111,8 +107,7 @@ def _from_graph(problem: Problem, graph: OpGraph) -> list[Holding]:
         elif role == INPUT and readers and graph.tensor_bytes[tensor]:
             inputs.append(Holding(group_of[readers[0]], WEIGHTS, int(graph.tensor_bytes[tensor])))
         elif role == GRADIENT and maker >= 0:
-            apart = weight_op[maker]
-            makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(ops[maker] if apart is None else apart)
+            makers.setdefault(int(graph.tensor_parameter[tensor]), []).append(ops[maker])
     allocations = []
     for index, parameter in enumerate(graph.parameters):
         if index in home:

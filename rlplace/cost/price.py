@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.graph.atoms import ModuleTree
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
-from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.problem import Problem
 
 __all__ = ["LEVELS", "device_times", "owners", "price", "split_backward"]
@@ -36,7 +34,6 @@ def price(
     groups: int | Grouping = DEFAULT_TARGET,
     level: str = "task",
     name: str | None = None,
-    weight_gradients: bool = False,
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
 ) -> Problem:
@@ -49,8 +46,6 @@ def price(
         level: ``"task"`` contracts every group to one op per phase (groups that tie distant parts of the model together
             have several); ``"op"`` keeps every captured op. Groups, their order and their resident bytes are the same at both.
         name: Name of the problem; default the graph's.
-        weight_gradients: Split every backward op into its input gradient (phase backward) and the gradients of its parameters
-            (phase backward_weight), as zero-bubble pipelines need. Groups and times per group stay the same.
         costs: A cost table, file, or name of a cost model of an installed package, laid over the coefficients that come with
             rlplace; None: those alone.
         host: How ops are issued: "eager", or "compiled" for a compiled graph; an op cannot start before it is issued.
@@ -71,16 +66,12 @@ def price(
     grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
     if grouping.op_cluster.shape != (graph.num_ops,):
         raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
-    source = _source(graph, cluster, groups, grouping, level, weight_gradients)
+    source = _source(graph, cluster, groups, grouping, level)
     source |= {
         "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": table.fingerprint},
         "host": host,
         "op_times": {name: times.shares() for name, times in by_kind.items()},
     }
-    if weight_gradients:
-        graph, origin = split_weight_gradients(graph)
-        seconds = part_times(seconds, device_times(graph, cluster, costs=table, host=host), origin)
-        grouping = dataclasses.replace(grouping, op_cluster=grouping.op_cluster[origin])
     parameter_group, tensor_owner = owners(graph, grouping)
     ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
     if level == "task":
@@ -240,9 +231,7 @@ def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...
     return tuple(tuple(names) for names in members)
 
 
-def _source(
-    graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str, weight_gradients: bool
-) -> dict[str, Any]:
+def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
     """What a verb needs to price the same problem again, and the fingerprints to see that it did."""
     return {
         "graph": None if graph.source is None else dict(graph.source),
@@ -252,6 +241,5 @@ def _source(
         "cluster_fingerprint": cluster.fingerprint,
         "groups": grouping.num_groups if isinstance(groups, Grouping) else int(groups),
         "level": level,
-        **({"weight_gradients": True} if weight_gradients else {}),
         "cost_version": VERSION,
     }

@@ -18,7 +18,7 @@ from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
 from rlplace.cost.lifetimes import lifetimes
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.problem import BACKWARD_WEIGHT, Device, Links, Problem
+from rlplace.problem import Device, Links, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
@@ -161,10 +161,6 @@ def test_parameters_are_single_allocations_where_the_graph_is_known():
         sums[item.part, item.group] += item.bytes
         assert item.part != GRADIENTS or item.makers
     assert np.array_equal(sums, [problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes])
-    split = price(graph, TWO, groups=10, level="op", weight_gradients=True)
-    apart = {int(split.op_phase[op]) for item in holdings(split, graph) for op in item.makers}
-    assert apart == {BACKWARD_WEIGHT}
-    assert [item.bytes for item in holdings(split, graph)] == [item.bytes for item in items]
     with pytest.raises(InputError, match="op-level problem"):
         holdings(price(graph, TWO, groups=10), graph)
     whole = holdings(price(graph, TWO, groups=10))

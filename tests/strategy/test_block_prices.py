@@ -8,9 +8,10 @@ from captured import captured
 
 from benchmarks.recompute import recompute
 from rlplace.cluster.parse import as_cluster
-from rlplace.cost import price
+from rlplace.cost import device_times, price
 from rlplace.errors import InputError
 from rlplace.graph.coarsen import Grouping
+from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
@@ -94,8 +95,9 @@ def test_times_add_up(priced, name):
         found = [costs.forward_s.sum(), costs.backward_s.sum(), blocks.update_s(kind).sum() - tied]
         wanted = [problem.time_s[problem.op_phase == phase, kind].sum() for phase in (FORWARD, BACKWARD, UPDATE)]
         np.testing.assert_allclose(found, wanted, rtol=1e-9)
-        split = price(graph, CLUSTER, level="op", weight_gradients=True)
-        weight = split.time_s[split.op_phase == BACKWARD_WEIGHT, kind].sum()
+        split, origin = split_weight_gradients(graph)
+        parts_s = part_times(*(device_times(g, as_cluster(CLUSTER))[:, [kind]] for g in (graph, split)), origin)
+        weight = parts_s[split.op_phase == BACKWARD_WEIGHT].sum()
         np.testing.assert_allclose(costs.weight_s.sum(), weight, rtol=1e-9)
         assert (costs.weight_s <= costs.backward_s).all()
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_asked_is_refused(graph: OpGraph) -> None:
 
 def test_which_question_is_asked(graph: OpGraph) -> None:
     """Planners that place groups, and options of theirs, ask for placements; all else for strategies, by who can answer."""
-    for how in ({"planner": "heft"}, {"space": "placement", "planner": "best"}, {"planner": "best", "weight_gradients": True}):
+    for how in ({"planner": "heft"}, {"space": "placement", "planner": "best"}):
         plan = rlplace.place(graph, CLUSTER, **how)
         assert plan.strategy is None and len(plan.device_of_group) and plan.planner == how["planner"]
     for planner in ("agent", "best", "strategy"):

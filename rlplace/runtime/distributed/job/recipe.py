@@ -92,7 +92,6 @@ class _Priced(Source, frozen=True):
 
     costs: _Costs | None = None  # type: ignore[assignment]
     groups: Count | None = None
-    weight_gradients: bool | None = None
     split_backward: bool | None = None
 
 
@@ -152,7 +151,6 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
         cluster,
         groups=source.groups or 200,
         level=source.level or "task",
-        weight_gradients=bool(source.weight_gradients),
         costs=None if source.costs is None else source.costs.path,
         host=source.host or "eager",
     )

@@ -108,6 +108,7 @@ def place(
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
         if batch is not None or batch_curve is not None or space not in (None, PLACEMENT):
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
+        _one_pass(options, "a problem's groups are placed one by one")
         priced = Priced.problem(target)
     else:
         from rlplace.cluster.parse import as_cluster
@@ -129,6 +130,7 @@ def place(
             raise InputError(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
             )
+        _one_pass(options, reason)
         graph, capture_at = _captured(target, example_inputs, loss, optimizer)
         graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None))
         pricing = {"groups": groups, "costs": costs, "host": host}
@@ -140,6 +142,12 @@ def place(
     if calls is not None:
         options["calls"] = calls
     return place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **options).plan
+
+
+def _one_pass(options: Collection[str], reason: str) -> None:
+    for name in ("microbatches", "schedule"):
+        if name in options:
+            raise InputError(f"place: {name} is for whole strategies, these are placements ({reason}); leave it out")
 
 
 def why_placement(planner: str, space: Space | str | None, only: Collection[str] = ()) -> str | None:

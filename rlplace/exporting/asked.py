@@ -85,7 +85,8 @@ def ask(plan: PlacementPlan) -> Asked:
         raise InputError(f"export: {reason}")
     if pipeline.unlike_meshes:
         raise InputError(
-            "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute"
+            "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute, or place "
+            "with --space pipeline=1"
         )
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
         raise InputError(

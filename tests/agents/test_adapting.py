@@ -128,7 +128,7 @@ PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)
 
 def trial(plan, status):
     steps = (1.0,) if status == "done" else ()
-    return Trial(PROBLEM.fingerprint, "", tuple(map(int, plan)), 1, "list", status, steps)
+    return Trial(PROBLEM.fingerprint, "", tuple(map(int, plan)), status, step_s=steps)
 
 
 ALL_ON = [np.full(10, device, dtype=np.int32) for device in (0, 1)]

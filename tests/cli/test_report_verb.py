@@ -54,9 +54,8 @@ def test_measurements_of_both_kinds(capsys, made):
     PlanTimings("job", {}, (timing,)).save(folder / "x.timings.json")
     with TrialStore(folder / "trials.db") as store:
         store.add_problem(problem)
-        trial = Trial(
-            problem.fingerprint, "", tuple(plan.device_of_group.tolist()), 1, "list", "done", (0.7, 0.8), predicted_s=0.4
-        )
+        groups = tuple(plan.device_of_group.tolist())
+        trial = Trial(problem.fingerprint, "", groups, "done", step_s=(0.7, 0.8), predicted_s=0.4)
         store.add(trial)
         failed = msgspec.structs.replace(
             trial, status="out_of_memory", step_s=(), reason="gpu0 was full", device_of_group=(0,) * 12

@@ -34,7 +34,7 @@ from rlplace.problem import Problem
 torch.set_num_threads(1)
 seeds, out, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 problem = dataclasses.replace(Problem.load(seeds / "toy.problem.json"), name=f"writer{number}" * 200)
-plan = dataclasses.replace(PlacementPlan.load(seeds / "stages.plan.json"), seed=number)
+plan = dataclasses.replace(PlacementPlan.load(seeds / "ordered.plan.json"), seed=number)
 cluster = Cluster.preset(f"l4:{number + 1}")
 labels = Labels.load(seeds / "labels.safetensors")
 network = load_checkpoint(seeds / "agent").network
@@ -143,7 +143,7 @@ def test_a_lock_keeps_others_out_and_is_not_waited_for_for_ever(tmp_path):
         pass
 
 
-PLAN = ["simulate", "{s}/toy.problem.json", "{s}/stages.plan.json"]
+PLAN = ["simulate", "{s}/toy.problem.json", "{s}/ordered.plan.json"]
 TOY = ["{s}/toy.problem.json"]
 LEARN = ["--measurements", "{s}/trials.sqlite", "--fit-steps", "1", "--rehearse", "0"]
 TRAIN = ["train", "--problems", *TOY, "--cases", "1", "--fit-steps", "0", "--steps", "0", "--test", *TOY, "--calls", "1"]
@@ -264,7 +264,7 @@ with open(f"{folder}/filler", "wb", buffering=0) as stream:
     except OSError:
         pass
 print("CODE", main(words), file=sys.stderr)
-print("CODE", main(["simulate", words[1], f"{seeds}/stages.plan.json", "--trace", f"{folder}/t.json"]), file=sys.stderr)
+print("CODE", main(["simulate", words[1], f"{seeds}/ordered.plan.json", "--trace", f"{folder}/t.json"]), file=sys.stderr)
 train = ["train", "--problems", words[1], "--fit-steps", "0", "--steps", "0", "--out", f"{folder}/run"]
 print("CODE", main(train), file=sys.stderr)
 assert open(f"{folder}/p.plan.json", "rb").read() == before

@@ -111,13 +111,9 @@ def test_what_cannot_be_asked_is_refused(graph: OpGraph) -> None:
         (graph, {"space": "auto", "agent": "mine"}, "agent belongs to placements"),
         (graph, {"space": "placement", "planner": "strategy"}, "planner strategy places no groups"),
         (graph, {"planner": "heft", "batch_curve": curve}, "a batch curve chooses among whole strategies"),
-        (graph, {"planner": "heft", "batch": 30, "microbatches": 4}, "use a batch of 28"),
-        (graph, {"planner": "heft", "batch": 32}, "the graph has micro-batches of 4 samples, 32 are asked for"),
-        (
-            graph,
-            {"planner": "heft", "batch": 8, "microbatch": 4, "microbatches": 3},
-            "3 micro-batches of 4 samples are no step of 8",
-        ),
+        (graph, {"planner": "heft", "batch": 32}, "the graph has 4 samples, 32 are asked for"),
+        (graph, {"planner": "heft", "microbatches": 3}, "microbatches is for whole strategies"),
+        (problem, {"schedule": "1f1b"}, "schedule is for whole strategies"),
         (graph, {"space": "microbatch=4", "microbatch": 2}, "microbatch stands twice"),
         (graph, {"batch": 30}, "use a batch of 28|use a batch of 32"),
         (graph, {"batch": 32, "space": "tensor=3"}, "relax tensor=3 first"),
@@ -210,7 +206,7 @@ def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFi
         (["--space", "auto", "--memory"], "--memory belongs to placements"),
         (["--space", "auto", "--planner", "metis"], "planner metis places groups"),
         (["--planner", "heft", "--calls", "3"], "--calls is for whole strategies"),
-        (["--planner", "heft", "--batch", "9", "--microbatches", "2"], "use a batch of 8"),
+        (["--planner", "heft", "--batch", "9", "--microbatches", "2"], "--microbatches is for whole strategies"),
     ],
 )
 def test_options_that_do_not_go_together(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

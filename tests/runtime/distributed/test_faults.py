@@ -212,8 +212,8 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
     model = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
     options = ["--cluster", "cpu:2", "--planner", "round_robin", "--microbatch", "2", "--seq", "16"]
     assert main(["place", model, *options, "--out", str(plan)]) == 0
-    command = ["-m", "rlplace", "run", "--plan", plan, "--steps", "100", "--json"]
-    started = start(2, *command, "--checkpoint", folder, "--checkpoint-every", "10", "--resume", restarts=2)
+    command = ["-m", "rlplace", "run", "--plan", plan, "--steps", "400", "--json"]
+    started = start(2, *command, "--checkpoint", folder, "--checkpoint-every", "20", "--resume", restarts=2)
     try:
         deadline = time.monotonic() + 120
         while not list(folder.glob("step-*")) and time.monotonic() < deadline:
@@ -226,7 +226,7 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
     assert started.returncode == 0, err
     assert re.search(r"rlplace: rank 1 \(stage 1, .*\) is gone: it was killed", err), err
     found = json.loads(out)  # that a resumed run has the losses of a whole one is tested without a kill
-    assert 0 < found["first_step"] < 100 and len(found["losses"]) == 100 - found["first_step"]
+    assert 0 < found["first_step"] < 400 and len(found["losses"]) == 400 - found["first_step"]
     assert not processes_of(str(folder))
 
 

@@ -8,7 +8,8 @@ extend(reach[S - d], d)``. Like devices are counted instead of listed. T is bise
 Among splits of that order this planner also builds ones that allow segments up to 10 %, 30 % and any amount above the
 optimum and then minimise the sum of compute time and transfers across cuts (dynamic programming with a sliding-window
 minimum): a single training step passes a chain one segment after the other, so its time is that sum, not the largest
-segment. All are built for 1 to D devices and two topological orders, and the simulator picks.
+segment. All are built for 1 to D devices and two topological orders, layer-wise pipelines
+(`rlplace.planners.bipartition.straight`) compete as well, and the simulator picks.
 
 Paper: the exact min-max partition is folklore (Khanna, Muthukrishnan, Skiena, "Efficient array partitioning", 1997); GPipe
 (Huang et al., 2019) splits by the same objective with a heuristic.
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
+from rlplace.planners.bipartition.straight import straight_pipelines
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import finite_links, group_graph
 from rlplace.planners.common.subsets import device_classes, device_subsets, map_parts
@@ -41,7 +43,7 @@ SLACKS = (1.0, 1.1, 1.3, np.inf)
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Splits for every number of devices, order and slack."""
+    """Splits for every number of devices, order and slack; then layer-wise pipelines."""
     del seed
     graph = group_graph(problem)
     orders = [graph.order]
@@ -50,6 +52,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     for subset in reversed(device_subsets(problem)):
         for order in orders:
             yield from _splits(problem, order, subset)
+    yield from straight_pipelines(problem)
 
 
 def min_max_split(

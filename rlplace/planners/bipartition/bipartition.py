@@ -32,6 +32,7 @@ from rlplace.planners.bipartition.layers import (
     require_split,
 )
 from rlplace.planners.bipartition.solve import Cuts, bi_partition, bottleneck_s, layer_wise, least_traffic
+from rlplace.planners.bipartition.straight import straight_pipelines
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.floor import one_shot
 from rlplace.planners.common.groupgraph import group_graph
@@ -73,6 +74,7 @@ def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None =
     def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
         for layers, cuts in _pipelines(problem, int(gap)):
             yield layers.assign(problem, cuts)
+        yield from straight_pipelines(problem)
 
     plan = one_shot(problem, "bipartition", candidates, seed=seed, time_limit_s=time_limit_s)
     return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap))))

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import native_worker
 import pytest
 import small_models
 import torch
@@ -58,17 +59,7 @@ class Branching(nn.Module):
 
     def forward(self, x):
         x = self.linear(x)
-        return Doubled.apply(x) if x.sum() > 0 else x.relu()
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
+        return native_worker.Doubled.apply(x) if x.sum() > 0 else x.relu()
 
 
 class Own(nn.Module):

@@ -21,7 +21,7 @@ from rlplace.files import read_json, write_json
 from rlplace.problem import Problem
 from rlplace.records import Record, build, plain
 
-FORMAT, VERSION = "rlplace.cases", 1
+FORMAT, VERSION = "rlplace.cases", 2
 INDEX = "cases.json"
 _SUFFIX = ".problem.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # part of a file name
@@ -91,9 +91,14 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def set_made_by(folder: str | Path) -> dict[str, str] | None:
-    """What made the cases of a folder, None when it holds no set of cases."""
+    """What made the cases of a folder: nothing known ({}) where their index is of another version, None without any cases."""
     folder = Path(folder)
-    return _index(folder).made_by if (folder / INDEX).is_file() else None
+    if not (folder / INDEX).is_file():
+        return None
+    try:
+        return _index(folder).made_by
+    except InputError:
+        return {}
 
 
 def set_folder(name: str) -> Path:

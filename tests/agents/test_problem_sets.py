@@ -251,6 +251,11 @@ def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     cases = small_cases(2)
     problems.save_cases(cases, tmp_path / "set")
     assert sources.set_made_by(tmp_path / "set") == {} and sources.set_made_by(tmp_path) is None
+    index = tmp_path / "set" / "cases.json"
+    problems.save_cases(cases, tmp_path / "set", made_by={"torch": "2"})
+    index.write_text(index.read_text().replace('"version": 2', '"version": 1'))
+    assert sources.set_made_by(tmp_path / "set") == {}  # an older format: a cache is made anew
+    problems.save_cases(cases, tmp_path / "set")
     cases[1].problem.save(tmp_path / "set" / "small-0.problem.json")
     with pytest.raises(InputError, match="is not the problem that"):
         problems.load_cases(tmp_path / "set")

@@ -25,9 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rate", default="1gbit", help="of every host's card, or by pair as rows of a matrix: '0,50mbit;200mbit,0' (1gbit)"
     )
     parser.add_argument("--burst", type=int, metavar="BYTES", help="token bucket of a link (what its rate moves in 1 ms)")
-    parser.add_argument("--cpu", metavar="SHARE", help="processor time of every host in cores, 0.45, or 0.45,1 by host")
     parser.add_argument("--cores", metavar="LIST", help="cores to pin the hosts to, one entry a host: 0,1 or 0-1,2-3")
-    parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one-way delay; needs netem in the kernel")
     parser.add_argument("--processes-per-host", type=int, default=1, metavar="N", help="ranks on every host (1)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end everything after this long")
     parser.add_argument("--cleanup", action="store_true", help="only remove what killed processes left behind")
@@ -65,9 +63,7 @@ def run(options: argparse.Namespace) -> int:
         hosts=options.hosts,
         rate_bits_per_s=parse_rates(options.rate),
         burst_bytes=options.burst,
-        cpu_share=None if options.cpu is None else _shares(options.cpu),
         cpus=None if options.cores is None else parse_cores(options.cores),
-        delay_s=options.delay,
     )
     job: Job | None = None
     try:
@@ -80,14 +76,6 @@ def run(options: argparse.Namespace) -> int:
             raise
         print(f"rlplace: {error}", file=sys.stderr)
         return TIMEOUT_CODE
-
-
-def _shares(text: str) -> float | tuple[float, ...]:
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--cpu {text[:40]!r} is not a number of cores such as 0.45, or one for each host") from None
-    return shares if len(shares) > 1 else shares[0]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ PAYLOAD_FRACTION = 1448 / 1514
 """TCP payload of a full Ethernet frame over what the shaping counts of it."""
 
 LATENCY_S = 60e-6
-"""A small message between two processes over gloo, one way; beside `HostsSpec.delay_s`."""
+"""A small message between two processes over gloo, one way."""
 
 
 LARGE_BYTES = 1 << 20
@@ -55,7 +55,7 @@ def cluster_of(
         spec: The hosts; they need not exist.
         kinds: What the device of each host can do; None takes the share that each host has of this machine's cores.
         memory_bytes: Memory of each host; None divides this machine's memory evenly.
-        latency_s: One-way latency of a small message, without `spec.delay_s`.
+        latency_s: One-way latency of a small message.
 
     Raises:
         InputError: Not one kind for each host.
@@ -68,7 +68,7 @@ def cluster_of(
     if len(chosen) != spec.hosts:
         raise InputError(f"hosts: {len(chosen)} kinds for {spec.hosts} hosts; give one for each")
     devices = tuple(Device(f"cpu{i}", memory, kind.reserved_bytes, kind.name) for i, kind in enumerate(chosen))
-    links = lower(_topology(spec, latency_s + spec.delay_s))
+    links = lower(_topology(spec, latency_s))
     return Cluster(f"{spec.hosts} emulated hosts", devices, chosen, links, tuple(range(spec.hosts)))
 
 
@@ -143,9 +143,6 @@ def cores_of(spec: HostsSpec, usable: int | None = None) -> tuple[float, ...]:
     cores_by_host = []
     for host in range(spec.hosts):
         mine = total / spec.hosts if spec.cpus is None else sum(1 / pinned[core] for core in spec.cpus[host])
-        share = spec.share_of(host)
-        if share is not None:  # a share below what is there anyway
-            mine = min(share, total if spec.cpus is None else mine)
         cores_by_host.append(mine)
     return tuple(cores_by_host)
 

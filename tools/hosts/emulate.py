@@ -10,13 +10,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlplace.errors import InputError
 from rlplace.interrupts import deferred_signals
-from tools.hosts import cgroups, network
+from tools.hosts import network
 from tools.hosts.commands import check_machine
 from tools.hosts.names import new_prefix
 from tools.hosts.spec import HostsSpec
@@ -37,7 +36,6 @@ class Host:
         name: Its host name, ``"host0"``; the hosts resolve each other's.
         address: Its IPv4 address, on the card ``eth0``.
         namespace: Name of its network namespace, as ``ip netns list`` shows it.
-        cgroup: Folder of its control group, None where processor time is not limited.
         cpus: Cores that it may run on, None for any.
     """
 
@@ -45,7 +43,6 @@ class Host:
     name: str
     address: str
     namespace: str
-    cgroup: str | None
     cpus: tuple[int, ...] | None
 
 
@@ -104,7 +101,7 @@ def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
     prefix = new_prefix()
     with ending_signals():
         hosts: Hosts | None = None
-        remove = functools.partial(_remove, prefix, spec)
+        remove = functools.partial(network.remove_network, prefix)
         atexit.register(remove)  # where an interrupt hits the few lines outside deferred_signals
         try:
             with deferred_signals():
@@ -124,34 +121,22 @@ def emulated_hosts(spec: HostsSpec) -> Iterator[Hosts]:
 
 
 def cleanup() -> list[str]:
-    """Removes namespaces and control groups of processes that are dead, and ends what still runs in them.
+    """Removes namespaces of processes that are dead, and ends what still runs in them.
 
     Returns:
         Names of what was removed.
     """
     check_machine()
-    return network.remove_stale() + cgroups.remove_stale()
+    return network.remove_stale()
 
 
 def _make(spec: HostsSpec, prefix: str) -> Hosts:
     network.make_network(spec, prefix)
     hosts = []
     for number in range(spec.hosts):
-        share, name = spec.share_of(number), f"{prefix}-host{number}"
-        group = None if share is None else str(cgroups.make_group(name, share, spec.cpu_period_s))
         cpus = None if spec.cpus is None else spec.cpus[number]
-        hosts.append(Host(number, f"host{number}", network.address_of(number), name, group, cpus))
+        hosts.append(Host(number, f"host{number}", network.address_of(number), f"{prefix}-host{number}", cpus))
     return Hosts(spec, tuple(hosts))
-
-
-def _remove(prefix: str, spec: HostsSpec) -> None:
-    try:
-        network.remove_network(prefix)
-    finally:
-        for number in range(spec.hosts):
-            if spec.share_of(number) is not None:
-                for group in cgroups.find_groups(f"{prefix}-host{number}"):
-                    cgroups.remove_group(Path(group))
 
 
 def _check_cores(spec: HostsSpec) -> None:

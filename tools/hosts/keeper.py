@@ -1,7 +1,7 @@
 """Runs one command inside an emulated host and sees that nothing of it outlives its launcher.
 
 Started by path with a bare interpreter (``python -I -S keeper.py SETTINGS COMMAND ...``), so it imports the standard library
-alone. The command becomes a child in a session of its own, inside the host's namespaces, control group and cores. This
+alone. The command becomes a child in a session of its own, inside the host's namespaces, on its cores. This
 process adopts whatever the child's descendants leave behind, and ends all of them when the child is done, when it is asked to
 (SIGTERM; SIGKILL follows after `grace_s`), and at once when the launcher dies, however it dies.
 
@@ -144,9 +144,6 @@ def _enter(settings: dict[str, Any], command: list[str], keeper: int) -> NoRetur
         _checked("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
         if os.getppid() != keeper:
             os._exit(125)
-        if settings["cgroup"] is not None:
-            with open(os.path.join(settings["cgroup"], "cgroup.procs"), "w") as stream:
-                stream.write("0")  # 0: whoever writes
         if settings["cpus"] is not None:
             os.sched_setaffinity(0, settings["cpus"])
         _enter_namespaces(settings)

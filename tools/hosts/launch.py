@@ -135,26 +135,6 @@ class Job:
         """The last lines that a rank wrote, standard output and standard error together."""
         return self._pump.tail(rank)
 
-    def send(self, line: str, rank: int | None = None) -> None:
-        """Writes a line to the standard input of one rank, or of all; the job must have been launched with ``stdin=True``.
-
-        A process that reads nothing blocks it once 64 KiB wait; send names of files instead of long texts.
-
-        Raises:
-            RlplaceError: The process has ended.
-        """
-        if "\n" in line:
-            raise InputError("hosts: send takes one line; encode line breaks")
-        for process in self.processes if rank is None else (self.processes[rank],):
-            if process.keeper.stdin is None:
-                raise InputError("hosts: the job has no standard input; launch it with stdin=True")
-            try:
-                process.keeper.stdin.write(line.encode() + b"\n")
-                process.keeper.stdin.flush()
-            except (OSError, ValueError):  # its end is closed, or ours is
-                self.check()
-                raise RlplaceError(f"rank {process.rank} on host {process.host} no longer reads its standard input") from None
-
     def stop(self) -> None:
         """Ends every process that still runs: SIGTERM, then SIGKILL after the grace; returns when all are gone."""
         self.poll()
@@ -169,9 +149,6 @@ class Job:
             except subprocess.TimeoutExpired:  # its child dies with it
                 process.keeper.kill()
                 process.keeper.wait()
-            if process.keeper.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.keeper.stdin.close()
         self._pump.finish()
 
     def _failure(self, process: Process) -> str:
@@ -198,7 +175,6 @@ def launch(
     *,
     processes_per_host: int = 1,
     env: Mapping[str, str] | None = None,
-    stdin: bool = False,
     sink: Sink | None = None,
     grace_s: float = 3.0,
 ) -> Job:
@@ -213,7 +189,6 @@ def launch(
         command: Program and arguments, not through a shell.
         processes_per_host: Ranks on every host.
         env: Further variables, over the present environment.
-        stdin: Whether ranks get a standard input that `Job.send` writes to; otherwise it is empty.
         sink: Takes ``(rank, host, stream, line)`` for every line, stream 1 or 2, on a thread of its own; None prints them to
             this process's standard output and error with the prefix ``[host 0]``.
         grace_s: Seconds between SIGTERM and SIGKILL when the job is ended.
@@ -246,7 +221,6 @@ def launch(
                 "grace_s": grace_s,
                 "namespace": f"/run/netns/{host.namespace}",
                 "hostname": host.name,
-                "cgroup": host.cgroup,
                 "cpus": host.cpus,
                 "etc_hosts": etc_hosts,
             }
@@ -254,7 +228,7 @@ def launch(
                 variables = _environment(hosts, host, local, processes_per_host, port, env or {})
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_KEEPER), json.dumps(settings), *words],
-                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env=variables,
@@ -287,11 +261,9 @@ def _environment(
     hosts: Hosts, host: Host, local: int, processes_per_host: int, port: int, env: Mapping[str, str]
 ) -> dict[str, str]:
     count, master = len(hosts.hosts), hosts.hosts[0].address
-    share = hosts.spec.share_of(host.number)
     cores = len(host.cpus) if host.cpus is not None else max(1, len(os.sched_getaffinity(0)) // count)
-    threads = max(1, min(cores, int(share) if share is not None else cores) // processes_per_host)
     return {
-        "OMP_NUM_THREADS": str(threads),  # these two unless the caller chose
+        "OMP_NUM_THREADS": str(max(1, cores // processes_per_host)),  # these two unless the caller chose
         "PYTHONUNBUFFERED": "1",
         **os.environ,
         "RANK": str(host.number * processes_per_host + local),

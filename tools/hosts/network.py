@@ -59,26 +59,19 @@ def make_network(spec: HostsSpec, prefix: str) -> None:
     try:
         for host, name in enumerate(names):
             if spec.hosts > 1:
-                tc_batch(_pair_links(spec, host) if spec.per_pair else _card(spec, CARD, delay=False), name)
+                tc_batch(_pair_links(spec, host) if spec.per_pair else [_card(spec, CARD)], name)
         if spec.hosts > 1 and not spec.per_pair:
-            tc_batch([line for host in range(spec.hosts) for line in _card(spec, f"p{host}", delay=True)], switch)
+            tc_batch([_card(spec, f"p{host}") for host in range(spec.hosts)], switch)
     except RlplaceError as error:
-        if spec.delay_s > 0 and "netem" in str(error):
-            raise MissingError(
-                "emulated hosts: this kernel has no netem, so delay is not emulated here; leave delay_s at 0"
-            ) from None
         raise MissingError(f"{error}; links need the queueing disciplines tbf, htb and bfifo in the kernel") from None
 
 
-def _card(spec: HostsSpec, card: str, *, delay: bool) -> list[str]:
+def _card(spec: HostsSpec, card: str) -> str:
     """One direction of a card, for all that goes through it."""
     rate = spec.rate_between(0, 1)
     burst = spec.burst_of(rate)
     queue = burst + int(max(QUEUE_S * rate / 8, 128 << 10))
-    lines = [f"qdisc add dev {card} root handle 1: tbf rate {rate:.0f}bit burst {burst}b limit {queue}"]
-    if delay and spec.delay_s > 0:
-        lines.append(f"qdisc add dev {card} parent 1:1 handle 10: {_netem(spec)}")
-    return lines
+    return f"qdisc add dev {card} root handle 1: tbf rate {rate:.0f}bit burst {burst}b limit {queue}"
 
 
 def _pair_links(spec: HostsSpec, sender: int) -> list[str]:
@@ -89,18 +82,14 @@ def _pair_links(spec: HostsSpec, sender: int) -> list[str]:
             continue
         rate, minor = spec.rate_between(sender, receiver), f"{receiver + 1:x}"
         burst = spec.burst_of(rate)
-        leaf = _netem(spec) if spec.delay_s > 0 else f"bfifo limit {int(max(QUEUE_S * rate / 8, 128 << 10))}"
+        queue = int(max(QUEUE_S * rate / 8, 128 << 10))
         lines += [
             f"class add dev {CARD} parent 1: classid 1:{minor} htb rate {rate:.0f}bit ceil {rate:.0f}bit "
             f"burst {burst}b cburst {burst}b quantum 60000",
-            f"qdisc add dev {CARD} parent 1:{minor} handle {receiver + 16:x}: {leaf}",
+            f"qdisc add dev {CARD} parent 1:{minor} handle {receiver + 16:x}: bfifo limit {queue}",
             f"filter add dev {CARD} parent 1: protocol ip u32 match ip dst {address_of(receiver)}/32 flowid 1:{minor}",
         ]
     return lines
-
-
-def _netem(spec: HostsSpec) -> str:
-    return f"netem delay {spec.delay_s * 1e6:.0f}us limit 100000"
 
 
 def remove_network(prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""What a set of emulated hosts looks like: how many, how fast their links, how much processor each has."""
+"""What a set of emulated hosts looks like: how many, how fast their links, which cores each has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ MAX_HOSTS = 32
 """Hosts of one emulation; every host costs a namespace and every pair a traffic class."""
 
 RATE_RANGE_BITS_PER_S = (1e5, 1e11)
-CPU_SHARE_RANGE = (0.01, 64.0)
 BURST_RANGE_BYTES = (2_000, 1 << 26)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
@@ -34,37 +33,20 @@ class HostsSpec:
             payload reaches about 95.6 % of it.
         burst_bytes: What may pass at once after a pause; None takes what the rate moves in a millisecond, at least 8 KiB.
             Messages shorter than it are faster than the rate.
-        cpu_share: Processor time of every host in cores (0.45: at most 45 % of a core), one number or one for each host, None
-            where it is not limited.
         cpus: Processor cores that each host may run on, one core or several for each host; None: any.
-        delay_s: One-way delay of every link beside what the machine itself takes; other than 0 needs a kernel with netem.
-        cpu_period_s: Processor time is granted in periods of this length; a host that has used up its share waits for the next.
     """
 
     hosts: int
     rate_bits_per_s: Rates = 1e9
     burst_bytes: int | None = None
-    cpu_share: float | tuple[float | None, ...] | None = None
     cpus: tuple[tuple[int, ...], ...] | None = None
-    delay_s: float = 0.0
-    cpu_period_s: float = 0.01
 
     def __post_init__(self) -> None:
         count = whole_number(self.hosts, "hosts: hosts", 1, MAX_HOSTS)
         object.__setattr__(self, "rate_bits_per_s", _rates(self.rate_bits_per_s, count))
         if self.burst_bytes is not None:
             whole_number(self.burst_bytes, "hosts: burst_bytes", *BURST_RANGE_BYTES)
-        object.__setattr__(self, "cpu_share", _shares(self.cpu_share, count))
         object.__setattr__(self, "cpus", _cores(self.cpus, count))
-        object.__setattr__(self, "delay_s", _number(self.delay_s, "delay_s", 0.0, 10.0))
-        object.__setattr__(self, "cpu_period_s", _number(self.cpu_period_s, "cpu_period_s", 0.001, 1.0))
-        for host in range(count):
-            share = self.share_of(host)
-            if share is not None and share * self.cpu_period_s < 0.001:
-                raise InputError(
-                    f"hosts: cpu_share {share} of a period of {self.cpu_period_s} s is below the kernel's 1 ms; "
-                    f"set cpu_period_s to at least {0.001 / share:.3g}"
-                )
 
     @property
     def per_pair(self) -> bool:
@@ -79,10 +61,6 @@ class HostsSpec:
     def burst_of(self, rate_bits_per_s: float) -> int:
         """Bytes of the token bucket of a link of this rate."""
         return self.burst_bytes if self.burst_bytes is not None else max(8 << 10, int(rate_bits_per_s / 8 * 1e-3))
-
-    def share_of(self, host: int) -> float | None:
-        """Cores' worth of processor time of a host, None where unlimited."""
-        return self.cpu_share[host] if isinstance(self.cpu_share, tuple) else self.cpu_share
 
 
 def parse_rate(text: str) -> float:
@@ -137,16 +115,6 @@ def _rates(value: Any, count: int) -> Rates:
             cells.append(_number(cell, at, *RATE_RANGE_BITS_PER_S) if i != j else _number(cell, at, 0.0, 0.0))
         rows.append(tuple(cells))
     return tuple(rows)
-
-
-def _shares(value: Any, count: int) -> float | tuple[float | None, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (tuple, list)):
-        return _number(value, "cpu_share", *CPU_SHARE_RANGE)
-    if len(value) != count:
-        raise InputError(f"hosts: cpu_share: expected one number or {count}, found {len(value)}")
-    return tuple(None if item is None else _number(item, f"cpu_share[{i}]", *CPU_SHARE_RANGE) for i, item in enumerate(value))
 
 
 def _cores(value: Any, count: int) -> tuple[tuple[int, ...], ...] | None:

@@ -7,7 +7,6 @@ import pytest
 from host_checks import kernel_lacks, left_behind, links
 
 from tools.hosts.commands import why_not
-from tools.hosts.names import new_prefix
 
 
 @pytest.fixture
@@ -21,15 +20,3 @@ def machine():
     assert left_behind(os.getpid()) == []
     assert links() == before
     assert f"rlplace-{os.getpid()}-" not in Path("/proc/self/mounts").read_text()
-
-
-@pytest.fixture
-def groups(machine):
-    """Skips where no control group can be made."""
-    from rlplace.errors import MissingError
-    from tools.hosts.cgroups import make_group, remove_group
-
-    try:
-        remove_group(make_group(f"{new_prefix()}-host0", 0.5, 0.01))
-    except MissingError as error:
-        pytest.skip(str(error))

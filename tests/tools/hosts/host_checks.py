@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-from tools.hosts.cgroups import _parents
-
 
 @functools.cache
 def kernel_lacks():
@@ -35,10 +33,9 @@ def links():
 
 
 def left_behind(pid):
-    """Namespaces and control groups that a process made."""
-    mine = f"rlplace-{pid}-"
-    folders = [Path("/run/netns"), *{parent for parent, _ in _parents()}]
-    return [name for folder in folders if folder.is_dir() for name in os.listdir(folder) if name.startswith(mine)]
+    """Namespaces that a process made."""
+    folder = Path("/run/netns")
+    return [name for name in os.listdir(folder) if name.startswith(f"rlplace-{pid}-")] if folder.is_dir() else []
 
 
 def running(folder):

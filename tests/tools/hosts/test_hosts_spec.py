@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError, MissingError
-from tools.hosts import HostsSpec, cgroups, cluster_of, commands, emulated_hosts, parse_cores, parse_rate, parse_rates
+from tools.hosts import HostsSpec, cluster_of, commands, emulated_hosts, parse_cores, parse_rate, parse_rates
 from tools.hosts.__main__ import main
 from tools.hosts.cluster import PAYLOAD_FRACTION, cores_of
 from tools.hosts.names import is_stale, new_prefix
@@ -35,16 +35,10 @@ PAIRS = ((0, 1e9, 5e7), (2e8, 0, 1e8), (1e9, 5e8, 0))
         ({"rate_bits_per_s": ((1e9, 1e9), (1e9, 0))}, r"rate_bits_per_s\[0\]\[0\]"),
         ({"burst_bytes": 1}, "whole number from 2000"),
         ({"burst_bytes": 1e5}, "whole number"),
-        ({"cpu_share": 0}, "cpu_share"),
-        ({"cpu_share": (0.5,)}, "one number or 2"),
-        ({"cpu_share": (0.5, math.inf)}, r"cpu_share\[1\]"),
-        ({"cpu_share": 0.05}, "set cpu_period_s to at least 0.02"),
         ({"cpus": 0}, "one entry for each of 2"),
         ({"cpus": (0,)}, "one entry for each of 2"),
         ({"cpus": (0, -1)}, r"cpus\[1\]"),
         ({"cpus": (0, ())}, "at least one core"),
-        ({"delay_s": -1}, "delay_s"),
-        ({"cpu_period_s": 0}, "cpu_period_s"),
     ],
 )
 def test_wrong_numbers_are_refused(values, message):
@@ -104,7 +98,6 @@ def test_without_root_or_tools_the_reason_is_given(monkeypatch, capsys):
         ["--hosts", "2", "--"],
         ["--hosts", "0", "--", "true"],
         ["--rate", "fast", "--", "true"],
-        ["--cpu", "x", "--", "true"],
         ["--cores", "x", "--", "true"],
         ["--timeout", "0", "--", "true"],
         ["--timeout", "nan", "--", "true"],
@@ -116,40 +109,17 @@ def test_wrong_command_lines_end_with_2(words, capsys):
     assert said.startswith("rlplace: ") and said.count("\n") == 1
 
 
-def test_no_control_group_proposes_replay(monkeypatch, tmp_path):
-    monkeypatch.setattr(cgroups, "_parents", lambda: iter([(tmp_path / "missing", 1)]))
-    with pytest.raises(MissingError, match=r"missing: No such file.*replay op times"):
-        cgroups.make_group("rlplace-x", 0.45, 0.01)
-    monkeypatch.setattr(cgroups, "_parents", lambda: iter([]))
-    with pytest.raises(MissingError, match="none is mounted"):
-        cgroups.make_group("rlplace-x", 0.45, 0.01)
-
-
-def test_both_versions_of_control_groups_are_written(monkeypatch, tmp_path):
-    (tmp_path / "cgroup.controllers").write_text("cpu memory")
-    (tmp_path / "cgroup.subtree_control").write_text("memory")
-    assert cgroups._hands_on_cpu(tmp_path)
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    (tmp_path / "cgroup.controllers").write_text("memory")
-    assert not cgroups._hands_on_cpu(tmp_path)
-    monkeypatch.setattr(cgroups, "_parents", lambda: iter([(tmp_path / "missing", 1), (tmp_path, 2)]))
-    assert (cgroups.make_group("two", 0.45, 0.01) / "cpu.max").read_text() == "4500 10000"
-    monkeypatch.setattr(cgroups, "_parents", lambda: iter([(tmp_path, 1)]))
-    group = cgroups.make_group("one", 1.5, 0.1)
-    assert (group / "cpu.cfs_quota_us").read_text() == "150000" and (group / "cpu.cfs_period_us").read_text() == "100000"
-
-
 def test_cluster_of_cards_and_of_pairs(tmp_path):
-    cards = cluster_of(HostsSpec(3, 1e9, cpu_share=0.45), memory_bytes=1 << 30)
+    cards = cluster_of(HostsSpec(3, 1e9), memory_bytes=1 << 30)
     assert cards.hosts == (0, 1, 2) and [device.name for device in cards.devices] == ["cpu0", "cpu1", "cpu2"]
     off = ~np.eye(3, dtype=bool)
     np.testing.assert_allclose(cards.links.bandwidth_bytes_per_s[off], 1.25e8 * PAYLOAD_FRACTION)
     held = cards.links.effective_channels
     assert set(held[0][1]) & set(held[0][2]) and set(held[1][0]) & set(held[2][0])  # one sender, one receiver
     assert not set(held[0][1]) & set(held[1][0]) and not set(held[0][1]) & set(held[1][2])  # full duplex, other cards
-    pairs = cluster_of(HostsSpec(3, PAIRS, delay_s=0.001), memory_bytes=1 << 30, latency_s=1e-4)
+    pairs = cluster_of(HostsSpec(3, PAIRS), memory_bytes=1 << 30, latency_s=1e-4)
     np.testing.assert_allclose(pairs.links.bandwidth_bytes_per_s, np.array(PAIRS) / 8 * PAYLOAD_FRACTION)
-    np.testing.assert_allclose(pairs.links.latency_s[off], 1.1e-3)
+    np.testing.assert_allclose(pairs.links.latency_s[off], 1e-4)
     every = [channel for row in pairs.links.effective_channels for held in row for channel in held]
     assert len(every) == len(set(every)) == 6
     for cluster in (cards, pairs):
@@ -159,17 +129,13 @@ def test_cluster_of_cards_and_of_pairs(tmp_path):
         cluster_of(HostsSpec(3), kinds=cards.kinds[:2])
 
 
-def test_a_share_of_a_core_is_that_much_slower():
-    full, part = (cluster_of(HostsSpec(2, cpu_share=share), memory_bytes=1 << 30).kinds[0] for share in (1.0, 0.25))
-    assert part.peak_flops["float32"] == full.peak_flops["float32"] / 4
-    assert part.memory_bandwidth_bytes_per_s == full.memory_bandwidth_bytes_per_s / 4
-    mixed = cluster_of(HostsSpec(2, cpu_share=(0.5, 0.25)), memory_bytes=1 << 30)
-    assert [kind.name for kind in mixed.kinds] == ["cpu-0.5", "cpu-0.25"]
-
-
 def test_cores_are_shared_among_those_pinned_to_them():
     assert cores_of(HostsSpec(4), usable=2) == (0.5,) * 4
     assert cores_of(HostsSpec(2, cpus=(0, 1)), usable=2) == (1.0, 1.0)
     assert cores_of(HostsSpec(3, cpus=(0, 0, (1, 2))), usable=4) == (0.5, 0.5, 2.0)
-    assert cores_of(HostsSpec(2, cpus=(0, 1), cpu_share=(0.3, None)), usable=2) == (0.3, 1.0)
-    assert cores_of(HostsSpec(4, cpu_share=0.45), usable=2) == (0.45,) * 4
+    halves = cluster_of(HostsSpec(2, cpus=(0, 0)), memory_bytes=1 << 30).kinds[0]
+    whole = cluster_of(HostsSpec(1, cpus=(0,)), memory_bytes=1 << 30).kinds[0]
+    assert halves.peak_flops["float32"] == whole.peak_flops["float32"] / 2
+    assert halves.memory_bandwidth_bytes_per_s == whole.memory_bandwidth_bytes_per_s / 2
+    unlike = cluster_of(HostsSpec(3, cpus=(0, 0, 1)), memory_bytes=1 << 30)
+    assert [kind.name for kind in unlike.kinds] == ["cpu-0.5", "cpu-0.5", "cpu-1"]

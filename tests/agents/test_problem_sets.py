@@ -253,8 +253,8 @@ def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     assert sources.set_made_by(tmp_path / "set") == {} and sources.set_made_by(tmp_path) is None
     index = tmp_path / "set" / "cases.json"
     problems.save_cases(cases, tmp_path / "set", made_by={"torch": "2"})
-    index.write_text(index.read_text().replace('"version": 2', '"version": 1'))
-    assert sources.set_made_by(tmp_path / "set") == {}  # an older format: a cache is made anew
+    index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
+    assert sources.set_made_by(tmp_path / "set") == {}  # so a cache is made anew
     problems.save_cases(cases, tmp_path / "set")
     cases[1].problem.save(tmp_path / "set" / "small-0.problem.json")
     with pytest.raises(InputError, match="is not the problem that"):
@@ -270,10 +270,10 @@ def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     with pytest.raises(InputError, match="names must differ"):
         problems.save_cases([cases[0], cases[0]], tmp_path / "new")
     index = tmp_path / "set" / "cases.json"
-    index.write_text(index.read_text().replace("small-0", "../small-0"))
+    index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
     with pytest.raises(InputError, match="is not the name of a case"):
         problems.load_cases(tmp_path / "set")
-    index.write_text(index.read_text().replace('"branchy": false', '"branchy": 0', 1))
+    index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
     with pytest.raises(InputError, match=r"cases\.json: cases\[0\]\.branchy: expected true or false, found 0"):
         problems.load_cases(tmp_path / "set")
 

@@ -270,10 +270,10 @@ def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     with pytest.raises(InputError, match="names must differ"):
         problems.save_cases([cases[0], cases[0]], tmp_path / "new")
     index = tmp_path / "set" / "cases.json"
-    index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
+    index.write_text(index.read_text().replace("small-0", "../small-0"))
     with pytest.raises(InputError, match="is not the name of a case"):
         problems.load_cases(tmp_path / "set")
-    index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
+    index.write_text(index.read_text().replace('"branchy": false', '"branchy": 0', 1))
     with pytest.raises(InputError, match=r"cases\.json: cases\[0\]\.branchy: expected true or false, found 0"):
         problems.load_cases(tmp_path / "set")
 

@@ -58,9 +58,8 @@ def fit(tables: Tables, key: tuple[str, int], sizes_mb: tuple[int, ...], breaks_
     size, seconds = tables[key]
     seen = np.isin(size / MB, sizes_mb)
     breaks = [b * MB for b in breaks_mb]
-    return fit_collective_curve(
-        size[seen], seconds[seen], kind="all_reduce", group_size=key[1], breaks=breaks, algorithm="ring"
-    )
+    curve = fit_collective_curve(size[seen], seconds[seen], kind="all_reduce", group_size=key[1], breaks=breaks)
+    return msgspec.structs.replace(curve, algorithm="ring")
 
 
 def errors(predicted: NDArray[np.float64], size: NDArray[np.float64], seconds: NDArray[np.float64], seen_mb: tuple[int, ...]):

@@ -343,15 +343,11 @@ def _comparison(folder: Path) -> None:
 
 def _records(folder: Path) -> None:
     """What crosses processes as JSON, and a networkx graph."""
-    from rlplace.measured.site import Site
-
     nodes = [[name, {"time_s": [1e-3, 2e-3], "resident_bytes": 64, "temporary_bytes": 8, "phase": "forward", "kind": "gemm"}]
              for name in "abc"]  # fmt: skip
     nodes[0][1] |= {"group": "first", "device": 1}  # type: ignore[operator]
     graph = {"nodes": nodes, "edges": [["a", "b", {"bytes": 64, "tensor": 0}], ["a", "c", {"bytes": 64, "tensor": 0}]]}
     (folder / "graph.nx.json").write_text(json.dumps(graph))
-    site = Site("lab", {"device": "cpu", "processes": 2})
-    (folder / "lab.site.json").write_text(json.dumps(site.to_dict()))
 
 
 def _filled(kind: type[Any]) -> Any:

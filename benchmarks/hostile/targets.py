@@ -335,13 +335,6 @@ def _networkx(path: Path, seeds: Path) -> None:
     _simulated(problem, [max(0, int(d)) for d in problem.group_device])
 
 
-def _site(path: Path, seeds: Path) -> None:
-    from rlplace.files import parse_json, read_text
-    from rlplace.measured.site import Site
-
-    len(Site.from_dict(parse_json(read_text(path), str(path))).fingerprint)
-
-
 TARGETS: dict[str, Target] = {
     "problem": Target(JSON, ("toy.problem.json", "joined.problem.json", "ops.problem.json"), _problem, 3.0),
     "plan": Target(JSON, tuple(f"{name}.plan.json" for name in ("told", "ordered", "ranked", "older")), _plan, 3.0),
@@ -372,6 +365,5 @@ TARGETS: dict[str, Target] = {
     "rates text": Target(TEXT, tuple(f"rates{n}.text" for n in range(3)), _rates, 0.5),
     "cores text": Target(TEXT, tuple(f"cores{n}.text" for n in range(2)), _cores, 0.5),
     "networkx": Target(JSON, ("graph.nx.json",), _networkx),
-    "site": Target(JSON, ("lab.site.json",), _site, 0.5),
 }
 """By name; files that a person may be handed, texts of the command line, and records that cross processes as JSON."""

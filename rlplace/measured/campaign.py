@@ -50,8 +50,8 @@ class Campaign:
 
     Attributes:
         problem: As it was priced.
-        trials: What is known, in the order in which it was measured: the campaign's own trials, and unless it is isolated
-            those of earlier campaigns on the same problem and cluster.
+        trials: What is known, in the order in which it was measured: the campaign's own trials, and those of earlier campaigns
+            on the same problem and cluster.
         on_trial: Called after every trial.
         budget: What this run may cost.
     """
@@ -68,7 +68,6 @@ class Campaign:
         retime_every: int = 10,
         mode: Mode = "computed",
         run: str = "",
-        isolated: bool = False,
         on_trial: Callable[[Trial], None] = lambda trial: None,
     ) -> None:
         """Opens the campaign; goes on with what the store holds of `run`.
@@ -83,15 +82,12 @@ class Campaign:
             retime_every: Trials after which the best of the plans that were known at the last such time is timed again.
             mode: ``"computed"`` or ``"replayed"``.
             run: Name under which the campaign can be resumed.
-            isolated: Do not learn from other campaigns' trials; what they have measured is taken from the store instead of
-                measuring it again and counts as measured. For comparisons.
             on_trial: Called after every trial.
         """
         self.problem, self.mode, self.run = problem, mode, run
         self.on_trial = on_trial
         self.budget = budget or Budget()
-        self._timer, self._isolated = timer, isolated
-        self._race, self._retime_every = Race(repeats=repeats), retime_every
+        self._timer, self._race, self._retime_every = timer, Race(repeats=repeats), retime_every
         self._store, self._site = store or TrialStore(None), site
         self._store.add_problem(problem)
         for number, trial in self._store.interrupted(run):
@@ -99,7 +95,7 @@ class Campaign:
                 continue  # another cluster's job of the same name may be running it now
             crashed = msgspec.structs.replace(trial, status="crashed", reason="the job ended while this plan ran")
             self._store.finish(number, crashed)
-        known = self._store.trials(problem=problem.fingerprint, site=site, run=run if isolated else None)
+        known = self._store.trials(problem=problem.fingerprint, site=site)
         self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
         self._known_levels: tuple[int, Levels] | None = None
@@ -165,7 +161,7 @@ class Campaign:
             return self._by_plan[plain]
         if self.share >= 1.0:
             raise BudgetSpent
-        trial = (self._from_store(plain) if self._isolated else None) or self._run(self._begun(plain), self._racing())
+        trial = self._run(self._begun(plain), self._racing())
         own = sum(t.run == self.run and not t.anchor for t in self.trials)
         if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
             self.time_again(self._reference())
@@ -263,15 +259,6 @@ class Campaign:
     def _since(trial: Trial) -> float:
         """Seconds since a trial began: what a failure costs."""
         return max(0.0, time.time() - trial.began_at)
-
-    def _from_store(self, plain: tuple[int, ...]) -> Trial | None:
-        trial = self._store.lookup(self._begun(plain))
-        if trial is None:
-            return None
-        trial = msgspec.structs.replace(trial, run=self.run)
-        self._store.add(trial)
-        self._note(trial)
-        return trial
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)

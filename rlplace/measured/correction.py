@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
 from rlplace.problem import Problem
 
 
@@ -21,7 +20,7 @@ class Correction:
 
     Attributes:
         device_factor: float64 [D], on the times of all ops of the device.
-        group_factor: float64 [G, D], further factor of each group there; None where the correction is for a whole cluster.
+        group_factor: float64 [G, D], further factor of each group there.
         channel_slowdown: float64 [C], on the transfer times of a channel; a transfer is slowed by the slowest of its channels.
         pair_slowdown: float64 [D, D], further factor of an ordered pair of devices.
         latency_s: float64 [D, D], added to every transfer.
@@ -29,7 +28,7 @@ class Correction:
     """
 
     device_factor: NDArray[np.float64]
-    group_factor: NDArray[np.float64] | None
+    group_factor: NDArray[np.float64]
     channel_slowdown: NDArray[np.float64]
     pair_slowdown: NDArray[np.float64]
     latency_s: NDArray[np.float64]
@@ -51,7 +50,7 @@ def no_correction(problem: Problem) -> Correction:
     devices = problem.num_devices
     return Correction(
         device_factor=np.ones(devices),
-        group_factor=None,
+        group_factor=np.ones((problem.num_groups, devices)),
         channel_slowdown=np.ones(num_channels(problem)),
         pair_slowdown=np.ones((devices, devices)),
         latency_s=np.zeros((devices, devices)),
@@ -67,19 +66,9 @@ def corrected(problem: Problem, correction: Correction) -> Problem:
     """The problem as measurements say that it is; a new problem with a fingerprint of its own.
 
     Fabrics (the times of collectives) stay as they are.
-
-    Raises:
-        InputError: The correction is for other devices or groups.
     """
-    devices, groups = problem.num_devices, problem.num_groups
-    if correction.device_factor.shape != (devices,) or correction.channel_slowdown.shape != (num_channels(problem),):
-        raise InputError("correction: made for another cluster: it has other devices or channels")
-    if correction.pair_slowdown.shape != (devices, devices) or correction.latency_s.shape != (devices, devices):
-        raise InputError("correction: made for another cluster: it has other pairs of devices")
-    if correction.group_factor is not None and correction.group_factor.shape != (groups, devices):
-        raise InputError("correction: made for another problem: it has other groups")
     slow = correction.link_slowdown(problem)
-    off = ~np.eye(devices, dtype=bool)
+    off = ~np.eye(problem.num_devices, dtype=bool)
     links = dataclasses.replace(
         problem.links,
         bandwidth_bytes_per_s=np.where(off, problem.links.bandwidth_bytes_per_s / slow, problem.links.bandwidth_bytes_per_s),
@@ -88,14 +77,8 @@ def corrected(problem: Problem, correction: Correction) -> Problem:
     return dataclasses.replace(
         problem,
         name=f"{problem.name}, corrected",
-        time_s=problem.time_s * time_factor(problem, correction),
+        time_s=problem.time_s * (correction.device_factor * correction.group_factor)[problem.op_group],
         links=links,
         tensor_transfer_s={t: np.where(off, s * slow + correction.latency_s, s) for t, s in problem.tensor_transfer_s.items()},
         source=None,
     )
-
-
-def time_factor(problem: Problem, correction: Correction) -> NDArray[np.float64]:
-    """float64 [N, D], factors on the times of ops."""
-    factor = np.broadcast_to(correction.device_factor, (problem.num_ops, problem.num_devices))
-    return factor if correction.group_factor is None else factor * correction.group_factor[problem.op_group]

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from rlplace.errors import InputError, show
-from rlplace.files import canonical_json, check_header, check_keys, fingerprint, finite_number
+from rlplace.files import canonical_json, fingerprint, finite_number
 from rlplace.measured.trial import MAX_NAME
 
 
@@ -32,8 +32,6 @@ def check_fingerprint(value: Any, where: str) -> str:
     return value
 
 
-FORMAT = "rlplace.site"
-VERSION = 1
 MAX_FACTS = 256
 MAX_TEXT = 1 << 16
 MAX_FACTS_TEXT = 1 << 20
@@ -73,21 +71,6 @@ class Site:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON of the facts."""
         return fingerprint({"facts": dict(self.facts)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return {"format": FORMAT, "version": VERSION, "name": self.name, "facts": dict(self.facts)}
-
-    @staticmethod
-    def from_dict(data: Any) -> Site:
-        """Builds a site from parsed JSON.
-
-        Raises:
-            InputError: Another format, a newer version, or a wrong value.
-        """
-        data = check_header(data, FORMAT, VERSION, where="site")
-        check_keys(data, {"facts"}, {"name"}, "site")
-        return Site(data.get("name", ""), data["facts"])
 
 
 def site_of(

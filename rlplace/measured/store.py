@@ -74,13 +74,6 @@ class TrialStore:
         """All clusters, in the order in which they were added."""
         return [self._site(row) for row in self._rows("SELECT fingerprint, name, facts FROM sites ORDER BY rowid")]
 
-    def site(self, fingerprint: str) -> Site:
-        """A cluster by its fingerprint."""
-        rows = self._rows("SELECT fingerprint, name, facts FROM sites WHERE fingerprint = ?", fingerprint)
-        if not rows:
-            raise InputError(f"{self._where}: there is no cluster {show(fingerprint)}; `sites()` names those that are known")
-        return self._site(rows[0])
-
     def add_problem(self, problem: Problem) -> str:
         """Stores a problem unless it is known; returns its fingerprint."""
         text = json.dumps(problem_to_dict(problem), allow_nan=False).encode()
@@ -157,28 +150,19 @@ class TrialStore:
         """
         asked = {"problem": problem, "site": site, "run": run}
         conditions = {f"{key} = ?": check_text(value, f"trials: {key}") for key, value in asked.items() if value is not None}
-        where = " AND ".join(_conditions(conditions, include_running))
-        count = self._rows(f"SELECT count(*) FROM trials WHERE {where}", *conditions.values())[0][0]
+        if not include_running:
+            conditions["status != ?"] = "running"
+        count = self._rows(f"SELECT count(*) FROM trials WHERE {_all(conditions)}", *conditions.values())[0][0]
         if count > MAX_TRIALS:
             raise InputError(
                 f"{self._where}: {count} trials, the limit is {MAX_TRIALS}; ask for those of one problem, cluster or run"
             )
-        return [trial for _, _, trial in self._select(conditions, include_running)]
-
-    def lookup(self, trial: Trial) -> Trial | None:
-        """The latest trial of the same plan under the same conditions that has ended and is no anchor; None: there is none.
-
-        Latest is by `began_at`, then by the order of adding.
-        """
-        conditions = {"plan_key = ?": plan_key(trial_to_row(trial)[1].key), "anchor = ?": 0}
-        matches = [(found.began_at, number, found) for number, _, found in self._select(conditions)]
-        return max(matches, key=lambda item: item[:2])[2] if matches else None
+        return [trial for _, trial in self._select(conditions)]
 
     def interrupted(self, run: str) -> list[tuple[int, Trial]]:
         """Numbers and trials of a run that have begun and not ended."""
         conditions = {"run = ?": check_text(run, "interrupted: run"), "status = ?": "running"}
-        selected = self._select(conditions, include_running=True)
-        return [(number, trial) for number, _, trial in selected]
+        return list(self._select(conditions))
 
     # Rows
 
@@ -201,12 +185,12 @@ class TrialStore:
         devices, groups, ops = (whole_number(size, f"{where}: a size of problem {show(problem)}", 0, 1 << 31) for size in sizes)
         return devices, groups, ops
 
-    def _select(self, conditions: dict[str, Any], include_running: bool = False) -> Iterator[tuple[int, bytes, Trial]]:
+    def _select(self, conditions: dict[str, str]) -> Iterator[tuple[int, Trial]]:
         """Checked trials in the order of adding; read in parts, so that no writer waits for a long read."""
-        where = " AND ".join((*_conditions(conditions, include_running), "id > ?"))
         known: dict[tuple[str, str], tuple[int, int, int]] = {}
         last = -1 << 63
-        while rows := self._rows(f"{_SELECT} WHERE {where} ORDER BY id LIMIT {_CHUNK}", *conditions.values(), last):
+        text = f"{_SELECT} WHERE {_all(conditions)} AND id > ? ORDER BY id LIMIT {_CHUNK}"
+        while rows := self._rows(text, *conditions.values(), last):
             for number, uid, key, *row in rows:
                 at = f"{self._where}: trial {show(number)}"
                 trial = trial_from_row(row, at)
@@ -220,7 +204,7 @@ class TrialStore:
                 if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:
                     raise InputError(f"{at}: not in order; the database is damaged")
                 last = number
-                yield number, uid, trial
+                yield number, trial
 
     def _site(self, row: Sequence[Any]) -> Site:
         fingerprint, name, facts = row
@@ -265,8 +249,8 @@ def _check_sizes(trial: Trial, sizes: tuple[int, int, int], where: str) -> None:
         raise InputError(f"{where}: {len(trial.priority)} priorities, the problem has {num_ops} ops")
 
 
-def _conditions(conditions: Iterable[str], include_running: bool) -> tuple[str, ...]:
-    return (*conditions, "1" if include_running else "status != 'running'")
+def _all(conditions: Iterable[str]) -> str:
+    return " AND ".join(conditions) or "1"
 
 
 def _inflate(blob: Any) -> str:

@@ -17,7 +17,7 @@ from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError, show
 
 _CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
-_CONTROL_REPEATS = 15
+_CONTROL_WARMUP, _CONTROL_REPEATS = 5, 15
 _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
 
 
@@ -58,28 +58,24 @@ def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_coun
     return clock()
 
 
-def device_kind_of(device: torch.device) -> str:
-    """The name of the device's kind in `rlplace.Cluster.detect()`."""
+def read_environment(device: torch.device) -> Environment:
+    """Describes a device as it is now; its kind is that of `rlplace.Cluster.detect()`."""
     from rlplace.cluster.detect import detect
 
-    return detect().kinds[device.index or 0].name
-
-
-def read_environment(device: torch.device, device_kind: str) -> Environment:
-    """Describes a device as it is now."""
     details: dict[str, str | float | int] = dict(_software(device))
+    readings = {}
     if device.type == "cuda":
+        readings = nvidia_readings(device)
         details["multiprocessors"] = int(torch.cuda.get_device_properties(device).multi_processor_count)
     else:
         details |= {"cores": os.cpu_count() or 1, "load_average": round(os.getloadavg()[0], 2)}
-    readings = nvidia_readings(device) if device.type == "cuda" else {}
     return Environment(
         device=_name(device),
-        device_kind=device_kind,
+        device_kind=detect().kinds[device.index or 0].name,
         device_type=device.type,
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        clock_mhz=readings.get("clocks.sm") if device.type == "cuda" else processor_clock_mhz(),
+        clock_mhz=clock_mhz(device),
         power_limit_w=readings.get("power.limit"),
         temperature_c=readings.get("temperature.gpu"),
         details=details,
@@ -99,12 +95,9 @@ def _software(device: torch.device) -> dict[str, str]:
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """The clock as it is now, None where nothing tells it."""
-    return nvidia_readings(device).get("clocks.sm") if device.type == "cuda" else processor_clock_mhz()
-
-
-def processor_clock_mhz() -> float | None:
-    """Mean of the clocks that Linux reports."""
+    """The clock as it is now, the mean over the cores of a processor; None where nothing tells it."""
+    if device.type == "cuda":
+        return nvidia_readings(device).get("clocks.sm")
     values = [float(line.partition(":")[2]) for line in _processor_lines("cpu MHz")]
     return round(statistics.mean(values), 1) if values else None
 
@@ -123,7 +116,7 @@ def nvidia_readings(device: torch.device) -> dict[str, float]:
 
 
 def time_control(device: torch.device) -> tuple[str, float]:
-    """Times a square float32 matrix product of fixed size.
+    """Times a square float32 matrix product of fixed size; in processor time where one thread does all the work.
 
     Returns:
         What was run, and the median seconds.
@@ -131,21 +124,13 @@ def time_control(device: torch.device) -> tuple[str, float]:
     size = _CONTROL_SIZE.get(device.type, 512)
     generator = torch.Generator(device=device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
-    seconds = median_seconds(lambda: torch.mm(left, right), device, _CONTROL_REPEATS)
-    return f"mm float32 {size}x{size}x{size}", seconds
-
-
-def median_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call, after a third as many for warm-up; processor time where one thread does all the work."""
-    own = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if own else time.perf_counter
-    samples = []
-    for index in range(repeats + repeats // 3):
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    seconds = []
+    for _ in range(_CONTROL_WARMUP + _CONTROL_REPEATS):
         begin = read_clock(device, clock)
-        call()
-        if index >= repeats // 3:
-            samples.append(read_clock(device, clock) - begin)
-    return statistics.median(samples)
+        torch.mm(left, right)
+        seconds.append(read_clock(device, clock) - begin)
+    return f"mm float32 {size}x{size}x{size}", statistics.median(seconds[_CONTROL_WARMUP:])
 
 
 def processor_name() -> str:

@@ -27,7 +27,7 @@ from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import UPDATE, OpGraph
-from rlplace.runtime.environment import clock_mhz, device_kind_of, read_environment, time_control
+from rlplace.runtime.environment import clock_mhz, read_environment, time_control
 from rlplace.runtime.host_memory import keep_freed_memory, page_faults
 from rlplace.runtime.marks import marks_on
 from rlplace.runtime.measure import time_step
@@ -111,9 +111,8 @@ def measure_model(
             f"measure: {graph.name} was captured by {graph.capture.get('method')}; ops are timed on exported graphs"
         )
     target = torch.device(device)
-    kind = device_kind_of(target)
     allocator = keep_freed_memory() if target.type == "cpu" and keep_memory else "default"
-    before = read_environment(target, kind)
+    before = read_environment(target)
     shape, first = time_control(target)
     module, inputs = _on_device(model, target)
     walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(target)) if ops else None

@@ -88,8 +88,8 @@ def test_what_a_loader_may_not_do_is_seen(seeds, scratch):
     from rlplace.errors import InputError
 
     def outcome(use):
-        target = dataclasses.replace(TARGETS["site"], use=use)
-        return run_input(target, "lab.site.json", b"{}", scratch)
+        target = dataclasses.replace(TARGETS["networkx"], use=use)
+        return run_input(target, "graph.nx.json", b"{}", scratch)
 
     def fails(path, folder):
         raise KeyError("x")

@@ -270,10 +270,9 @@ def test_a_plan_of_wrong_shape_leaves_no_trial(cluster, tmp_path):
 # Resuming
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_resumed_campaign_is_where_it_was(cluster, tmp_path, isolated):
+def test_a_resumed_campaign_is_where_it_was(cluster, tmp_path):
     timer = cluster(fails=lambda plan: "crashed" if sum(plan) == 3 else None)
-    options = {"site": SITE.fingerprint, "run": "a", "budget": Budget(plans=20), "retime_every": 5, "isolated": isolated}
+    options = {"site": SITE.fingerprint, "run": "a", "budget": Budget(plans=20), "retime_every": 5}
     with open_store(tmp_path / "trials") as store:
         campaign = Campaign(PROBLEM, timer, store=store, **options)
         for plan in PLANS[:14]:
@@ -310,32 +309,6 @@ def test_campaigns_learn_from_earlier_ones_at_no_cost(cluster, tmp_path):
         assert second.spent.plans == 1 and set(timer.runs.values()) == {1}
 
 
-def test_isolated_campaigns_take_measurements_and_pay_for_them(cluster, tmp_path):
-    timer = cluster(fails=lambda plan: "crashed" if plan == key(PLANS[2]) else None)
-    options = {"site": SITE.fingerprint, "isolated": True, "retime_every": 0}
-    with open_store(tmp_path / "trials") as store:
-        first = Campaign(PROBLEM, timer, store=store, run="a", **options)
-        for plan in PLANS[:5]:
-            first.measure(plan)
-        second = Campaign(PROBLEM, timer, store=store, run="b", budget=Budget(plans=4), **options)
-        assert second.trials == [] and second.known(PLANS[0]) is None and second.best() is None
-        for plan in [PLANS[9], *PLANS[1:4]]:
-            second.measure(plan)
-        assert set(timer.runs.values()) == {1}, "nothing was measured twice"
-        for plan in PLANS[1:4]:
-            known, taken = first.known(plan), second.known(plan)
-            assert (taken.status, taken.step_s, taken.setup_s) == (known.status, known.step_s, known.setup_s)
-        with pytest.raises(BudgetSpent):
-            second.measure(PLANS[0])
-        spent = second.spent
-        assert spent.plans == 4 and spent.steps == sum(len(t.step_s) for t in second.trials) and spent.minutes > 0
-    with open_store(tmp_path / "trials") as store:
-        again = Campaign(PROBLEM, timer, store=store, run="b", **options)
-        assert again.spent == spent and {t.run for t in again.trials} == {"b"}
-        first = Campaign(PROBLEM, timer, store=store, run="a", **options)
-        assert len(first.trials) == 5 and {t.run for t in first.trials} == {"a"}
-
-
 def test_clusters_problems_and_modes_never_mix(cluster, tmp_path):
     kinds = [
         {"site": SITE.fingerprint},
@@ -344,20 +317,19 @@ def test_clusters_problems_and_modes_never_mix(cluster, tmp_path):
         {"site": SITE.fingerprint, "mode": "replayed"},
         {"site": SITE.fingerprint, "problem": OTHER},
     ]
-    for isolated in (False, True):
-        with open_store(tmp_path / f"trials{isolated}") as store:
-            campaigns = []
-            for number, kind in enumerate(kinds):
-                problem, options = kind.get("problem", PROBLEM), {k: v for k, v in kind.items() if k != "problem"}
-                timer = cluster(problem, slowdown=lambda now_s, number=number: 1.0 + number)
-                campaign = Campaign(problem, timer, store=store, run=f"run{number}", isolated=isolated, **options)
-                assert campaign.trials == [] and campaign.known(PLANS[0]) is None
-                trial = campaign.measure(PLANS[0])
-                assert trial.median_s == pytest.approx((1 + number) * timer.true_s(PLANS[0]), rel=0.1)
-                campaigns.append((campaign, timer, problem, options))
-            for number, (campaign, timer, problem, options) in enumerate(campaigns):
-                again = Campaign(problem, timer, store=store, run=f"run{number}", isolated=isolated, **options)
-                assert measured(again) == measured(campaign) and len(again.trials) == 1 == sum(timer.runs.values())
+    with open_store(tmp_path / "trials") as store:
+        campaigns = []
+        for number, kind in enumerate(kinds):
+            problem, options = kind.get("problem", PROBLEM), {k: v for k, v in kind.items() if k != "problem"}
+            timer = cluster(problem, slowdown=lambda now_s, number=number: 1.0 + number)
+            campaign = Campaign(problem, timer, store=store, run=f"run{number}", **options)
+            assert campaign.trials == [] and campaign.known(PLANS[0]) is None
+            trial = campaign.measure(PLANS[0])
+            assert trial.median_s == pytest.approx((1 + number) * timer.true_s(PLANS[0]), rel=0.1)
+            campaigns.append((campaign, timer, problem, options))
+        for number, (campaign, timer, problem, options) in enumerate(campaigns):
+            again = Campaign(problem, timer, store=store, run=f"run{number}", **options)
+            assert measured(again) == measured(campaign) and len(again.trials) == 1 == sum(timer.runs.values())
 
 
 def test_steps_of_several_micro_batches_in_older_files_are_left_alone(cluster, tmp_path):

@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlplace.errors import InputError
 from rlplace.measured.calibrate import group_seconds, predict
-from rlplace.measured.correction import corrected, no_correction, num_channels, time_factor
+from rlplace.measured.correction import corrected, no_correction, num_channels
 from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -93,7 +92,6 @@ def test_group_factor_holds_for_all_ops_of_a_group():
     correction = change(RANDOM, group_factor=factor, device_factor=np.array([1.0, 2.0, 3.0]))
     expected = RANDOM.time_s * factor[RANDOM.op_group] * [1.0, 2.0, 3.0]
     assert np.allclose(corrected(RANDOM, correction).time_s, expected, equal_nan=True)
-    assert np.allclose(time_factor(RANDOM, correction), factor[RANDOM.op_group] * [1.0, 2.0, 3.0])
     seconds = group_seconds(corrected(RANDOM, correction))
     assert np.allclose(seconds, group_seconds(RANDOM) * factor * [1.0, 2.0, 3.0])
 
@@ -184,15 +182,6 @@ def test_step_factor_is_on_predicted_step_times_alone():
     assert np.allclose(predict(problem, correction, plans), [1.5 * step_s(problem, plan) for plan in PLANS])
 
 
-# Files
-
-
 def test_a_correction_of_one_device_and_no_channel():
     problem = random_problem(1, 4, 1)
     assert corrected(problem, no_correction(problem)).fingerprint == problem.fingerprint
-
-
-def test_a_correction_of_another_problem():
-    for other in (random_problem(1, 12, 3), random_problem(1, 12, 2), with_cards(random_problem(1, 9, 3))):
-        with pytest.raises(InputError, match="made for another"):
-            corrected(other, change(RANDOM, group_factor=np.ones((12, 3))) if other.num_groups != 12 else no_correction(RANDOM))

@@ -64,12 +64,6 @@ def test_what_goes_in_comes_out(given_trials):
             (store.begin if trial.status == "running" else store.add)(trial)
         assert store.trials(include_running=True) == given_trials
         assert store.trials() == [trial for trial in given_trials if trial.status != "running"]
-        for trial in given_trials:
-            found = store.lookup(trial)
-            same = [t for t in given_trials if t.key == trial.key and t.status != "running" and not t.anchor]
-            latest = max(t.began_at for t in same) if same else None
-            assert (None if found is None else found.began_at) == latest
-            assert found is None or found in same
 
 
 def test_a_file_keeps_everything(tmp_path):
@@ -80,7 +74,6 @@ def test_a_file_keeps_everything(tmp_path):
         assert store.trials() == [done(0)]
         assert store.interrupted("first") == [(number, begun(1))]
         assert store.sites() == [SITE, OTHER_SITE]
-        assert store.site(SITE.fingerprint) == SITE
         assert store.problems() == {p.fingerprint: p.name for p in (PROBLEM, OTHER_PROBLEM)}
         for problem in (PROBLEM, OTHER_PROBLEM):
             assert problem_to_dict(store.problem(problem.fingerprint)) == problem_to_dict(problem)
@@ -164,24 +157,23 @@ def test_filters():
         {"priority": (1.0,) * PROBLEM.num_ops},
     ],
 )
-def test_lookup_tells_conditions_apart(change):
+def test_a_trial_ends_under_the_conditions_that_it_began_under(change):
     with new_store() as store:
-        store.add(done(0))
-        assert store.lookup(done(0, **change)) is None
-        store.add(done(0, **change))
-        assert store.lookup(done(0, **change)) == done(0, **change)
-        assert store.lookup(done(0)) == done(0)
+        number = store.begin(begun(0))
+        with pytest.raises(InputError, match="under other conditions"):
+            store.finish(number, done(0, **change))
 
 
-def test_lookup_does_not_mind_the_type_of_numbers():
+def test_conditions_do_not_mind_the_type_of_numbers():
     with new_store() as store:
-        priority = tuple(float(op) for op in range(PROBLEM.num_ops))
-        trial = done(3, priority=priority)
-        devices = np.array(plan_number(3), dtype=np.int32)
-        store.add(msgspec.structs.replace(trial, device_of_group=tuple(devices), microbatches=np.int64(2)))
-        priority = (-0.0, *range(1, PROBLEM.num_ops))
-        found = store.lookup(done(3, device_of_group=devices.astype(np.int8), microbatches=np.int64(2), priority=priority))
-        assert found == trial
+        devices, priority = np.array(plan_number(3), dtype=np.int32), tuple(float(op) for op in range(PROBLEM.num_ops))
+        number = store.begin(
+            msgspec.structs.replace(begun(3), device_of_group=tuple(devices), microbatches=np.int64(2), priority=priority)
+        )
+        trial = done(3, device_of_group=devices.astype(np.int8), microbatches=2, priority=(-0.0, *range(1, PROBLEM.num_ops)))
+        store.finish(number, trial)
+        [found] = store.trials()
+        assert found == done(3, microbatches=2, priority=priority)
         assert all(type(device) is int for device in found.device_of_group)
 
 
@@ -271,8 +263,6 @@ def test_numbers_of_numpy_are_kept():
 
 def test_unknown_fingerprints_are_named():
     with new_store() as store:
-        with pytest.raises(InputError, match="there is no cluster 'aaa'"):
-            store.site("aaa")
         with pytest.raises(InputError, match="'aaa': not known"):
             store.problem("aaa")
         with pytest.raises(InputError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.agent.records import ABLATION, ADAPT, AGENT, CURVE, RIVAL, Method
+from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
+from rlplace.agents.checkpoint import load_checkpoint
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.planner import Agent, load_agent
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
@@ -26,7 +28,22 @@ from rlplace.problem import Problem
 RIVALS = ("annealing", "local_search", "brkga", "random")
 _BATCH = 16
 
-Place = Callable[..., PlacementPlan]
+
+def chosen_methods(rivals: Sequence[str], agents: Sequence[str], ablations: Sequence[str]) -> list[Method]:
+    """The methods of the tables.
+
+    Args:
+        rivals: Names of classical searches, some with ``,option=value``.
+        agents: ``LABEL=CHECKPOINT`` or ``CHECKPOINT`` a training seed.
+        ablations: ``LABEL=CHECKPOINT,option=value,...`` each.
+    """
+    methods = [rival(text) for text in rivals]
+    methods += [learned(text, AGENT) for text in agents] + [learned(text, ABLATION) for text in ablations]
+    names = [method.name for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two methods are called {name}; give one another label, LABEL=CHECKPOINT")
+    return methods
 
 
 def rival(text: str) -> Method:
@@ -34,9 +51,7 @@ def rival(text: str) -> Method:
     name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
-    own = {"annealing": "annealing", "brkga": "brkga", "local_search": "local_search.py", "random": "random_plans.py"}[name]
-    code = code_fingerprint("simulator", "planners/common", f"planners/{own}")
-    return Method(" ".join([name, *rest]), RIVAL, options=_options(rest, text), code=code)
+    return Method(" ".join([name, *rest]), RIVAL, options=_options(rest, text))
 
 
 def learned(text: str, role: str = AGENT) -> Method:
@@ -46,10 +61,7 @@ def learned(text: str, role: str = AGENT) -> Method:
     """
     first, *rest = text.split(",")
     label, _, checkpoint = first.rpartition("=")
-    label = label or Path(checkpoint).name
-    if role == ADAPT:
-        label = f"{label}, adapted"
-    return Method(label, role, checkpoint, weights_fingerprint(checkpoint), _options(rest, text), _agent_code())
+    return Method(label or Path(checkpoint).name, role, checkpoint, weights_fingerprint(checkpoint), _options(rest, text))
 
 
 def _options(items: Sequence[str], text: str) -> dict[str, Any]:
@@ -62,24 +74,27 @@ def _options(items: Sequence[str], text: str) -> dict[str, Any]:
     return options
 
 
-def place_of(method: Method) -> Place:
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def place_of(method: Method) -> Callable[..., PlacementPlan]:
     """The function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
     if method.role == RIVAL:
         name = method.name.partition(" ")[0]
         return partial(random_search if name == "random" else get_planner(name), **method.options)
     options = dict(method.options)
     assert method.checkpoint is not None
-    agent = _agent(method.checkpoint, bool(options.pop("untrained", False)))
-    return partial(agent.adapt if method.role == ADAPT else agent.place, **options)
+    return partial(_agent(method.checkpoint, bool(options.pop("untrained", False))).place, **options)
 
 
 def random_search(
-    problem: Problem,
-    *,
-    seed: int,
-    start: Any,
-    calls: int | None = None,
-    time_limit_s: float | None = None,
+    problem: Problem, *, seed: int, start: Any, calls: int | None = None, time_limit_s: float | None = None
 ) -> PlacementPlan:
     """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
     deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
@@ -97,9 +112,7 @@ def random_search(
 
 
 def weights_fingerprint(checkpoint: str) -> str:
-    """SHA-256 over the kind of network, its sizes, and names, shapes and values of its weights."""
-    from rlplace.agents.checkpoint import load_checkpoint
-
+    """SHA-256 over the network's sizes, and names, shapes and values of its weights."""
     network = load_checkpoint(checkpoint).network
     digest = hashlib.sha256(f"{type(network).__name__} {network.config}".encode())
     for name, tensor in sorted(network.state_dict().items()):
@@ -108,52 +121,8 @@ def weights_fingerprint(checkpoint: str) -> str:
     return digest.hexdigest()
 
 
-def code_fingerprint(*parts: str) -> str:
-    """SHA-256 over the program text of files and folders of the package, comments and docstrings left out.
-
-    Args:
-        *parts: Relative to the package; ``agents`` and ``envs`` where these rooms are kept.
-    """
-    import rlplace.agents
-    import rlplace.envs
-
-    rooms = {"agents": rlplace.agents, "envs": rlplace.envs}
-    digest = hashlib.sha256()
-    for part in parts:
-        root = Path((rooms[part] if part in rooms else rlplace).__path__[0])
-        path = root if part in rooms else root / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            if part == "agents" and _TRAINING & {*file.relative_to(path).with_suffix("").parts}:
-                continue
-            digest.update(f"{part}/{file.name} ".encode())
-            digest.update(_bare(file).encode())
-    return digest.hexdigest()
-
-
-_TRAINING = {"train", "pretrain", "warmstart", "labels", "problems", "cases", "evaluate", "policy"}
-"""Modules and folders of the agents that have no part in placing."""
-
-
-def _agent_code() -> str:
-    return code_fingerprint("simulator", "planners/common", "agents", "envs")
-
-
-def _bare(file: Path) -> str:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [  # type: ignore[attr-defined]
-                item for item in body if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
-            ]
-    return ast.dump(tree)
-
-
 @cache
-def _agent(checkpoint: str, untrained: bool) -> Any:
-    from rlplace.agents.network import PlacerNetwork
-    from rlplace.agents.planner import load_agent
-
+def _agent(checkpoint: str, untrained: bool) -> Agent:
     agent = load_agent(checkpoint)
     if not untrained:
         return agent
@@ -161,15 +130,3 @@ def _agent(checkpoint: str, untrained: bool) -> Any:
     trained = agent.checkpoint.network
     network = PlacerNetwork(trained.config, features=trained.features).eval()
     return replace(agent, checkpoint=replace(agent.checkpoint, name="untrained", network=network))
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-__all__ = ["ABLATION", "CURVE", "RIVALS", "Place", "learned", "place_of", "random_search", "rival"]

@@ -8,12 +8,9 @@ from typing import Any
 from msgspec import field
 
 from rlplace.errors import InputError, show
-from rlplace.planners.attempt import FAILED, INFEASIBLE, OK
-from rlplace.records import Count, Record, Whole
+from rlplace.records import Record, Whole
 
-RIVAL, AGENT, ABLATION, ADAPT, CURVE = "rival", "agent", "ablation", "adapt", "curve"
-ROLES = (RIVAL, AGENT, ABLATION, ADAPT, CURVE)
-__all__ = ["FAILED", "INFEASIBLE", "OK", "Budget", "BenchmarkRow", "CaseInfo", "Method"]
+RIVAL, AGENT, ABLATION = "rival", "agent", "ablation"
 
 
 @dataclass(frozen=True, order=True)
@@ -60,27 +57,21 @@ class CaseInfo(Record, frozen=True):
     Attributes:
         name, family: Of the case.
         fingerprint: Its problem's fingerprint.
-        groups, ops, devices: Sizes.
         branchy: See `rlplace.agents.cases.Case`.
         unseen: Its cluster has a size or topology that no training problem has.
         floor_s: Step time of `best`; None: it found no plan that fits, and every method makes its own start.
         floor: Its device of every group.
         floor_seconds: Wall time that it took.
-        floor_calls: Simulator calls that it took.
     """
 
     name: str
     family: str
     fingerprint: str
-    groups: Count
-    ops: Count
-    devices: Count
     branchy: bool
     unseen: bool
     floor_s: float | None
     floor: list[int] | None
     floor_seconds: float
-    floor_calls: Whole
 
 
 class Method(Record, frozen=True):
@@ -88,11 +79,10 @@ class Method(Record, frozen=True):
 
     Attributes:
         name: Unique label.
-        role: One of `ROLES`.
+        role: `RIVAL` (a classical search), `AGENT` (a training seed) or `ABLATION` (an agent beside them).
         checkpoint: Name or folder of an agent; None of a classical search.
         fingerprint: Fingerprint of its weights.
-        options: Further arguments of `Agent.place`; ``untrained``: with a network that was never trained.
-        code: Fingerprint of the program text that runs it.
+        options: Further arguments of its planner; ``untrained``: with a network that was never trained.
     """
 
     name: str
@@ -100,7 +90,6 @@ class Method(Record, frozen=True):
     checkpoint: str | None = None
     fingerprint: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    code: str = ""
 
 
 class BenchmarkRow(Record, frozen=True):
@@ -113,11 +102,9 @@ class BenchmarkRow(Record, frozen=True):
         status: "ok" (a plan came back), "infeasible" (the method says there is none) or "failed".
         step_time_s: Step time of the plan, simulated anew; None without a plan or when its step cannot complete.
         violation: What is wrong with the plan, in one line; None: nothing.
-        stated_s: What the plan says of itself.
         calls: Simulator calls of the run.
         seconds: Wall time of the run.
         load: Load average of the machine over the last minute, at the end of the run.
-        stages: Further step times that the method tells, by name (the agent's first rollout, its samples).
     """
 
     case: str
@@ -127,11 +114,9 @@ class BenchmarkRow(Record, frozen=True):
     status: str
     step_time_s: float | None
     violation: str | None
-    stated_s: float | None
     calls: Whole
     seconds: float
     load: float
-    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, str, int]:

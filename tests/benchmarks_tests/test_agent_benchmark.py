@@ -1,0 +1,287 @@
+"""The agent's benchmark: rows are made from the floor, checked by a simulation of their own, never made twice; its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from benchmarks.agent import measure, methods, tables
+from benchmarks.agent.__main__ import main
+from benchmarks.agent.jobs import matrix, pick, random_cases
+from benchmarks.agent.measure import Job, check, floor_of, run_row
+from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
+from benchmarks.agent.store import Store
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.means import interval
+from rlplace.plan import make_plan
+from rlplace.plan.prediction import Prediction
+from rlplace.planners.common import groupgraph
+from rlplace.planners.common.evaluate import count_calls
+from rlplace.planners.random_plans import candidates
+from rlplace.simulator import Simulator, lowering, simulate
+
+ROOT = Path(__file__).parents[2]
+CASE = random_cases(1)[0]
+CALLS = Budget("calls", 32)
+
+
+@pytest.fixture(scope="module")
+def info() -> CaseInfo:
+    return floor_of(CASE)
+
+
+def test_the_floor_is_the_plan_of_best(info: CaseInfo) -> None:
+    assert info.floor is not None and simulate(CASE.problem, info.floor).step_time_s == info.floor_s
+
+
+@pytest.mark.parametrize("name", [*methods.RIVALS, "local_search,tries=6"])
+def test_searches_start_from_the_floor_and_keep_to_their_calls(info: CaseInfo, name: str) -> None:
+    row = run_row(Job(info, CASE.problem, methods.rival(name), CALLS, 1))
+    assert row.status == "ok" and row.violation is None
+    assert row.step_time_s is not None and info.floor_s is not None and row.step_time_s <= info.floor_s
+    assert 0 < row.calls <= 33
+    assert run_row(Job(info, CASE.problem, methods.rival(name), CALLS, 1)).step_time_s == row.step_time_s
+
+
+def test_random_search_is_the_best_of_the_start_and_so_many_samples() -> None:
+    worst = np.zeros(CASE.problem.num_groups, dtype=np.int32)
+    simulator = Simulator(CASE.problem)
+    steps = [simulator.evaluate(plan)[0] for plan in (worst, *candidates(CASE.problem, 5, samples=40))]
+    with count_calls() as counter:
+        plan = methods.random_search(CASE.problem, seed=5, start=worst, calls=40)
+    assert plan.predicted.step_time_s == min(steps) and counter.calls == 41
+
+
+def test_a_plan_is_checked_against_what_it_says() -> None:
+    devices = np.zeros(CASE.problem.num_groups, dtype=np.int32)
+    step_s = simulate(CASE.problem, devices).step_time_s
+    plan = make_plan(CASE.problem, devices, planner="x", seed=0, predicted=Prediction(step_s))
+    assert check(CASE.problem, plan) == (step_s, None)
+    for lie in (0.999 * step_s, None):
+        found = check(CASE.problem, dataclasses.replace(plan, predicted=Prediction(lie)))[1]
+        assert found is not None and "states a step" in found
+    small = tuple(dataclasses.replace(device, memory_bytes=1) for device in CASE.problem.devices)
+    tight = dataclasses.replace(CASE.problem, devices=small)
+    found = check(tight, make_plan(tight, devices, planner="x", seed=0, predicted=Prediction(step_s)))[1]
+    assert found is not None and found.startswith("not feasible")
+
+
+def test_what_goes_wrong_stands_in_the_row(info: CaseInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(problem: Any, **options: Any) -> Any:
+        raise errors[0]
+
+    monkeypatch.setattr(measure, "_warm", lambda method: place)
+    errors: list[Exception] = [InfeasibleError("device 0 is 5 bytes short")]
+    job = Job(info, CASE.problem, Method("broken", RIVAL), CALLS, 0)
+    row = run_row(job)
+    assert (row.status, row.violation, row.step_time_s) == ("infeasible", "no plan: device 0 is 5 bytes short", None)
+    errors[0] = KeyError("x")
+    row = run_row(job)
+    assert (row.status, row.violation) == ("failed", "KeyError: 'x'")
+
+
+def test_every_row_has_a_problem_of_its_own_with_what_the_floor_derived(info: CaseInfo) -> None:
+    own = measure.after_floor(CASE.problem, np.array(info.floor, dtype=np.int32))
+    assert own is not CASE.problem
+    assert own.fingerprint == dataclasses.replace(own).fingerprint
+    assert own in lowering.lower.results and own in groupgraph.group_graph.results
+
+
+def test_agents_are_named_by_label_weights_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_checkpoint(name: str) -> SimpleNamespace:
+        network = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(network.weight, 1.0)
+        torch.nn.init.constant_(network.bias, 1e-7 if name == "other" else 0.0)
+        network.config = "3x2"
+        return SimpleNamespace(network=network)
+
+    monkeypatch.setattr(methods, "load_checkpoint", load_checkpoint)
+    method = methods.learned("n1=runs/a,samples=1,untrained=1,heat=0.5,mode=fast", ABLATION)
+    assert (method.name, method.role, method.checkpoint) == ("n1", ABLATION, "runs/a")
+    assert method.options == {"samples": 1, "untrained": 1, "heat": 0.5, "mode": "fast"}
+    assert method.fingerprint == methods.learned("b").fingerprint != methods.learned("other").fingerprint
+    assert methods.learned("runs/a").name == "a"
+    with pytest.raises(InputError, match="option=value"):
+        methods.learned("default,samples")
+    with pytest.raises(InputError, match="two methods are called a"):
+        methods.chosen_methods([], ["a", "runs/a"], ())
+    assert methods.rival("annealing,cooling=0.1,start_temperature=0").name == "annealing cooling=0.1 start_temperature=0"
+
+
+def test_rows_are_asked_budget_by_budget_and_cases_are_picked_by_name() -> None:
+    cases = random_cases(5)
+    asked = matrix(cases, [methods.rival("annealing"), methods.rival("random")], "64,1s", seeds=2, agent_seeds=1)
+    assert len(asked) == 40 and {str(budget) for _, _, budget, _ in asked[:20]} == {"64 calls"}
+    assert pick(cases, "") == cases
+    assert [case.name for case in pick(cases, "random-1,random-4")] == ["random-1", "random-4"]
+    with pytest.raises(InputError, match="no case has such a name"):
+        pick(cases, "nothing")
+
+
+def test_budgets() -> None:
+    assert [str(Budget.parse(text)) for text in ("64", "64 calls", "1s", "0.5 s")] == ["64 calls", "64 calls", "1 s", "0.5 s"]
+    assert Budget.parse("256").arguments == {"calls": 256} and Budget.parse("5s").arguments == {"time_limit_s": 5.0}
+    for text in ("", "calls", "-1", "0", "1.5", "nan", "5 m"):
+        with pytest.raises(InputError, match="budget"):
+            Budget.parse(text)
+
+
+def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", str(tmp_path / "rows.jsonl"), "--set", "random", "--agents", "", "--methods", "annealing,random"]
+    words += ["--cases", "random-0,random-1", "--seeds", "2"]
+    assert main([*words, "--budgets", "8"]) == 0
+    first = (tmp_path / "rows.jsonl").read_text()
+    assert main([*words, "--budgets", "8"]) == 0
+    assert (tmp_path / "rows.jsonl").read_text() == first
+    assert main([*words, "--budgets", "8,16"]) == 0
+    assert (tmp_path / "rows.jsonl").read_text().startswith(first)
+    rows = Store({}, tmp_path / "rows.jsonl", report=True).rows
+    assert len(rows) == 16 and {key[2] for key in rows} == {"8 calls", "16 calls"}
+    capsys.readouterr()
+    assert main([*words[:2], "--report"]) == 0
+    assert "| over the floor, all, 2 cases | 8 calls | 16 calls |" in capsys.readouterr().out
+    assert main([*words, "--budgets", "x"]) == 2 and "error: budget 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_two_processes_make_the_rows_that_one_makes(tmp_path: Path) -> None:
+    words = ["--set", "random", "--agents", "", "--methods", "annealing,brkga", "--budgets", "32", "--seeds", "1"]
+    files = [tmp_path / f"{processes}.jsonl" for processes in (1, 2)]
+    assert main([*words, "--out", str(files[0]), "--processes", "1"]) == 0
+    command = [sys.executable, "-m", "benchmarks.agent", *words, "--out", str(files[1]), "--processes", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert "| over the floor, all, 6 cases | 32 calls |" in done.stdout
+    one, two = (Store({}, file, report=True) for file in files)
+    assert {key: row.step_time_s for key, row in one.rows.items()} == {key: row.step_time_s for key, row in two.rows.items()}
+    assert {name: info.floor for name, info in one.cases.items()} == {name: info.floor for name, info in two.cases.items()}
+
+
+def filled(path: Path | None = None) -> Store:
+    """Twelve cases of floor 1 where annealing reaches 0.9 and the agent 0.96 of that; a little noise a case."""
+    store = Store({"set": "made up"}, path)
+    for method in (Method("annealing", RIVAL), Method("seed0", AGENT, "runs/seed0", "2" * 64), Method("seed1", AGENT)):
+        store.add(method)
+    noise = 1e-4 * np.random.default_rng(0).normal(size=12)
+    for number in range(12):
+        family = ("inception", "dlrm", "gpt")[number % 3]
+        case = CaseInfo(f"case{number}", family, "0" * 64, family != "gpt", number >= 6, 1.0, [0, 0, 1, 1], 0.1)
+        store.add(case)
+        for budget in ("64 calls", "5 s"):
+            for method, step in (("annealing", 0.9), ("seed0", 0.864 * (1 + noise[number])), ("seed1", 0.864)):
+                store.add(row(case.name, method, step, budget))
+    return store
+
+
+def row(case: str, method: str, step: float | None, budget: str = "64 calls", seed: int = 0, wrong: str | None = None):
+    return BenchmarkRow(case, method, budget, seed, "ok" if step else "infeasible", step, wrong, 64, 1.0, 0.5)
+
+
+def test_the_tables() -> None:
+    store = filled()
+    store.add(row("case0", "annealing", 0.5))
+    store.add(row("case1", "annealing", 0.9 * 0.96))
+    text = tables.report(store)
+    assert "| annealing | 10 / 1 / 1 | 12 / 0 / 0 |" in text  # faster, level, slower: 64 calls, 5 s
+    store.add(row("case3", "seed1", 0.5, wrong="not feasible: device 0 is 5 bytes over"))
+    store.add(row("case4", "seed1", 1.1))
+    text = tables.report(store)
+    assert "| agent | 48 | 1 | 1 | 1.000 s, 64/s |" in text and "| agent seed0 | 24 | 0 | 0 |" in text
+    assert "| over annealing, gpt, 4 cases | 64 calls | 5 s |\n| --- | --- | --- |\n| agent | 0.9600 [" in text
+    assert "| over annealing, unseen clusters, 6 cases |" in text and "12 cases, 12 with a floor" in text
+
+
+def test_seeds_weigh_alike_within_a_method_and_methods_within_a_case() -> None:
+    rows = [
+        row("a", "one", 1.0), row("a", "one", 4.0, seed=1), row("a", "two", 8.0), row("a", "other", 1e-9),
+        row("a", "one", None, seed=2, wrong="no plan"), row("a", "one", 1e-9, seed=3, wrong="not feasible"),
+        row("a", "one", 1e-9, "256 calls"),
+    ]  # fmt: skip
+    assert math.exp(tables.log_steps(rows, ["one", "two"], "64 calls")["a"]) == pytest.approx(4.0)
+
+
+def test_a_mean_is_over_the_cases_that_both_have() -> None:
+    ours = {"a": math.log(2.0), "b": math.log(3.0), "c": math.log(5.0)}
+    theirs = {"a": math.log(1.0), "b": math.log(6.0), "d": 0.0}
+    assert (
+        tables.show_ratio(ours, theirs, ["a", "b", "c", "d"]) == "1.0000 (2)" and tables.show_ratio(ours, theirs, ["c"]) == ""
+    )
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng, hits = np.random.default_rng(2), 0
+    for number in range(100):
+        low, high = interval(rng.normal(0.0, 0.1, 40), seed=number)
+        assert low is not None and high is not None
+        hits += low <= 1.0 <= high
+    assert 87 <= hits <= 100
+    logs = rng.normal(size=20)
+    assert interval(logs) == interval(logs) != interval(logs, seed=1) and interval(logs[:2]) == (None, None)
+
+
+def test_the_file_reads_back_also_after_a_cut_and_refuses_damage(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    written = filled(path)
+    with path.open("a") as file:
+        file.write('{"row": {"case": "case0", "met')
+    read = Store({"set": "made up"}, path)
+    assert (read.cases, read.methods, read.rows) == (written.cases, written.methods, written.rows)
+    assert read.done(("case0", "seed0", "5 s", 0)) and not read.done(("case0", "seed0", "5 s", 1))
+    read.add(replace(row("case0", "seed0", None, seed=1), status="failed"))
+    assert not read.done(("case0", "seed0", "64 calls", 1))
+    lines = path.read_text().splitlines()
+    for number, line, words in (
+        (3, "{", "line 4: not valid JSON"),
+        (3, json.dumps({"plan": {}}), "line 4: expected one of case"),
+        (5, json.dumps({"row": {"case": "a"}}), "line 6: key"),
+        (5, lines[5].replace('"case": "case0"', '"case": "b"'), "line 6: its case 'b'"),
+        (0, lines[0].replace("agent_benchmark", "plan"), "expected format"),
+    ):
+        path.write_text("\n".join([*lines[:number], line, *lines[number + 1 :]]) + "\n")
+        with pytest.raises(InputError, match=words):
+            Store({"set": "made up"}, path)
+
+
+def test_other_settings_weights_and_problems_are_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path / "rows.jsonl")
+    with pytest.raises(InputError, match="made with set 'made up', now 'test'"):
+        Store({"set": "test"}, tmp_path / "rows.jsonl")
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    for name, change in (
+        ("seed0", {"fingerprint": "4" * 64}),
+        ("seed0", {"options": {"samples": 8}}),
+        ("seed0", {"role": RIVAL}),
+    ):
+        with pytest.raises(InputError, match="use another --out"):
+            store.add(replace(store.methods[name], **change))
+    store.add(replace(store.methods["seed0"], checkpoint="elsewhere/with/the/same/weights"))
+    with pytest.raises(InputError, match="use another --out"):
+        store.add(replace(store.cases["case0"], fingerprint="5" * 64))
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_the_published_tables_of_fine_tuning_are_those_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.finetune.rank import read_rows
+    from benchmarks.finetune.report import report
+
+    rows = read_rows(ROOT / "benchmarks/finetune/measured")
+    assert len({(row["cluster"], row["model"], row["seed"]) for row in rows}) == len(rows) == 36
+    for cell in rows:
+        assert all(facts["plans"] <= 32 for facts in cell["facts"].values())
+        assert all(len(steps) >= 20 for steps in cell["judged_s"].values())
+    report(rows)
+    page = (ROOT / "docs/results.md").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) > 25 and all(f"\n{line}\n" in page for line in lines)

@@ -1,8 +1,8 @@
 """Runs what a page of the documentation says: its fenced blocks, in order, in one empty folder.
 
 * ``python``: in one process a page, so that later blocks see earlier names. ``python root``: only where root runs the tests.
-* ``bash``: by bash, with errors ending it. Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks
-  are left out.
+* ``bash``: by bash, with errors ending it; a block of nothing but `rlplace` commands in forks of this process, where all is
+  imported already. Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks are left out.
 * ``console``: commands that need what a test does not have (a GPU, root, several hosts, hours); not run, but every line
   that starts `rlplace` is parsed by the real parser.
 * What all pages take for granted (`model`, `example_inputs`, `loader`, `graph`, `problem`) is made by `GIVEN`; an HTML comment
@@ -111,7 +111,34 @@ def run(page: Path, names: dict[str, object]) -> None:
             exec(compile(padding + text, str(page), "exec"), names)
         elif block.language == "bash" and not text.startswith("python3 -m venv"):
             print(f"+ {page.relative_to(ROOT)}:{block.line}", flush=True)
-            subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
+            lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+            if all(words[:1] == ["rlplace"] and not {"&&", "|", ">"} & {*words} for words in lines):
+                for words in lines:
+                    run_verb(words[1:])
+            else:
+                subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
+
+
+def run_verb(words: list[str]) -> None:
+    """Runs `rlplace` with these words in a fork of this process.
+
+    Raises:
+        CalledProcessError: It did not end with 0.
+    """
+    from rlplace.cli.main import main as rlplace_main
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = rlplace_main(words)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), ["rlplace", *words])
 
 
 def main(arguments: list[str]) -> None:

@@ -2,10 +2,8 @@
 
 Usage: python benchmarks/matrix.py [--out DIR] [--only TEXT] [--planners a,b] [--calls 1024] [--time-limit 3] [--write]
 
-Two comparisons: the batch as one micro-batch (step.jsonl), and the same batch in several, for every planner that knows
-micro-batches (pipeline.jsonl). Each model is captured once for each and priced for every cluster. Every row is on disk as soon
-as it is there; started again with the same options, the benchmark goes on where it stopped. Step times are simulated by the
-executor `list`.
+Each model is captured once and priced for every cluster. Every row is on disk (step.jsonl) as soon as it is there; started
+again with the same options, the benchmark goes on where it stopped. Step times are simulated by the executor `list`.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlplace.comparing import Case, Comparison, ComparisonRow, Settings, Store, compare, gather
-from rlplace.comparing.records import MAKESPAN, REFERENCE, TASKS
+from rlplace.comparing.records import REFERENCE, TASKS, VIEWS
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.means import geometric_mean
-from rlplace.placements import Priced
 from rlplace.planners import PLANNERS
 from rlplace.planners.attempt import OK
+from rlplace.problem import Problem
 from rlplace.zoo import load_model
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
@@ -91,10 +89,11 @@ def captured(model: str, batch: int, seq: int) -> OpGraph:
     return capture(loaded.module, loaded.example_inputs, loss=loaded.loss, name=loaded.name)
 
 
-def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Priced:
+def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Problem:
     from rlplace.cluster.parse import parse
+    from rlplace.cost.price import price
 
-    return Priced.graph(graph(), parse(cluster), groups=groups)
+    return price(graph(), parse(cluster), groups=groups)
 
 
 def report(found: Comparison, options: argparse.Namespace) -> str:
@@ -111,13 +110,12 @@ def report(found: Comparison, options: argparse.Namespace) -> str:
         f"{len(CLUSTERS)} clusters, fp32 and Adam, at most {options.groups} groups; {crowded} of the {whole} problems do not "
         f"fit on one device. Searches have {options.calls} simulator calls after the floor, everybody else",
         f"{options.time_limit:g} s; random planners {options.seeds} seeds. {minutes:.0f} minutes of planning on one core.",
-        "`vs best`: step time over that of `best` in the same metric, geometric mean over the problems where both have a plan, "
+        "`vs best`: step time over that of `best`, geometric mean over the problems where both have a plan, "
         "below 1 is faster; 95 % bootstrap interval over problems; a tie is within 0.1 %.",
-        "`gap`: over the largest lower bound (critical path, work, largest group, memory). Metrics do not compare with each "
-        "other.",
+        "`gap`: over the largest lower bound (critical path, work, largest group, memory).",
     ]
-    for metric in dict.fromkeys(line.metric for line in found.summaries):
-        lines += ["", f"### {metric}", "", *summary_table(found, metric)]
+    for view in dict.fromkeys(line.view for line in found.summaries):
+        lines += ["", f"### {VIEWS[view]}", "", *summary_table(found, view)]
     lines += ["", "### Step time over that of `best` by cluster", "", *cluster_table(found)]
     lines += ["", "### The problems", "", *problem_table(found)]
     reasons = missing(found)
@@ -126,10 +124,10 @@ def report(found: Comparison, options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def summary_table(comparison: Comparison, metric: str) -> list[str]:
+def summary_table(comparison: Comparison, view: str) -> list[str]:
     rows = ["| planner | plans | vs best | interval | wins | ties | losses | gap | calls | s |", "|---|" + "---|" * 9]
     for line in comparison.summaries:
-        if line.metric == metric:
+        if line.view == view:
             interval = "-" if line.low is None else f"{line.low:.3f}-{line.high:.3f}"
             rows.append(
                 f"| {line.planner} | {line.feasible}/{line.problems} | {number(line.ratio)} | {interval} | {line.wins} | "
@@ -139,10 +137,10 @@ def summary_table(comparison: Comparison, metric: str) -> list[str]:
 
 
 def cluster_table(comparison: Comparison) -> list[str]:
-    """Geometric mean of the ratio per planner and cluster; planners whose metric is another one have none."""
+    """Geometric mean of the ratio per planner and cluster; planners that need another view have none."""
     header = ["| planner |", *(f" {cluster} |" for cluster in CLUSTERS)]
     rows = ["".join(header), "|---|" + "---|" * len(CLUSTERS)]
-    whole = [row for row in comparison.rows if row.metric == MAKESPAN and row.status == OK and not row.reference]
+    whole = [row for row in comparison.rows if row.view == TASKS and row.status == OK]
     for planner in dict.fromkeys(row.planner for row in whole):
         cells = []
         for cluster in CLUSTERS:
@@ -159,8 +157,8 @@ def problem_table(comparison: Comparison) -> list[str]:
     for model in dict.fromkeys(info.model for info in comparison.problems):
         cells = []
         for cluster in CLUSTERS:
-            mine = [r for r in comparison.rows if (r.model, r.cluster, r.metric) == (model, cluster, MAKESPAN)]
-            cells.append(cell([r for r in mine if r.status == OK and not r.reference], least.get((model, cluster))))
+            mine = [r for r in comparison.rows if (r.model, r.cluster, r.view) == (model, cluster, TASKS)]
+            cells.append(cell([r for r in mine if r.status == OK], least.get((model, cluster))))
         rows.append(f"| {model} | {' | '.join(cells)} |")
     rows += [
         "",

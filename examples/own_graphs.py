@@ -17,10 +17,10 @@ import numpy as np
 
 import rlplace
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.planner import load_agent
 from rlplace.agents.problems import cases_of
 from rlplace.agents.train import train
-from rlplace.comparing.closing import compare_agent, format_rows
+from rlplace.cli.compare_table import print_summaries
+from rlplace.comparing.closing import compare_agent
 
 TRAIN, TEST = 12, 4
 
@@ -53,5 +53,5 @@ for part, seeds in (("train", range(TRAIN)), ("test", range(TRAIN, TRAIN + TEST)
 
 settings = TrainConfig.load(cases=TRAIN, states=12, moves=24, fit_steps=300, steps=512, processes=1)
 train(cases_of([str(folder / "train")]), settings, folder / "agent", report=print)
-rows = compare_agent(load_agent(folder / "agent"), list(cases_of([str(folder / "test")])), calls=128)
-print(format_rows(rows, "graphs that it has not seen"))
+compared, _ = compare_agent(folder / "agent", list(cases_of([str(folder / "test")])), calls=128)
+print_summaries(compared, "graphs that it has not seen")

@@ -11,26 +11,35 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlplace.agents.planner import Agent, load_agent
-    from rlplace.cluster.parse import Cluster
-    from rlplace.cost.price import price, split_backward
-    from rlplace.errors import CaptureError, InfeasibleError, InputError, MissingError, RlplaceError
-    from rlplace.explaining.difference import diff
-    from rlplace.explaining.explain import explain
-    from rlplace.exporting.export import export
-    from rlplace.graph.capture import capture
-    from rlplace.graph.opgraph import OpGraph
-    from rlplace.integrations.trainer import distribute_accelerator, distribute_trainer
-    from rlplace.placing import place
-    from rlplace.plan.plan import PlacementPlan
-    from rlplace.plan.strategy import Strategy
-    from rlplace.problem import Problem
-    from rlplace.reporting.report import report
-    from rlplace.runtime.apply import apply
-    from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
-    from rlplace.simulator import simulate, simulate_many
-    from rlplace.strategy.space import Space
+    from rlplace.agents.planner import Agent as Agent
+    from rlplace.agents.planner import load_agent as load_agent
+    from rlplace.cluster.parse import Cluster as Cluster
+    from rlplace.cost.price import price as price
+    from rlplace.cost.price import split_backward as split_backward
+    from rlplace.errors import CaptureError as CaptureError
+    from rlplace.errors import InfeasibleError as InfeasibleError
+    from rlplace.errors import InputError as InputError
+    from rlplace.errors import MissingError as MissingError
+    from rlplace.errors import RlplaceError as RlplaceError
+    from rlplace.explaining.difference import diff as diff
+    from rlplace.explaining.explain import explain as explain
+    from rlplace.exporting.export import export as export
+    from rlplace.graph.capture import capture as capture
+    from rlplace.graph.opgraph import OpGraph as OpGraph
+    from rlplace.integrations.trainer import distribute_accelerator as distribute_accelerator
+    from rlplace.integrations.trainer import distribute_trainer as distribute_trainer
+    from rlplace.placing import place as place
+    from rlplace.plan.plan import PlacementPlan as PlacementPlan
+    from rlplace.plan.strategy import Strategy as Strategy
+    from rlplace.problem import Problem as Problem
+    from rlplace.reporting.report import report as report
+    from rlplace.runtime.apply import apply as apply
+    from rlplace.runtime.distributed.distribute import distribute as distribute
+    from rlplace.runtime.distributed.state.training_state import load_checkpoint as load_checkpoint
+    from rlplace.runtime.distributed.state.training_state import save_checkpoint as save_checkpoint
+    from rlplace.simulator import simulate as simulate
+    from rlplace.simulator import simulate_many as simulate_many
+    from rlplace.strategy.space import Space as Space
 
 __version__ = "0.1.0"
 
@@ -72,38 +81,7 @@ _PUBLIC = {
     "split_backward": "rlplace.cost.price",
 }
 
-__all__ = [
-    "Agent",
-    "CaptureError",
-    "Cluster",
-    "InfeasibleError",
-    "InputError",
-    "MissingError",
-    "OpGraph",
-    "PlacementPlan",
-    "Problem",
-    "RlplaceError",
-    "Space",
-    "Strategy",
-    "__version__",
-    "apply",
-    "capture",
-    "diff",
-    "distribute",
-    "distribute_accelerator",
-    "distribute_trainer",
-    "explain",
-    "export",
-    "load_agent",
-    "load_checkpoint",
-    "place",
-    "price",
-    "report",
-    "save_checkpoint",
-    "simulate",
-    "simulate_many",
-    "split_backward",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,7 @@ def quicker_placement(
             return None
         graph = capture_at(batch)
     try:
-        placed = place_priced(Priced.graph(graph, cluster, **pricing), planner="best", seed=seed, time_limit_s=time_limit_s)
+        placed = place_priced(Priced.of(graph, cluster, **pricing), planner="best", seed=seed, time_limit_s=time_limit_s)
     except InfeasibleError:
         return None
     finest = placed.plan.predicted.op_level or placed.plan.predicted

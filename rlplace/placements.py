@@ -1,17 +1,17 @@
-"""The question of placements: which device every group of one micro-batch runs on."""
+"""The question of placements: which device every group of one pass runs on."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError, whole_number
-from rlplace.graph.sizes import Graphs
 from rlplace.plan.plan import PlacementPlan, check_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import NEEDS_SPLIT, get_planner
@@ -34,7 +34,7 @@ class Placed:
         problem: At task level.
         plan: The plan.
         op_problem: The problem at op level; None when only a problem was given.
-        graph: The graph of one micro-batch; likewise.
+        graph: Its graph; likewise.
     """
 
     problem: Problem
@@ -45,42 +45,29 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """What is placed: a problem, or a graph that can be priced for one or for any micro-batch size.
+    """What is placed: a problem, or a graph that can be priced task by task and op by op.
 
     Attributes:
         first: The problem as given, at task level.
-        samples: The only micro-batch size there is, None where any can be priced.
-        graph_of: The graph for a micro-batch size; None when only a problem was given.
-        build: Prices a graph at level "task" or "op".
+        graph: Its graph; None when only a problem was given.
+        build: `rlplace.price` of a graph as here, with what else it is told; likewise.
+        graph_at: The graph with so many samples; None where it is not asked for.
     """
 
     first: Problem
-    samples: int | None
-    graph_of: Callable[[int], OpGraph] | None = None
-    build: Callable[[OpGraph, str], Problem] | None = None
-    _kept: dict[int, Problem] = field(default_factory=dict)
+    graph: OpGraph | None = None
+    build: Callable[..., Problem] | None = None
+    graph_at: Callable[[int], OpGraph] | None = None
 
     @staticmethod
-    def problem(problem: Problem) -> Priced:
-        """A problem without its graph."""
-        return Priced(problem, problem.samples_per_microbatch)
+    def of(graph: OpGraph, cluster: Cluster, graph_at: Callable[[int], OpGraph] | None = None, **pricing: Any) -> Priced:
+        """A captured graph on a cluster. `pricing` holds arguments of `rlplace.price`."""
+        from rlplace.cost.price import price
 
-    @staticmethod
-    def graph(graph: OpGraph, cluster: Cluster, **pricing: Any) -> Priced:
-        """One captured graph; its batch is the micro-batch. `pricing` holds arguments of `rlplace.price`."""
-        return _priced(graph, graph.samples, lambda samples: graph, cluster, pricing)
+        def build(graph: OpGraph, **how: Any) -> Problem:
+            return price(graph, cluster, **{**pricing, **how})
 
-    @staticmethod
-    def model(whole: OpGraph, capture_at: Callable[[int], OpGraph], cluster: Cluster, **pricing: Any) -> Priced:
-        """A model that can be captured at any batch size.
-
-        Args:
-            whole: The model, captured.
-            capture_at: Captures it with so many samples.
-            cluster: The devices and links.
-            **pricing: Arguments of `rlplace.price`.
-        """
-        return _priced(whole, None, Graphs(whole, capture_at), cluster, pricing)
+        return Priced(build(graph), graph, build, graph_at)
 
     def prepared_for(self, planner: str) -> Priced:
         """The same for a planner that wants the backward of groups apart; else as it is."""
@@ -88,18 +75,11 @@ class Priced:
             from rlplace.cost.split import split_backward
             from rlplace.planners.bipartition.layers import is_split
 
-            if is_split(self.first):
-                return self
-            inner = self.build
-            build = None if inner is None else lambda graph, level: split_backward(inner(graph, level))
-            return dataclasses.replace(self, first=split_backward(self.first), build=build, _kept={})
+            return self if is_split(self.first) else self._changed(split_backward)
         return self
 
     def holding_back(self, size_bytes: NDArray[np.int64]) -> Priced:
         """The same with so much less memory on every device, int64 [D]."""
-        if not size_bytes.any():
-            return self
-        inner = self.build
 
         def less(problem: Problem) -> Problem:
             devices = tuple(
@@ -110,71 +90,58 @@ class Priced:
             )
             return dataclasses.replace(problem, devices=devices)
 
-        build = None if inner is None else lambda graph, level: less(inner(graph, level))
-        return dataclasses.replace(self, first=less(self.first), build=build, _kept={})
+        return self._changed(less) if size_bytes.any() else self
+
+    def _changed(self, change: Callable[[Problem], Problem]) -> Priced:
+        inner = self.build
+        build = None if inner is None else lambda graph, **how: change(inner(graph, **how))
+        return dataclasses.replace(self, first=change(self.first), build=build)
 
     def at(self, samples: int) -> Problem:
-        """The problem for a micro-batch of so many samples."""
-        if samples == self.first.samples_per_microbatch or self.build is None or self.graph_of is None:
-            return self.first
-        if samples not in self._kept:
-            problem = self.build(self.graph_of(samples), "task")
-            if self.samples is None and problem.samples_per_microbatch != samples:
-                raise InputError(
-                    f"batch: the model was asked for a batch of {samples} samples and has one of "
-                    f"{problem.samples_per_microbatch}; let its function take a parameter batch"
-                )
-            self._kept[samples] = problem
-        return self._kept[samples]
+        """The problem for a batch of so many samples.
+
+        Raises:
+            InputError: The model keeps its batch.
+        """
+        assert self.build is not None and self.graph_at is not None
+        problem = self.build(self.graph_at(samples))
+        if problem.samples_per_microbatch != samples:
+            raise InputError(
+                f"batch: the model was asked for a batch of {samples} samples and has one of "
+                f"{problem.samples_per_microbatch}; let its function take a parameter batch"
+            )
+        return problem
 
 
-def _priced(
-    first: OpGraph, samples: int | None, graph_of: Callable[[int], OpGraph], cluster: Cluster, pricing: dict[str, Any]
-) -> Priced:
-    from rlplace.cost.price import price
-
-    def build(graph: OpGraph, level: str) -> Problem:
-        return price(graph, cluster, level=level, **pricing)
-
-    return Priced(build(first, "task"), samples, graph_of, build)
-
-
-def plan_priced(
+def place_priced(
     priced: Priced, *, planner: str = "agent", seed: int = 0, time_limit_s: float | None = None, **options: Any
-) -> tuple[Problem, PlacementPlan]:
-    """Runs a planner on what is priced; the problem that it solved, and its plan."""
-    function = get_planner(planner)
-    whole_number(seed, "seed")
-    problem = priced.prepared_for(planner).first
-    return problem, function(problem, seed=seed, time_limit_s=time_limit_s, **options)
-
-
-def place_priced(priced: Priced, *, planner: str = "agent", **arguments: Any) -> Placed:
-    """`plan_priced`, and its answer simulated op by op where the graph is known.
+) -> Placed:
+    """Runs a planner on what is priced; its answer is simulated op by op where the graph is known.
 
     A plan can fit task by task and not op by op. It is then planned again with the bytes that were short held back; what was
     is in ``predicted.held_back_bytes``. When no plan fits both ways the first one is returned, and its
     ``predicted.op_level.feasible`` is false.
     """
-    get_planner(planner)
+    whole_number(seed, "seed")
+    plan_of = partial(get_planner(planner), seed=seed, time_limit_s=time_limit_s, **options)
     priced = priced.prepared_for(planner)
-    if priced.build is None or priced.graph_of is None:
-        return Placed(*plan_priced(priced, planner=planner, **arguments), None, None)
+    if priced.build is None or priced.graph is None:
+        return Placed(priced.first, plan_of(priced.first), None, None)
     first: Placed | None = None
     held_back = np.zeros(priced.first.num_devices, dtype=np.int64)
     for _ in range(1 + OP_LEVEL_TRIES):
         try:
-            problem, plan = plan_priced(priced.holding_back(held_back), planner=planner, **arguments)
+            problem = priced.holding_back(held_back).first
+            plan = plan_of(problem)
         except InfeasibleError:
             if first is None:
                 raise
             break
-        graph = priced.graph_of(problem.samples_per_microbatch)
-        op_problem = priced.build(graph, "op")
+        op_problem = priced.build(priced.graph, level="op")
         if held_back.any():
-            problem = priced.at(problem.samples_per_microbatch)
+            problem = priced.first
             plan = _moved_to(plan, problem, held_back)
-        placed = Placed(problem, with_op_level(plan, problem, op_problem), op_problem, graph)
+        placed = Placed(problem, with_op_level(plan, problem, op_problem), op_problem, priced.graph)
         first = first or placed
         op_level = placed.plan.predicted.op_level
         assert op_level is not None

@@ -109,7 +109,7 @@ def place(
         if batch is not None or batch_curve is not None or space not in (None, PLACEMENT):
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
         _one_pass(options, "a problem's groups are placed one by one")
-        priced = Priced.problem(target)
+        priced = Priced(target)
     else:
         from rlplace.cluster.parse import as_cluster
         from rlplace.graph.opgraph import OpGraph
@@ -133,12 +133,7 @@ def place(
         _one_pass(options, reason)
         graph, capture_at = _captured(target, example_inputs, loss, optimizer)
         graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None))
-        pricing = {"groups": groups, "costs": costs, "host": host}
-        priced = (
-            Priced.graph(graph, machine, **pricing)
-            if capture_at is None
-            else Priced.model(graph, capture_at, machine, **pricing)
-        )
+        priced = Priced.of(graph, machine, groups=groups, costs=costs, host=host)
     if calls is not None:
         options["calls"] = calls
     return place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **options).plan

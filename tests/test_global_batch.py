@@ -38,7 +38,7 @@ def capture_at(samples):
 def test_a_model_that_keeps_its_batch_is_refused_by_name():
     from rlplace.cluster.parse import parse
 
-    priced = Priced.model(capture_at(16), capture_at, parse("t4:2"))
+    priced = Priced.of(capture_at(16), parse("t4:2"), capture_at)
     assert priced.at(16).samples_per_microbatch == 16
     with pytest.raises(InputError, match="asked for a batch of 8 samples and has one of 16; let its function take"):
         priced.at(8)
@@ -56,15 +56,15 @@ def graph():
 def priced(graph, memory_bytes):
     cluster = parse("a100-80g:2")
     devices = tuple(dataclasses.replace(d, memory_bytes=memory_bytes, reserved_bytes=0) for d in cluster.devices)
-    return Priced.graph(graph, dataclasses.replace(cluster, devices=devices), groups=24)
+    return Priced.of(graph, dataclasses.replace(cluster, devices=devices), groups=24)
 
 
 def test_a_plan_is_made_again_until_it_fits_op_by_op(graph):
     """The finer problem is made to need more, as with models whose tasks hide what their ops hold."""
 
     def heavier(inner):
-        def build(graph, level):
-            problem = inner(graph, level)
+        def build(graph, level="task"):
+            problem = inner(graph, level=level)
             if level != "op":
                 return problem
             return dataclasses.replace(problem, tensor_bytes=np.ceil(problem.tensor_bytes * 1.5).astype(np.int64))

@@ -353,5 +353,5 @@ def _records(folder: Path) -> None:
 def _filled(kind: type[Any]) -> Any:
     """A record of a comparison with a value of the right type in every field."""
     plain = {"str": "toy", "Count": 2, "Whole": 2, "bool": False}
-    chosen = {"status": "ok", "view": "tasks", "metric": "makespan of one step"}
+    chosen = {"status": "ok", "view": "tasks"}
     return kind(**{f: chosen.get(f, plain.get(name.split(" | ")[0], 0.5)) for f, name in kind.__annotations__.items()})

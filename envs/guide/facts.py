@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.planners.common.groupgraph import finite_links, finite_mean
+from rlplace.planners.common.groupgraph import GroupGraph, finite_links
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
@@ -61,16 +61,12 @@ def make_facts(instance: Instance) -> Facts:
     """The arrays of an instance."""
     problem, graph = instance.problem, instance.graph
     made = np.flatnonzero(problem.tensor_producer >= 0)
-    devices = problem.num_devices
-    group_s = np.zeros((problem.num_groups, devices))
-    np.add.at(group_s, problem.op_group, np.nan_to_num(problem.time_s, nan=0.0))
-    group_s[~instance.allowed] = np.inf
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
-    size, count, fixed, edge_of, readers = _edges(problem, instance)
+    edge_of, readers = _edges(problem, graph)
     fields = Facts(
-        group_s=group_s,
-        mean_s=finite_mean(group_s),
+        group_s=graph.time_s,
+        mean_s=graph.mean_time_s,
         task_group=problem.op_group,
         **_lists("input", problem.edge_tensor, problem.consumers, problem.num_ops),
         **_lists("output", made, problem.tensor_producer[made], problem.num_ops),
@@ -84,9 +80,9 @@ def make_facts(instance: Instance) -> Facts:
         neighbor=graph.neighbor,
         neighbor_edge=graph.neighbor_edge,
         neighbor_out=graph.neighbor_out,
-        edge_bytes=size,
-        edge_count=count,
-        edge_fixed_s=fixed,
+        edge_bytes=graph.edge_bytes,
+        edge_count=graph.edge_count,
+        edge_fixed_s=graph.edge_fixed_s,
         **readers,
         latency=latency,
         inverse=inverse,
@@ -109,36 +105,17 @@ def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int)
     return {f"{name}_ptr": starts, f"{name}s": values}
 
 
-def _edges(
-    problem: Problem, instance: Instance
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], dict[str, Any]]:
-    """Bytes, values and fixed seconds of every merged edge in a step, the edge of every consumer of a value, and readers.
-
-    A value is sent once to a device, however many tasks of a group read it there.
-    """
-    graph, groups = instance.graph, problem.num_groups
-    tensor = problem.edge_tensor.astype(np.int64)
-    owner, producer = problem.tensor_owner[tensor], problem.tensor_producer[tensor]
-    source = np.where(owner >= 0, owner, problem.op_group[np.maximum(producer, 0)]).astype(np.int64)
+def _edges(problem: Problem, graph: GroupGraph) -> tuple[NDArray[np.int32], dict[str, Any]]:
+    """The merged edge of every consumer of a value, and readers."""
+    tensor, groups = problem.edge_tensor.astype(np.int64), problem.num_groups
+    source = problem.edge_source_group.astype(np.int64)
     target = problem.op_group[problem.consumers].astype(np.int64)
-    known = graph.source.astype(np.int64) * groups + graph.target
-    by_key = np.argsort(known)
     apart = source != target
     edge_of = np.full(len(tensor), -1, dtype=np.int32)
-    edge_of[apart] = by_key[np.searchsorted(known[by_key], (source * groups + target)[apart])]
+    known = graph.source.astype(np.int64) * groups + graph.target
+    edge_of[apart] = np.searchsorted(known, (source * groups + target)[apart])
     _, first = np.unique(tensor[apart] * groups + target[apart], return_index=True)
-    edge, tensor = edge_of[apart][first], tensor[apart][first]
-    size = problem.tensor_bytes[tensor].astype(np.float64)
-    count, fixed = np.ones(len(edge)), np.zeros(len(edge))
-    off = ~np.eye(problem.num_devices, dtype=bool)
-    for number, table in problem.tensor_transfer_s.items():
-        mine = tensor == number
-        size[mine], count[mine] = 0.0, 0.0
-        fixed[mine] = float(table[off].mean()) if off.any() else 0.0
-    edges = len(graph.source)
-    # Without any edge bincount gives whole numbers, and with them the kernels another signature.
-    sums = [np.bincount(edge, weights=weights, minlength=edges).astype(np.float64) for weights in (size, count, fixed)]
-    return sums[0], sums[1], sums[2], edge_of, _readers(graph.target, edge, tensor, problem.tensor_bytes)
+    return edge_of, _readers(graph.target, edge_of[apart][first], tensor[apart][first], problem.tensor_bytes)
 
 
 def _readers(

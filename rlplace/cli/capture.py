@@ -39,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
     if options.model.endswith(".problem.json"):
         raise InputError(f"{options.model} is a problem already; capture takes a model")
     loaded = load(options.model, options.cluster, options)
-    assert loaded.graph is not None and loaded.priced.build is not None
+    assert loaded.graph is not None and loaded.build is not None
     if options.level == "op":
-        problem = loaded.priced.build(loaded.graph, "op")
+        problem = loaded.build(loaded.graph, level="op")
     else:
-        problem = loaded.priced.prepared_for(_LEVELS[options.level]).first
+        problem = loaded.prepared_for(_LEVELS[options.level]).first
     problem.save(options.out)
     summary = {
         "problem": options.out,

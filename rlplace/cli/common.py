@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placements import Priced
-    from rlplace.problem import Problem
     from rlplace.zoo import LoadedModel
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -33,24 +32,6 @@ _SIZES: dict[str, Any] = {
 
 MICROBATCH = 8
 """Samples of a micro-batch where nothing says otherwise."""
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A MODEL argument, ready to place.
-
-    Attributes:
-        priced: What is placed.
-        graph: The captured graph; None when MODEL was a problem file.
-    """
-
-    priced: Priced
-    graph: OpGraph | None
-
-    @property
-    def problem(self) -> Problem:
-        """The problem at task level."""
-        return self.priced.first
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -134,14 +115,14 @@ class Captured:
     load: Callable[[], LoadedModel]
 
 
-def load(model: str, cluster: str | None, options: argparse.Namespace) -> Loaded:
+def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
         if flags := _size_flags(options):
             raise InputError(f"{model} was captured and has its own sizes; leave {flags[0]} out, or name the model instead")
-        return Loaded(load_problem(model, options), None)
+        return load_problem(model, options)
     from rlplace.cluster.parse import parse
 
     machine = parse(cluster or "host")
@@ -157,7 +138,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 
     if flags := pricing_flags(options):
         raise InputError(f"{path} is priced already; leave {flags[0]} out, or name the model instead")
-    return Priced.problem(Problem.load(path))
+    return Priced(Problem.load(path))
 
 
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
@@ -193,20 +174,17 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     return Captured(capture_at(samples), capture_at, load)
 
 
-def pricing(options: argparse.Namespace, *, finer: int = 1) -> dict[str, Any]:
-    """What the options say on `rlplace.price`'s arguments, with so many times the groups."""
-    return {"groups": finer * options.granularity, "costs": options.costs, "host": options.host_mode}
-
-
-def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Loaded:
+def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:
     """Prices a captured model for a cluster."""
+    from rlplace.graph.sizes import Graphs
     from rlplace.placements import Priced
 
     graph = captured.graph
-    priced = Priced.model(graph, captured.capture_at, machine, **pricing(options))
+    pricing = {"groups": options.granularity, "costs": options.costs, "host": options.host_mode}
+    priced = Priced.of(graph, machine, Graphs(graph, captured.capture_at), **pricing)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
     say(f"op times ({options.host_mode}): {basis_words((priced.first.source or {}).get('op_times', {}))}")
-    return Loaded(priced, graph)
+    return priced
 
 
 def check_costs(path: str, kinds: Sequence[str]) -> None:

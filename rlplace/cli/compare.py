@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
-    from rlplace.placements import Priced
+    from rlplace.problem import Problem
     from rlplace.strategy.tries import Question
 
 HELP = "compare planners on models and clusters"
@@ -156,7 +156,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         if model in files:
             problem = load_problem(model, options)
             source = (problem.first.source or {}).get("cluster")
-            cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem)))
+            cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem.first)))
             continue
         captured = functools.cache(functools.partial(capture_model, model, options, microbatch(options)))
         for text in texts:
@@ -166,18 +166,18 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
     return cases
 
 
-def _same(priced: Priced) -> Priced:
-    return priced
+def _same(problem: Problem) -> Problem:
+    return problem
 
 
-def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace, whole: bool) -> Priced:
+def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace, whole: bool) -> Problem:
     """Priced for planners; beside whole strategies with attention as these are priced."""
     from rlplace.graph.causal import with_causal_attention
 
     own = captured()
     if whole:
         own = dataclasses.replace(own, graph=with_causal_attention(own.graph))
-    return price_model(own, machine, options).priced
+    return price_model(own, machine, options).first
 
 
 def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Question:

@@ -20,7 +20,6 @@ _BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "l
 def print_comparison(comparison: Comparison) -> None:
     """Prints problems, rows and summaries."""
     from rlplace.comparing.records import REFERENCE
-    from rlplace.means import TIE
 
     if not comparison.rows:
         print("no rows")
@@ -31,16 +30,24 @@ def print_comparison(comparison: Comparison) -> None:
     )
     print()
     print_table(
-        ["problem", "planner", "metric", "step ms", "spread ms", "samples/s", "R x M", f"vs {REFERENCE}", "gap", "memory",
+        ["problem", "planner", "step ms", "spread ms", "samples/s", "R x M", f"vs {REFERENCE}", "gap", "memory",
          "calls", "seconds", "<"],
         _row_cells(comparison.rows),
     )  # fmt: skip
-    for metric in dict.fromkeys(summary.metric for summary in comparison.summaries):
-        print(f"\nall problems, {metric}")
+    print_summaries(comparison, "all problems")
+
+
+def print_summaries(comparison: Comparison, title: str) -> None:
+    """Prints a line a planner and view, and what the numbers are."""
+    from rlplace.comparing.records import REFERENCE, VIEWS
+    from rlplace.means import TIE
+
+    for view in dict.fromkeys(summary.view for summary in comparison.summaries):
+        print(f"\n{title}, {VIEWS[view]}")
         print_table(
             ["planner", "feasible", f"vs {REFERENCE}", "95 % interval", "wins", "ties", "losses", f"only {REFERENCE}",
              "only it", "gap", "calls", "seconds"],
-            [_summary_cells(summary) for summary in comparison.summaries if summary.metric == metric],
+            [_summary_cells(summary) for summary in comparison.summaries if summary.view == view],
         )  # fmt: skip
     print(f"\n{legend(comparison, REFERENCE, TIE)}")
 
@@ -58,16 +65,16 @@ def legend(comparison: Comparison, reference: str, tie: float) -> str:
     rest = [name for name, flag in used.items() if not flag]
     lines = [
         f"executor list, simulated; every plan simulated anew; budget: {budget}",
-        f"vs {reference}: step time over that of {reference} in the same metric with the same samples a step, geometric mean "
-        f"over problems, below 1 is faster; a tie is within {100 * tie:g} %; metrics are never mixed",
-        "gap: step time over the largest lower bound of plans with these micro-batches, minus 1; "
+        f"vs {reference}: step time over that of {reference} on the same problem, geometric mean over problems, below 1 is "
+        f"faster; a tie is within {100 * tie:g} %",
+        "gap: step time over the largest lower bound, minus 1; "
         "memory: largest share of a device's memory; calls: simulator calls, floor included",
     ]
     if set(used) & set(STRATEGIES):
         lines.append(
             f"{', '.join(name for name in used if name in STRATEGIES)}: whole strategies for as many samples a step, searched "
-            "under the same budget and simulated block by block; the other planners place one pass of these samples, or the "
-            "micro-batches that were asked for; attention under a causal mask is priced as causal for all"
+            "under the same budget and simulated block by block; the other planners place one pass of these samples; attention "
+            "under a causal mask is priced as causal for all"
         )
     if shuffled:
         spread = "; spread is the largest minus the smallest" if settings.seeds > 1 else ""
@@ -87,7 +94,7 @@ def to_csv(comparison: Comparison) -> str:
     writer: csv.DictWriter[str] | None = None
     for row in comparison.rows:
         info = problems[row.model, row.cluster, row.view]
-        data = {**asdict(row), "feasible": row.feasible, "fingerprint": info.fingerprint}
+        data = {**asdict(row), "feasible": row.feasible, "fingerprint": info.fingerprint, "samples": info.samples}
         data |= {name: getattr(info, name) for name in _BOUNDS} | {"settings": canonical_json(asdict(comparison.settings))}
         if writer is None:
             writer = csv.DictWriter(stream, list(data), lineterminator="\n")
@@ -102,10 +109,8 @@ def place_of(model: str, cluster: str, view: str) -> str:
 
 
 def _problem_cells(info: ProblemInfo) -> list[str]:
-    from rlplace.planners.common.bounds import largest
-
     parts = (info.critical_path_s, info.work_s, info.largest_group_s, info.memory_forced_s)
-    bound, binding = largest(*parts)
+    bound, binding = info.bound
     least = "none fits" if info.least_devices is None else f"{info.least_devices} of {info.devices}"
     return [
         place_of(info.model, info.cluster, info.view), str(info.groups), ms(bound), binding,
@@ -125,7 +130,6 @@ def _row_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
             [
                 name if name != last else "",
                 row.planner,
-                _short(row),
                 ms(row.step_time_s),
                 "" if row.spread_s is None else ms(row.spread_s),
                 _number(row.samples_per_s, ".2f"),
@@ -140,15 +144,6 @@ def _row_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
         )
         last = name
     return table
-
-
-def _short(row: ComparisonRow) -> str:
-    """The metric in one word; with the samples a step where there are several micro-batches or replicas."""
-    from rlplace.comparing.records import MAKESPAN
-
-    if row.metric.startswith(MAKESPAN):
-        return "step"
-    return f"rate of {row.samples}" if row.samples else "rate"
 
 
 def _summary_cells(summary: Summary) -> list[str]:

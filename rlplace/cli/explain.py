@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
-    Loaded,
     add_model_options,
     load,
     model_options,
     natural,
-    pricing,
     print_json,
     say,
     seconds,
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from rlplace.cluster import Cluster
     from rlplace.explaining.explain import Explanation
     from rlplace.explaining.what_if import WhatIf
+    from rlplace.placements import Priced
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.problem import Problem
 
 HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
 EXAMPLE = "example: rlplace explain gpt2.plan.json"
@@ -166,7 +165,7 @@ def _model(options: argparse.Namespace) -> int:
         except InfeasibleError as error:
             say(f"no whole strategy fits: {error}")
     loaded = load(options.what, options.cluster, options)
-    problem, limit_s = loaded.problem, options.time_limit
+    problem, limit_s = loaded.first, options.time_limit
     say("planning with best")
     try:
         plan = get_planner("best")(problem, seed=options.seed, time_limit_s=limit_s)
@@ -177,25 +176,16 @@ def _model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _relax(loaded: Loaded, options: argparse.Namespace) -> None:
+def _relax(loaded: Priced, options: argparse.Namespace) -> None:
     from rlplace.explaining.relax import relax
 
     say("no plan found; trying what would make it fit")
-    at = None if loaded.graph is None else loaded.priced.at
-    relaxations = relax(loaded.problem, at=at, finer=_finer(loaded, options), **_limits(options))
+    more: dict[str, Any] = {}
+    if loaded.build is not None:
+        finer = functools.partial(loaded.build, loaded.graph, groups=4 * options.granularity)
+        more = {"at": functools.cache(loaded.at), "finer": finer}
+    relaxations = relax(loaded.first, **more, **_limits(options))
     if options.json:
-        print_json({"problem": loaded.problem.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})
+        print_json({"problem": loaded.first.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})
     else:
         print("\n".join(relaxations.lines()))
-
-
-def _finer(loaded: Loaded, options: argparse.Namespace) -> Callable[[], Problem] | None:
-    """Prices the captured model with four times as many groups."""
-    graph = loaded.graph
-    if graph is None:
-        return None
-    from rlplace.cluster.parse import parse
-    from rlplace.cost.price import price
-
-    machine = parse(options.cluster or "host")
-    return lambda: price(graph, machine, **pricing(options, finer=4))

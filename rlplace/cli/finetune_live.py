@@ -85,7 +85,7 @@ def _open(options: argparse.Namespace, device: torch.device) -> tuple[Problem | 
     problem = slept = None
     if dist.get_rank() == 0:
         priced = load(options.model, options.cluster, options)
-        problem = priced.problem
+        problem = priced.first
         if options.replay:
             slept = _priced_alike(priced.graph, options)
     where = "cpu" if options.replay is None else "meta"  # what only sleeps needs no values

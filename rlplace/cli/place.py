@@ -135,9 +135,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     extra: dict[str, Any] = {"agent": agent} if options.planner == "agent" else {}
     say(f"planning with {options.planner}")
     try:
-        placed = place_priced(
-            loaded.priced, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra
-        )
+        placed = place_priced(loaded, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"{error}; '{_explain_command(options)}' says what would make it fit",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.agents.planner import load_agent
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
-    from rlplace.comparing.closing import compare_agent, format_rows
+    from rlplace.cli.compare_table import print_summaries
+    from rlplace.comparing.closing import compare_agent
     from rlplace.files import check_folder
 
     _check_device(options.device)
@@ -65,12 +64,12 @@ def run(options: argparse.Namespace) -> int:
     say(f"{done} decisions done, saved in {out}")
     say("comparing on " + ("the given problems" if options.test else "cases of families that it was not trained on"))
     tested = list(tests) if tests is not None else closing_cases(progress=say)
-    rows = compare_agent(load_agent(out), tested, calls=options.calls)
+    every, branchy = compare_agent(out, tested, calls=options.calls)
     if options.json:
-        table = [asdict(row) for row in rows]
-        print_json({"out": str(out), "steps": done, "metric": "step time over best", "rows": table})
+        print_json({"out": str(out), "steps": done, **every.to_dict(), "branchy": branchy.to_dict()["summaries"]})
     else:
-        print(format_rows(rows, f"{len(tested)} cases"))
+        print_summaries(every, f"{len(tested)} cases")
+        print_summaries(branchy, "branchy cases alone")
         print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
     return 0
 

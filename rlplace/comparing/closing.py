@@ -1,51 +1,24 @@
-"""An agent on cases that it has not seen: the closing table of a training, and what fine-tuning has made it forget.
-
-Metric: step time of the case's schedule, as the geometric mean over cases of step time / step time of ``best``. Searches and
-agents start from the plan of ``best`` and get the same number of simulator calls.
-"""
+"""An agent on cases that it has not seen: the closing table of a training, and what fine-tuning has made it forget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.planner import Agent
+from rlplace.comparing import run
+from rlplace.comparing.measure import ROLLOUT
+from rlplace.comparing.records import Comparison, Settings
+from rlplace.comparing.store import Store
 from rlplace.means import geometric_mean, wins_ties_losses
-from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.planners.attempt import attempt
-from rlplace.text import table
 
 DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis", "best", "annealing", "local_search")
-_SEARCHES = ("annealing", "local_search", "brkga")
-
-
-@dataclass(frozen=True)
-class ClosingRow:
-    """One planner's results.
-
-    Attributes:
-        planner: Name; ``agent, one rollout`` is the floor or the first greedy rollout, whichever is faster.
-        ratio: Geometric mean of step time over that of ``best``, on the cases where both are feasible; None without any.
-        branchy: The same on branchy cases alone.
-        feasible: Number of cases with a feasible plan. cases: Number of cases.
-        better, worse: Cases where it is at least 0.1 % faster or slower than ``best``.
-        seconds: Mean wall time of a plan; of searches after ``best``.
-    """
-
-    planner: str
-    ratio: float | None
-    branchy: float | None
-    feasible: int
-    cases: int
-    better: int
-    worse: int
-    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -71,53 +44,33 @@ class Skills:
     calls: int
 
 
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """One planner on one case.
-
-    Attributes:
-        step_s: Geometric mean over seeds; None when a seed found no feasible plan.
-        seconds: Mean wall time of a plan.
-        plan: The last plan found.
-    """
-
-    step_s: float | None
-    seconds: float
-    plan: PlacementPlan | None
-
-
 def compare_agent(
-    trained: Agent,
+    agent: str | Path,
     cases: Sequence[Case],
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
     calls: int = 256,
     seeds: int = 3,
-) -> list[ClosingRow]:
-    """Runs every planner and the agent on every case; searches run once a seed and count with the geometric mean.
+) -> tuple[Comparison, Comparison]:
+    """Compares planners, the agent and its first rollout alone.
 
     Args:
-        trained: The agent.
+        agent: Its folder.
         cases: What to solve.
         planners: Names of the classical planners.
         calls: Simulator calls after the floor for every search and for the agent.
         seeds: Runs of whatever is random.
+
+    Returns:
+        All cases, and the branchy ones alone.
     """
-    best = get_planner("best")
-    floors = [_solve(best, case) for case in cases]
-
-    def searched(planner: Callable[..., PlacementPlan], seeds: int = seeds, **options: Any) -> list[Solved]:
-        return [_solve(planner, *pair, seeds=seeds, calls=calls, **options) for pair in zip(cases, floors, strict=True)]
-
-    runs: dict[str, list[Solved]] = {}
-    for name in planners:
-        if name in _SEARCHES:
-            runs[f"{name} ({calls} calls)"] = searched(get_planner(name))
-        else:
-            runs[name] = floors if name == "best" else [_solve(get_planner(name), case) for case in cases]
-    runs["agent, one rollout"] = searched(trained.place, 1, samples=1, search=False)
-    runs[f"agent ({calls} calls)"] = searched(trained.place)
-    return [_row(label, solved, floors, cases) for label, solved in runs.items()]
+    names = [*planners, ROLLOUT, "agent"]
+    store = Store(Settings(calls=calls, seeds=seeds, agent=str(Path(agent).resolve())))
+    shown = {f"{number} {case.name}": case for number, case in enumerate(cases)}
+    known = [run.Case(name, "", lambda case=case: case.problem) for name, case in shown.items()]  # type: ignore[misc]
+    run.compare(known, names, store, strict=True)
+    branchy = [case for case in known if shown[case.model].branchy]
+    return run.gather(store, known, names), run.gather(store, branchy, names)
 
 
 def compare_skills(
@@ -138,74 +91,16 @@ def compare_skills(
         progress: Called with the number of cases done.
     """
     best, agents = get_planner("best"), (Agent(before), Agent(after))
-    rows = []
+    pairs: list[list[float]] = []
     for done, case in enumerate(cases, 1):
-        floor = _solve(best, case)
-        if floor.step_s is not None:
-            steps = [_solve(agent.place, case, floor, calls=calls).step_s for agent in agents]
-            rows.append([step_s / floor.step_s for step_s in steps if step_s is not None])
+        floor = attempt(best, case.problem).answer
+        if floor is not None:
+            options: dict[str, Any] = {"calls": calls, "start": floor.device_of_group}
+            plans = [attempt(agent.place, case.problem, **options).answer for agent in agents]
+            steps = [plan.predicted.step_s / floor.predicted.step_s for plan in plans if plan is not None]
+            pairs += [steps] if len(steps) == len(agents) else []
         progress(done)
-    pairs = [row for row in rows if len(row) == len(agents)]
     change = [now / then for then, now in pairs]
     better, _, worse = wins_ties_losses(change, 0.01)
     means = [geometric_mean([row[which] for row in pairs]) for which in range(len(agents))]
     return Skills(len(pairs), means[0], means[1], worse, better, max(change, default=1.0), calls)
-
-
-def format_rows(rows: Sequence[ClosingRow], title: str) -> str:
-    """The table as text."""
-    cells = [
-        [
-            row.planner, *("" if value is None else f"{value:.4f}" for value in (row.ratio, row.branchy)),
-            f"{row.feasible}/{row.cases}", str(row.better), str(row.worse),
-            "" if row.seconds is None else f"{row.seconds:.2f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return "\n".join(
-        [
-            title,
-            *table(["planner", "vs best", "branchy", "feasible", "better", "worse", "seconds"], cells),
-            "step time / that of best, geometric mean, below 1 is faster; searches start from best, over several seeds",
-            "simulated",
-        ]
-    )
-
-
-def _solve(
-    planner: Callable[..., PlacementPlan],
-    case: Case,
-    floor: Solved | None = None,
-    *,
-    seeds: int = 1,
-    **options: Any,
-) -> Solved:
-    if floor is not None and floor.plan is not None:
-        options["start"] = floor.plan.device_of_group
-    runs = [attempt(planner, case.problem, seed=number, **options) for number in range(seeds)]
-    plans = [run.answer for run in runs if run.answer is not None]
-    steps = [plan.predicted.step_s for plan in plans]
-    return Solved(
-        step_s=geometric_mean(steps) if len(steps) == seeds else None,
-        seconds=sum(run.seconds for run in runs) / seeds,
-        plan=plans[-1] if plans else None,
-    )
-
-
-def _row(name: str, runs: Sequence[Solved], floors: Sequence[Solved], cases: Sequence[Case]) -> ClosingRow:
-    ratios = [
-        (run.step_s / best.step_s, case.branchy)
-        for run, best, case in zip(runs, floors, cases, strict=True)
-        if run.step_s is not None and best.step_s is not None
-    ]
-    better, _, worse = wins_ties_losses([ratio for ratio, _ in ratios])
-    return ClosingRow(
-        planner=name,
-        ratio=geometric_mean([ratio for ratio, _ in ratios]),
-        branchy=geometric_mean([ratio for ratio, branchy in ratios if branchy]),
-        feasible=sum(run.step_s is not None for run in runs),
-        cases=len(runs),
-        better=better,
-        worse=worse,
-        seconds=float(np.mean([run.seconds for run in runs])) if runs else None,
-    )

@@ -6,24 +6,21 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from rlplace import __version__
 from rlplace.errors import unknown_name
 from rlplace.means import TIE
 from rlplace.planners.attempt import FAILED, INFEASIBLE, MISSING, OK
+from rlplace.planners.common.bounds import largest
 from rlplace.records import Count, Record, Whole
 
 FORMAT = "rlplace.comparison"
-VERSION = 1
-
-MAKESPAN = "makespan of one step"
-METRICS = (MAKESPAN,)
-"""What rows may be compared by; numbers of one metric say nothing about those of another."""
+VERSION = 2
 
 TASKS, SPLIT = "tasks", "split"
-VIEWS = {TASKS: "", SPLIT: ", backward in groups of its own"}
-"""The problems that are made of one model on one cluster, and what each adds to the metric, since their numbers do not compare.
+VIEWS = {TASKS: "makespan of one step", SPLIT: "makespan of one step, backward in groups of its own"}
+"""The problems that are made of one model on one cluster, and what they are compared by: numbers of two views do not compare.
 
 ``tasks``: one op a group and phase, as everybody plans. ``split``: the backward of every group is a group of its own
 (`rlplace.cost.split`).
@@ -38,11 +35,7 @@ Duration = Annotated[float, Meta(ge=1e-18, lt=_MOST)]
 Ratio = Annotated[float, Meta(ge=1e-12, lt=_MOST)]
 Gap = Annotated[float, Meta(gt=-1.0, lt=_MOST)]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "status": (OK, INFEASIBLE, MISSING, FAILED),
-    "view": tuple(VIEWS),
-    "metric": tuple(metric + view for metric in METRICS for view in VIEWS.values()),
-}
+_CHOICES: dict[str, tuple[str, ...]] = {"status": (OK, INFEASIBLE, MISSING, FAILED), "view": tuple(VIEWS)}
 
 
 class Chosen(Record, frozen=True):
@@ -107,6 +100,11 @@ class ProblemInfo(Chosen, frozen=True):
     least_devices: Whole | None
 
     @property
+    def bound(self) -> tuple[float, str]:
+        """The largest bound on the step time of a plan, and its name."""
+        return largest(self.critical_path_s, self.work_s, self.largest_group_s, self.memory_forced_s)
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """Model, cluster and view."""
         return self.model, self.cluster, self.view
@@ -118,8 +116,6 @@ class ComparisonRow(Chosen, frozen=True):
     Attributes:
         model, cluster, view: As in the `ProblemInfo`.
         planner: Name.
-        metric: One of `METRICS`, with the ending of its view; decided by the plan, and for a planner without one by what
-            was asked of it.
         status: "ok", "infeasible", "missing" (an extra) or "failed".
         reason: Why not "ok", in one line; on an "ok" row a remark or None.
         random: The planner uses its seed; others run once.
@@ -127,7 +123,6 @@ class ComparisonRow(Chosen, frozen=True):
         feasible_seeds: Runs that found a plan that fits.
         step_time_s: Mean over the seeds that found a plan, simulated anew.
         spread_s: Largest minus smallest; None with fewer than two plans.
-        samples: Samples that a step processes.
         samples_per_s: Mean.
         replicas, microbatches, schedule: Those of the fastest plan, of a whole strategy.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
@@ -136,15 +131,13 @@ class ComparisonRow(Chosen, frozen=True):
         bound_s: Largest lower bound on the step time of any plan; None for whole strategies.
         binding: The bound that is largest.
         gap: ``step_time_s / bound_s - 1``.
-        ratio: `step_time_s` over that of `REFERENCE` in the same metric with the same samples; None where either is missing.
-        reference: The row is here because others are measured against it, nobody asked for it.
+        ratio: `step_time_s` over that of `REFERENCE` on the same problem; None where either is missing.
     """
 
     model: str
     cluster: str
     view: str
     planner: str
-    metric: str
     status: str
     reason: str | None
     random: bool
@@ -152,7 +145,6 @@ class ComparisonRow(Chosen, frozen=True):
     feasible_seeds: Whole
     step_time_s: Duration | None = None
     spread_s: Amount | None = None
-    samples: Count | None = None
     samples_per_s: Amount | None = None
     replicas: Count | None = None
     microbatches: Count | None = None
@@ -164,25 +156,29 @@ class ComparisonRow(Chosen, frozen=True):
     binding: str | None = None
     gap: Gap | None = None
     ratio: Ratio | None = None
-    reference: bool = False
 
     @property
     def feasible(self) -> bool:
         """Every run found a plan that fits."""
         return self.status == OK
 
+    def against(self, best: ComparisonRow | None) -> ComparisonRow:
+        """The row with its ratio to that of `REFERENCE`."""
+        if self.step_time_s is None or best is None or best.step_time_s is None or {self.status, best.status} != {OK}:
+            return self
+        return replace(self, ratio=self.step_time_s / best.step_time_s)
+
     @property
-    def key(self) -> tuple[str, str, str, str, bool, str | None, int | None]:
-        """Tells rows of one comparison apart; metric and samples only count for reference rows, which may be several."""
-        extra = (self.metric, self.samples) if self.reference else (None, None)
-        return self.model, self.cluster, self.view, self.planner, self.reference, *extra
+    def key(self) -> tuple[str, str, str, str]:
+        """Tells rows of one comparison apart."""
+        return self.model, self.cluster, self.view, self.planner
 
 
 class Summary(Record, frozen=True):
-    """One planner over all problems, in one metric.
+    """One planner over all problems of one view.
 
     Attributes:
-        metric: Metric of its rows.
+        view: That of its rows.
         planner: Name.
         problems: Problems with a row of this planner.
         feasible: Problems with a plan in every run.
@@ -195,7 +191,7 @@ class Summary(Record, frozen=True):
         simulator_calls, seconds: Mean of a run over all its problems.
     """
 
-    metric: str
+    view: str
     planner: str
     problems: Whole
     feasible: Whole
@@ -220,7 +216,7 @@ class Comparison(Record, frozen=True):
         settings: What every planner was given.
         problems: In the order asked for.
         rows: Problem by problem, planners in the order asked for.
-        summaries: Metric by metric, planners likewise.
+        summaries: View by view, planners likewise.
         complete: Every row that was asked for is there.
     """
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
-from rlplace.comparing.measure import Target, run_row, warm_up
-from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ComparisonRow, ProblemInfo
+from rlplace.comparing.measure import planner_named, run_row, warm_up
+from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ProblemInfo
 from rlplace.comparing.store import Store
 from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
-from rlplace.comparing.summary import References, summarize
+from rlplace.comparing.summary import summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import RlplaceError
-from rlplace.placements import Priced
-from rlplace.planners import NEEDS_SPLIT, get_planner
-from rlplace.planners.attempt import OK
+from rlplace.planners import NEEDS_SPLIT
 from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
 from rlplace.problem import Problem
 from rlplace.strategy.tries import Question
@@ -35,13 +31,13 @@ class Case:
     Attributes:
         model: MODEL, as it stands in the rows.
         cluster: CLUSTER likewise.
-        load: Captures and prices it.
+        load: Captures and prices it, at task level.
         ask: The question of whole strategies for as many samples a step; None where there is no model.
     """
 
     model: str
     cluster: str
-    load: Callable[[], Priced]
+    load: Callable[[], Problem]
     ask: Callable[[], Question] | None = None
 
 
@@ -68,7 +64,7 @@ def _looks_at(case: Case, name: str, view: str, views: Collection[str]) -> bool:
 
 
 def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:
-    """Rows that `compare` makes, without those that are only there for reference in another metric."""
+    """Rows that `compare` makes."""
     return sum(len(names) for case in cases for names in _asked(case, planners, views).values())
 
 
@@ -100,23 +96,22 @@ def compare(
     tell = report or (lambda text, finished: None)
     for name in planners:
         if name not in STRATEGIES:
-            get_planner(name)
+            planner_named(name)
     warm: set[str] = set()
     failures: list[tuple[Case, RlplaceError]] = []
     for case in cases:
         try:
-            priced = case.load()
+            whole = case.load()
         except RlplaceError as error:
             failures.append((case, error))
             continue
         for view, names in _asked(case, planners, views).items():
-            shown = Priced.problem(split_backward(priced.first)) if view == SPLIT else priced
-            info = problem_info(shown.first, case.model, case.cluster, view=view)
+            problem = split_backward(whole) if view == SPLIT else whole
+            info = problem_info(problem, case.model, case.cluster, view=view)
             store.add_problem(info)
-            target = Target(case.model, case.cluster, view, shown)
             question: Question | None = None
             for name in names:
-                if (case.model, case.cluster, view, name, False, None, None) in store.rows:
+                if (*info.key, name) in store.rows:
                     tell("", True)
                     continue
                 tell(f"{case.model} on {case.cluster or 'its devices'}{'' if view == TASKS else f', {view}'}: {name}", False)
@@ -124,31 +119,15 @@ def compare(
                     assert case.ask is not None  # else nobody looks at it
                     question = question or case.ask()
                     warm_up_strategies(question)
-                    row = strategy_row(name, case.model, case.cluster, question, shown.first, store.settings, strict=strict)
+                    row = strategy_row(name, info, problem, question, store.settings, strict=strict)
                 else:
                     if name not in warm:
                         warm_up(name, store.settings)
                         warm.add(name)
-                    row = run_row(name, target, store.settings, strict=strict)
-                _finish(row, target, store)
+                    row = run_row(name, info, problem, store.settings, strict=strict)
+                store.add_row(row.against(row if name == REFERENCE else store.rows.get((*info.key, REFERENCE))))
                 tell("", True)
     return failures
-
-
-def _finish(row: ComparisonRow, target: Target, store: Store) -> None:
-    """Stores a row with its ratio, after the row that it is measured against."""
-    other = row if row.planner == REFERENCE else References(store.rows.values()).of(row)
-    if other is None and row.status == OK and row.samples is not None:
-        reference = run_row(REFERENCE, target, store.settings)
-        # Even without a plan it is the row for this metric and this many samples, so that it is not tried again.
-        other = replace(reference, reference=True, metric=row.metric, samples=row.samples)
-        if other.key not in store.rows:
-            store.add_row(other if other.status != OK else replace(other, ratio=1.0))
-    ratio = None
-    if row.status == OK and other is not None and other.status == OK:
-        assert row.step_time_s is not None and other.step_time_s is not None
-        ratio = row.step_time_s / other.step_time_s
-    store.add_row(replace(row, ratio=ratio))
 
 
 def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: Collection[str] = ()) -> Comparison:
@@ -158,11 +137,9 @@ def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: 
     for case in cases:
         for view, names in _asked(case, planners, views).items():
             info = store.problems.get((case.model, case.cluster, view))
-            mine = [r for r in store.rows.values() if (r.model, r.cluster, r.view) == (case.model, case.cluster, view)]
-            mine = [r for r in mine if r.planner in names]
-            mine.sort(key=lambda r: (r.reference, order.index(r.planner)))
-            complete &= {r.planner for r in mine if not r.reference} >= set(names)
-            rows += mine
+            mine = [store.rows.get((case.model, case.cluster, view, name)) for name in sorted(names, key=order.index)]
+            complete &= None not in mine
+            rows += [row for row in mine if row is not None]
             if info is not None:
                 problems.append(info)
     return Comparison(store.settings, tuple(problems), tuple(rows), summarize(rows, order), complete)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rlplace.comparing.records import MAKESPAN, TASKS, ComparisonRow, Settings
+from rlplace.comparing.measure import row_of
+from rlplace.comparing.records import ComparisonRow, ProblemInfo, Settings
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.planners import OF_STRATEGIES
-from rlplace.planners.attempt import OK, attempt
+from rlplace.planners.attempt import attempt
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.strategy.kinds import KINDS
@@ -31,16 +32,15 @@ _AXES = ("replicate", "shard", "tensor", "pipeline")
 
 
 def strategy_row(
-    name: str, model: str, cluster: str, question: Question, problem: Problem, settings: Settings, *, strict: bool = False
+    name: str, info: ProblemInfo, problem: Problem, question: Question, settings: Settings, *, strict: bool = False
 ) -> ComparisonRow:
     """Searches for one of `STRATEGIES` under the budget of the comparison.
 
     Args:
         name: Which.
-        model: As in the rows.
-        cluster: Likewise.
+        info: The problem of the other rows; so is `problem`.
+        problem: See `info`.
         question: What is asked.
-        problem: The problem of the other rows.
         settings: Budget.
         strict: A bug is raised instead of being the row's reason.
     """
@@ -60,20 +60,7 @@ def strategy_row(
         )
 
     run = attempt(place, problem, catch=(RlplaceError,) if strict else (Exception,))
-    row = ComparisonRow(
-        model=model,
-        cluster=cluster,
-        view=TASKS,
-        planner=name,
-        metric=MAKESPAN,
-        status=run.status,
-        reason=run.reason,
-        random=False,
-        seeds=1,
-        feasible_seeds=int(run.status == OK),
-        simulator_calls=run.simulator_calls,
-        seconds=run.seconds,
-    )
+    row = row_of(name, info, [run], random=False)
     if run.answer is None or run.answer.strategy is None:
         return row
     predicted, pipeline = run.answer.predicted, run.answer.strategy.pipelines[0]
@@ -81,7 +68,6 @@ def strategy_row(
         row,
         reason=uniform_words(run.answer.strategy),
         step_time_s=predicted.step_time_s,
-        samples=question.batch,
         samples_per_s=predicted.samples_per_s,
         replicas=pipeline.data_degree,
         microbatches=max(pipeline.microbatches),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import unknown_name
 from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.path import Link, realised_path
 from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_unchecked
@@ -163,10 +163,7 @@ def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, he
         fixed = int(problem.group_device[barred[0]])
         reason = f"cannot run on {name}" if fixed < 0 else f"fixed to {problem.devices[fixed].name}"
         return Alternative(name, None, False, -1, reason, {})
-    try:
-        run = run_unchecked(problem, moved(base.plan, groups, target))
-    except InputError as error:  # the schedule cannot run the stages that this makes
-        return Alternative(name, None, False, -1, str(error), {})
+    run = run_unchecked(problem, moved(base.plan, groups, target))
     peak = int(run.line.peak_memory_bytes[target])
     changes: dict[str, float] = {}
     if run.line.step_time_s is not None:

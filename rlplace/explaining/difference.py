@@ -172,11 +172,8 @@ def _block(base: SimulatedPlan, key: tuple[str, int, int], groups: list[int], si
     module, source, destination = key
     problem, effect, feasible = base.problem, None, False
     if simulate and destination < problem.num_devices and problem.group_allowed[groups, destination].all():
-        try:
-            line = run_unchecked(problem, moved(base.plan, groups, destination)).line
-        except InputError:  # the schedule cannot run the stages that this makes
-            line = None
-        if line is not None and line.step_time_s is not None and base.line.step_time_s is not None:
+        line = run_unchecked(problem, moved(base.plan, groups, destination)).line
+        if line.step_time_s is not None and base.line.step_time_s is not None:
             effect, feasible = line.step_time_s - base.line.step_time_s, line.feasible
     names = problem.devices[source].name, problem.devices[destination].name
     return Block(module, *names, tuple(problem.group_names[group] for group in groups), effect, feasible)

@@ -13,7 +13,8 @@ from rlplace.agents.cases import Case
 from rlplace.agents.pretrain import ranking_loss
 from rlplace.agents.tuning import learn
 from rlplace.agents.tuning.belief import with_less_room
-from rlplace.comparing.closing import compare_agent, format_rows
+from rlplace.cli.compare_table import print_summaries
+from rlplace.comparing.closing import compare_agent
 from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError
 from rlplace.measured.trial import Trial
@@ -110,17 +111,20 @@ def cases():
     ]
 
 
-def test_the_table(agents):
-    rows = compare_agent(agents["refinement"], cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
-    by_name = {row.planner: row for row in rows}
-    assert list(by_name) == ["single", "best", "annealing (24 calls)", "agent, one rollout", "agent (24 calls)"]
-    best, agent = by_name["best"], by_name["agent (24 calls)"]
-    assert (best.ratio, best.branchy, best.feasible, best.cases, best.better, best.worse) == (1.0, 1.0, 3, 4, 0, 0)
-    assert agent.ratio <= 1.0 and agent.worse == 0 and agent.feasible == 3
+def test_the_table(tmp_path, make_checkpoint, capsys):
+    make_checkpoint(tmp_path / "mine")
+    every, branchy = compare_agent(tmp_path / "mine", cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
+    by_name = {line.planner: line for line in every.summaries}
+    assert list(by_name) == ["single", "best", "annealing", "agent, one rollout", "agent"]
+    best, agent = by_name["best"], by_name["agent"]
+    assert (best.ratio, best.feasible, best.problems, best.wins, best.losses) == (1.0, 3, 4, 0, 0)
+    assert agent.ratio <= 1.0 and agent.losses == 0 and agent.feasible == 3
     assert by_name["agent, one rollout"].ratio <= 1.0
     assert by_name["single"].ratio >= 1.0 and by_name["single"].feasible == 2
-    text = format_rows(rows, "title")
-    assert text.startswith("title") and "3/4" in text and "nan" not in text
+    assert {line.problems for line in branchy.summaries} == {1}
+    print_summaries(every, "title")
+    text = capsys.readouterr().out
+    assert "title, makespan of one step" in text and "3/4" in text and "nan" not in text
 
 
 PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)

@@ -45,7 +45,7 @@ def test_json_holds_rows_problems_and_summaries(capsys, problems):
     assert code == 0 and data["format"] == "rlplace.comparison" and data["executor"] == "list" and data["complete"]
     assert len(data["problems"]) == 3 and len(data["rows"]) == 12 and data["settings"]["calls"] == 16
     assert [line["planner"] for line in data["summaries"]] == ["best", "single", "heft", "annealing"]
-    assert {row["metric"] for row in data["rows"]} == {"makespan of one step"}
+    assert {row["view"] for row in data["rows"]} == {"tasks"}
     assert all(row["seeds"] == (2 if row["planner"] == "annealing" else 1) for row in data["rows"])
     assert "heft" in err and out.count("\n") == 1
     steps = {(row["model"], row["planner"]): row["step_time_s"] for row in data["rows"]}

@@ -1,4 +1,4 @@
-"""A comparison: equal treatment, errors as rows, metrics kept apart, and going on after an interruption."""
+"""A comparison: equal treatment, errors as rows, views kept apart, and going on after an interruption."""
 
 import sys
 import types
@@ -8,10 +8,9 @@ import pytest
 
 from rlplace.comparing import Case, Settings, Store, compare, count_rows, gather
 from rlplace.comparing.measure import is_random, takes_calls
-from rlplace.comparing.records import MAKESPAN, SPLIT, TASKS, VIEWS
+from rlplace.comparing.records import SPLIT, TASKS
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
-from rlplace.placements import Priced
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners import PLANNERS, get_planner
@@ -30,7 +29,7 @@ def register(monkeypatch, **planners):
 
 
 def case(problem, name="toy", cluster=""):
-    return Case(name, cluster, lambda: Priced.problem(problem))
+    return Case(name, cluster, lambda: problem)
 
 
 def run(problems, planners, *, views=(), store=None, **settings):
@@ -138,10 +137,9 @@ def test_split_problems_are_a_block_of_their_own():
         (view, name) for view in (TASKS, SPLIT) for name in ("best", "heft", "single")
     ]
     assert [info.fingerprint for info in found.problems] == [problem.fingerprint, split_backward(problem).fingerprint]
-    assert {row.metric for row in found.rows if row.view == SPLIT} == {MAKESPAN + VIEWS[SPLIT]}
     assert len(found.rows) == count_rows([case(problem)], ["heft", "single"], [SPLIT])
-    assert {(line.metric, line.planner) for line in found.summaries} == {
-        (metric, name) for metric in (MAKESPAN, MAKESPAN + VIEWS[SPLIT]) for name in ("best", "heft", "single")
+    assert {(line.view, line.planner) for line in found.summaries} == {
+        (view, name) for view in (TASKS, SPLIT) for name in ("best", "heft", "single")
     }
 
 

@@ -1,4 +1,4 @@
-"""Summaries: geometric means over problems, wins and losses, intervals; metrics apart."""
+"""Summaries: geometric means over problems, wins and losses, intervals; views apart."""
 
 import json
 import math
@@ -8,22 +8,19 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from rlplace.comparing import ComparisonRow, ProblemInfo, Settings, Store
-from rlplace.comparing.records import MAKESPAN, SPLIT, VIEWS
-from rlplace.comparing.summary import References, summarize
+from rlplace.comparing.records import SPLIT
+from rlplace.comparing.summary import summarize
 from rlplace.errors import InputError
 from rlplace.means import interval
 from rlplace.records import build
 
 
-def row(problem, planner, step, *, metric=MAKESPAN, base=None, **changes):
-    fields = {"samples": 8, "simulator_calls": 10.0, "seconds": 0.5, "gap": None, **changes}
+def row(problem, planner, step, *, view="tasks", base=None, **changes):
+    fields = {"simulator_calls": 10.0, "seconds": 0.5, "gap": None, **changes}
     if step is None:
-        return ComparisonRow(
-            problem, "c", "tasks", planner, metric, "infeasible", "full", False, 1, 0, **{**fields, "samples": None}
-        )
+        return ComparisonRow(problem, "c", view, planner, "infeasible", "full", False, 1, 0, **fields)
     ratio = None if base is None else step / base
-    view = fields.pop("view", "tasks")
-    return ComparisonRow(problem, "c", view, planner, metric, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
+    return ComparisonRow(problem, "c", view, planner, "ok", None, False, 1, 1, step_time_s=step, ratio=ratio, **fields)
 
 
 def table(steps):
@@ -66,35 +63,20 @@ def test_gaps_have_a_mean_of_their_own():
     assert summarize(rows, ["best"])[0].gap == pytest.approx(1.0)
 
 
-APART = MAKESPAN + VIEWS[SPLIT]
-
-
-def test_rows_without_a_plan_count_where_the_planner_usually_is():
-    rows = [*table([(1.0, 1.0), (1.0, 1.0)]), row("p0", "split", 4.0, metric=APART), row("p1", "split", None)]
-    lines = {(line.metric, line.planner): line for line in summarize(rows, ["best", "other", "split"])}
-    assert set(lines) == {(MAKESPAN, "best"), (MAKESPAN, "other"), (APART, "split")}
-    split = lines[APART, "split"]
+def test_views_do_not_mix():
+    rows = [*table([(1.0, 1.0), (1.0, 2.0)]), row("p0", "best", 7.0, view=SPLIT), row("p0", "split", 4.0, base=7.0, view=SPLIT),
+            row("p1", "split", None, view=SPLIT)]  # fmt: skip
+    lines = {(line.view, line.planner): line for line in summarize(rows, ["best", "other", "split"])}
+    assert set(lines) == {("tasks", "best"), ("tasks", "other"), (SPLIT, "best"), (SPLIT, "split")}
+    split = lines[SPLIT, "split"]
     assert (split.problems, split.feasible, split.only_reference) == (2, 1, 0)  # its rival there is unknown
-
-
-def test_references_are_of_one_problem_metric_and_batch():
-    rows = [
-        row("p0", "best", 1.0), row("p1", "best", 2.0), row("p0", "best", 5.0, samples=32, reference=True),
-        row("p0", "best", 7.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT),
-    ]  # fmt: skip
-    against = References(rows)
-    assert against.of(row("p1", "x", 1.0)) is rows[1]
-    assert against.of(row("p0", "x", 1.0, samples=32)) is rows[2]
-    assert against.of(row("p0", "x", 1.0, samples=64)) is None
-    assert against.of(row("p0", "x", 1.0, metric=MAKESPAN + VIEWS[SPLIT], view=SPLIT)) is rows[3]
-    assert [line.planner for line in summarize(rows, ["best"])] == ["best", "best"]  # a reference row has no line
 
 
 INFO = ProblemInfo("m", "c", "tasks", "f" * 64, 8, 10, 30, 2, 0.1, 0.2, 0.05, 0.2, 1)
 
 
 def stored(planner, step=0.5, **changes):
-    return ComparisonRow("m", "c", "tasks", planner, MAKESPAN, "ok", None, False, 1, 1, step_time_s=step, samples=8, **changes)
+    return ComparisonRow("m", "c", "tasks", planner, "ok", None, False, 1, 1, step_time_s=step, **changes)
 
 
 @pytest.fixture
@@ -167,7 +149,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
         (lambda lines: [*lines, '{"row": {}}'], "is missing"),
         (lambda lines: [*lines[:3], lines[3].replace('"planner"', '"plannner"')], "did you mean 'planner'"),
         (lambda lines: [*lines[:3], lines[3].replace("0.6", '"0.6"')], "step_time_s: expected a number"),
-        (lambda lines: [lines[0].replace('"version": 1', '"version": 2', 1), *lines[1:]], "upgrade rlplace"),
+        (lambda lines: [lines[0].replace('"version": 2', '"version": 3', 1), *lines[1:]], "upgrade rlplace"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, change, message):
@@ -187,7 +169,7 @@ def test_other_names_and_folders_are_refused(tmp_path):
 
 
 def test_records_survive_json():
-    for record in (INFO, stored("best", ratio=1.0, gap=None, reference=True), Settings(calls=None)):
+    for record in (INFO, stored("best", ratio=1.0, gap=None), Settings(calls=None)):
         assert build(type(record), json.loads(json.dumps(asdict(record))), "x") == record
     with pytest.raises(InputError, match="seeds: expected a whole number"):
         build(Settings, {"seeds": True}, "x")

@@ -77,19 +77,15 @@ def repair_answer(
     graph = group_graph(problem)
     first = evaluator.calls
     current = evaluator.answer(devices)
-    estimating = True
     while not current.score.feasible and current.score.step_time_s != np.inf:
         if evaluator.calls - first >= max_calls or deadline.passed():
             break
-        better = None
-        if estimating:
-            better = _shed_all(problem, graph, current, evaluator)
+        better = _shed_all(problem, graph, current, evaluator)
         if better is None:
             # Estimates failed here: go on with exact tries, then trust them again from the new assignment.
             better = _try_moves(problem, graph, current, evaluator, deadline, first + max_calls)
             if better is None:
                 break
-            estimating = True
         current = better
     return current
 

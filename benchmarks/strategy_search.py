@@ -37,9 +37,9 @@ from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted, other_choices
 from rlplace.strategy.moves import Moves
-from rlplace.strategy.search import FEW_CALLS, search
+from rlplace.strategy.search import search
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options
+from rlplace.strategy.uniform import Options
 
 KINDS = ("like devices", "unlike devices", "little memory", "unlike layers")
 LIKE = ("a100-80g:8", "h100:2x8,ib=400g", "a100-40g:4x8,ib=400g", "h100:8x8,ib=400g", "rtx4090:2x8,ib=100g", "l4:2x4,ib=100g")
@@ -93,7 +93,7 @@ class Walk:
     def __init__(self, question: Question, rng: Generator, seconds: float) -> None:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
         self.balance = Balance(question.costs, question.cluster)
-        self.moves, self.options = Moves(question, self.balance), list(all_options(question, self.balance))
+        self.moves, self.options = Moves(question, self.balance), list(Options(question, self.balance).every())
         self.end_s = time.process_time() + seconds
 
     def start(self) -> Tried:
@@ -227,7 +227,7 @@ def main() -> None:
     rows = {}
     if args.rows and args.rows.exists():
         rows = {known["seed"]: known for known in map(json.loads, args.rows.read_text().splitlines())}
-    search(problem(0)[1], calls=FEW_CALLS)  # kernels are loaded
+    search(problem(0)[1], calls=100)  # kernels are loaded
     seeds = range(args.first, args.first + args.problems)
     for seed in seeds:
         rows[seed] = row(seed, rows.get(seed, {}), args.reference_s, args.large, args.calls)

@@ -1,7 +1,8 @@
 """Making a draft fit: the least recomputation and offload that memory asks for.
 
-Every place takes as many of its steps (`rlplace.strategy.savings`) as it needs and no more. Memory falls with the steps, so
-their number is found by bisection, of all places at once. `repaired` then betters what a few blocks choose.
+Every place takes as many of its steps (`rlplace.strategy.savings`) as it needs and no more. Memory falls with the steps: an
+estimate of what they save says which number to try next, then bisection, of all places at once. `repaired` then betters what a
+few blocks choose.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from numpy.typing import NDArray
 
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
-from rlplace.strategy.savings import Choice, estimates, in_flight, steps
+from rlplace.strategy.savings import Choice, estimates, in_flight_of, steps
 from rlplace.strategy.tries import Tried, Tries
+
+GUESSES = 4
+"""Numbers of steps that are tried by the estimate before bisection goes on."""
 
 EXCHANGES = 100
 """Pairs, and triples, of blocks that exchange what they give up, of those that an estimate finds worth trying."""
@@ -36,43 +40,56 @@ def fitted(tries: Tries, draft: Draft, below_s: float = math.inf, *, thorough: b
     Args:
         tries: Evaluates.
         draft: What it recomputes and offloads already is not looked at.
-        below_s: Of interest is only what is quicker: where the draft is not, though it keeps everything, there is no search.
+        below_s: Of interest is only what is quicker: the search ends where the draft is not, though it does not fit yet.
         thorough: Whether what fits is `repaired` where it is nearly as quick as the best.
     """
     choices = _choices(tries)
     if not choices:
         return None
-    first = _all(draft, choices[0])
-    tried = tries.score(first)
+    tried = tries.score(_all(draft, choices[0]))
     if tried.fits or not tried.over_bytes:
         return tried if tried.fits else None
     if tried.step_s >= below_s:
         return None
-    choices = _runnable(tries, draft, choices)
-    ladders = [steps(tries.question, draft, place, choices) for place in range(len(draft.places))]
-    over = _over(tries, first)
-    low, high = [0] * len(ladders), [len(ladder) if over[place] else 0 for place, ladder in enumerate(ladders)]
-    last = tries.score(_at(first, ladders, high))
-    if not last.fits:
+    ladders = Ladders(tries, draft, choices)
+    low, high = [0] * len(ladders.saved), [len(saved) for saved in ladders.saved]  # enough at least; known to be enough
+    at = low[:]
+    for guess in itertools.count():
+        missing = _missing(tries, tried.draft)
+        if tried.step_s >= below_s and all(short > 0.0 or not n for short, n in zip(missing, at, strict=True)):
+            return None
+        for place, short in enumerate(missing):
+            n, saved = at[place], ladders.saved[place]
+            low[place], high[place] = (n + 1, high[place]) if short > 0.0 else (low[place], n)
+            if low[place] == len(saved):
+                return None
+            middle = int(np.searchsorted(saved, saved[n] + short)) if guess < GUESSES else (low[place] + high[place]) // 2
+            at[place] = min(max(middle, low[place]), max(high[place] - 1, low[place]))
+        tried = tries.score(ladders.at(at))
+        if low == high:
+            break
+    if not tried.fits:
         return None
-    while any(a < b for a, b in zip(low, high, strict=True)):
-        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        over = _over(tries, _at(first, ladders, middle))
-        for place, (a, b) in enumerate(zip(low, high, strict=True)):
-            if a < b:
-                low[place], high[place] = (middle[place] + 1, b) if over[place] else (a, middle[place])
-    tried = tries.score(_at(first, ladders, high))
-    found = tried if tried.fits else last
-    return _repaired(tries, found) if thorough else found
+    return _repaired(tries, tried) if thorough else tried
 
 
-def least(tries: Tries, draft: Draft) -> Tried:
-    """The draft whose blocks give up all that they may."""
-    choices = _choices(tries)
-    if not choices:
-        return tries.score(draft)
-    ladders = [steps(tries.question, draft, place, _runnable(tries, draft, choices)) for place in range(len(draft.places))]
-    return tries.score(_at(_all(draft, choices[0]), ladders, [len(ladder) for ladder in ladders]))
+class Ladders:
+    """The steps of every place of a draft.
+
+    Attributes:
+        saved: By place, bytes that its first 0, 1, ... steps save, by the estimate.
+    """
+
+    def __init__(self, tries: Tries, draft: Draft, choices: list[Choice]) -> None:
+        runnable = _runnable(tries, draft, choices)
+        self._first = _all(draft, choices[0])
+        self._steps = [steps(tries.question, draft, place, runnable) for place in range(len(draft.places))]
+        self.saved = [np.cumsum([0.0, *(step.saved_bytes for step in own)]) for own in self._steps]
+
+    def at(self, taken: Sequence[int]) -> Draft:
+        """The draft after so many steps of every place."""
+        own = (step for some, n in zip(self._steps, taken, strict=True) for step in some[:n])
+        return _changed(self._first, {step.block: step.choice for step in own})
 
 
 def _repaired(tries: Tries, tried: Tried) -> Tried:
@@ -92,7 +109,7 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), 
     Of blocks that are alike and choose alike the first and, for two `ends`, the last stand for all: memory may peak at either.
     """
     choices = _runnable(tries, draft, _choices(tries))
-    classes, passes = tries.question.costs.classes, in_flight(draft)
+    classes, passes = tries.question.costs.classes, in_flight_of(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
     stage_of = draft.stage_of_block
     left = _left(tries, draft)
@@ -181,16 +198,10 @@ def _changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
     return dataclasses.replace(draft, recompute=bytes(recompute), offload=bytes(offload))
 
 
-def _at(first: Draft, ladders: list[list[tuple[int, Choice]]], taken: list[int]) -> Draft:
-    """The draft after so many steps of every place."""
-    return _changed(first, {block: choice for ladder, n in zip(ladders, taken, strict=True) for block, choice in ladder[:n]})
-
-
-def _over(tries: Tries, draft: Draft) -> np.ndarray:
-    """Which places have a device over capacity."""
-    tries.score(draft)
+def _missing(tries: Tries, draft: Draft) -> list[float]:
+    """Bytes that are missing on the fullest device of every place; below 0 where there is room."""
     left = _left(tries, draft)
-    return np.array([any(left[device] < 0 for device in place.devices) for place in draft.places])
+    return [max(-left[device] for device in place.devices) for place in draft.places]
 
 
 def _left(tries: Tries, draft: Draft) -> list[float]:

@@ -9,14 +9,15 @@ their seconds per byte saved are the greedy answer to its knapsack. The executor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.schedule import LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
-from rlplace.strategy.costs import FORWARD_PASS, FULL, kind_numbers
-from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import copy_degree, expert_share_degree, share_degree
+from rlplace.strategy.costs import FORWARD_PASS, FULL, PassCosts, kind_numbers
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.meshes import copy_degree, copy_groups, expert_share_degree, share_degree, share_groups
 from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
 from rlplace.strategy.tries import Question
 
@@ -26,8 +27,17 @@ Choice = tuple[int, int]
 Floats = NDArray[np.float64]
 
 
-def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
-    """The steps of a place, the cheapest for what it saves first: a block, and its choice from then on.
+class Step(NamedTuple):
+    """A block gives up memory; sorted by `price`, the seconds for each of the bytes saved."""
+
+    price: float
+    block: int
+    choice: Choice
+    saved_bytes: float
+
+
+def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:
+    """The steps of a place, the cheapest for what it saves first.
 
     Args:
         question: Whose costs.
@@ -36,20 +46,20 @@ def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice
         choices: What blocks may choose; the first is where all of them start.
     """
     seconds, held = estimates(question, draft, place, choices)
-    passes, stage_of = in_flight(draft), draft.stage_of_block
-    hulls: dict[tuple[bytes, int], list[tuple[float, int]]] = {}
+    passes, stage_of = in_flight_of(draft), draft.stage_of_block
+    hulls: dict[tuple[bytes, int], list[tuple[float, int, float]]] = {}
     found = []
     for block in draft.blocks_of(place):
         key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]]
         if key not in hulls:
             hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block])
-        found += [(price, block, choice) for price, choice in hulls[key]]
-    return [(block, choices[choice]) for _, block, choice in sorted(found)]
+        found += [Step(price, block, choices[choice], saved) for price, choice, saved in hulls[key]]
+    return sorted(found)
 
 
-def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int]]:
-    """Seconds per byte and choice of every corner of the lower hull, after the first choice."""
-    corners: list[tuple[float, int]] = []
+def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int, float]]:
+    """Seconds per byte, choice and bytes saved of every corner of the lower hull, after the first choice."""
+    corners: list[tuple[float, int, float]] = []
     here = 0
     while True:
         saved = held[here] - held
@@ -58,27 +68,41 @@ def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int]]:
             return corners
         price = np.maximum(seconds[worth] - seconds[here], 0.0) / saved[worth]
         best = worth[np.lexsort((-saved[worth], price))[0]]
-        corners.append((float(price.min()), int(best)))
+        corners.append((float(price.min()), int(best), float(saved[best])))
         here = best
 
 
-def in_flight(draft: Draft) -> list[int]:
-    """About how many micro-batches every stage holds at once."""
-    count = max(draft.microbatches)
-    most = most_in_flight(draft.schedule, draft.stages, len(draft.places), count)
-    if draft.schedule == ONE_F_ONE_B:
-        return [min(count, draft.stages - stage) for stage in range(draft.stages)]
-    return [most] * draft.stages
-
-
-def most_in_flight(schedule: str | None, stages: int, places: int, count: int) -> int:
-    """Likewise, of the stage that holds most."""
+def in_flight(schedule: str | None, stages: int, places: int, count: int) -> list[int]:
+    """About how many of so many micro-batches every stage holds at once."""
     if stages == 1:
-        return 1
+        return [1]
     if schedule == ONE_F_ONE_B:
-        return min(count, stages)
+        return [min(count, stages - stage) for stage in range(stages)]
     keeps_all = SCHEDULES[str(schedule)].layout == ONE or schedule == LOOPED_BFS
-    return count if keeps_all else min(count, places + 1)
+    return [count if keeps_all else min(count, places + 1)] * stages
+
+
+def in_flight_of(draft: Draft) -> list[int]:
+    """`in_flight` of a draft."""
+    return in_flight(draft.schedule, draft.stages, len(draft.places), max(draft.microbatches))
+
+
+def exchange_s(question: Question, place: Place) -> Floats:
+    """float64 [B], seconds in which a place sums the gradients of a block, and gathers its weights where they are shared."""
+    traffic, whole = question.scores.traffic, question.costs.held(place.tensor, place.expert)
+    weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
+    if place.sharding:
+        tables = traffic.collectives(("all_gather", "reduce_scatter"), share_groups(place))
+        moved = np.stack([weights, gradients])[None]
+    else:
+        tables, moved = traffic.collectives(("all_reduce",), copy_groups(place)), gradients[None, None]
+    return traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
+
+
+def inside_s(question: Question, place: Place, passes: PassCosts) -> Floats:
+    """float64 [2, B], seconds in which a place moves tensors inside blocks, in a forward and in a backward."""
+    traffic = question.scores.traffic
+    return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)
 
 
 def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
@@ -95,7 +119,7 @@ def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Ch
     again = np.max([costs.passes(kind, cut).again_s for kind in kinds], axis=0)
     kept = np.max([costs.passes(kind, cut).kept_bytes for kind in kinds], axis=0)
     first = costs.passes(kinds[0], cut)
-    forward_s = traffic.moved_s(traffic.tables_inside(here), first.collective_bytes, first.collective_calls)[FORWARD_PASS]
+    forward_s = inside_s(question, here, first)[FORWARD_PASS]
     copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
     whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
     expert = held_costs.expert_bytes.astype(np.float64)

@@ -24,7 +24,8 @@ from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import all_options, by_sets, try_one, try_rivals, try_smallest, try_uniform
+from rlplace.strategy.uniform import Option, Options
+from rlplace.strategy.uniform_order import by_sets, try_rivals, try_uniform
 from rlplace.strategy.unlike import try_unlike
 
 STARTS = 4
@@ -33,8 +34,14 @@ STARTS = 4
 UNIFORM_PART = 0.4
 """Of the budget, for uniform strategies before the search goes on from them."""
 
-STAGES_PART = 0.5
-"""Likewise, when the tables of stages end."""
+TABLES_PART = 0.15
+"""Of the budget, for tables of stages."""
+
+FIRST_STAGES = 6
+"""Drafts of these tables that come before uniform strategies."""
+
+PUBLISHED_PART = 0.5
+"""Of the budget, when no other published start is tried."""
 
 LEAST_PART = 0.6
 """Of the seconds, what is left at least when all options are priced and the rivals are evaluated."""
@@ -44,9 +51,6 @@ BEAM = 8
 
 SLACK = 1.1
 """Neighbours that take so many times as long may lead on."""
-
-FEW_CALLS = 100
-"""Below so many, a search first tries what keeps least; else it finds what fits on its way, and the clock waits for that."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +93,26 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
     tries.timed = False
     balance = Balance(question.costs, question.cluster)
-    try_one(tries, balance)
     options, rivals, rest = by_sets(question, balance)
     others, complete, all_kinds = try_uniform(tries, options, balance), True, False
-    uniform: Tried | None = None
+    uniform: list[Tried | None] = []
     try:
-        if calls is not None and calls < FEW_CALLS:
-            try_smallest(tries, options, balance)
-        for tried in try_rivals(tries, rivals, balance):
-            uniform = _better(uniform, tried)
+        uniform.extend(try_rivals(tries, rivals, balance))
         all_kinds = True
         tries.end_by_time(LEAST_PART)
+        stages = try_stages(tries, tries.spent() + TABLES_PART)
+        first = list(itertools.islice(stages, FIRST_STAGES))
         for tried in others:
-            uniform = _better(uniform, tried)
+            uniform.append(tried)
             if tries.spent() > UNIFORM_PART and tries.fitting():
                 break
-        published = [tried for tried in try_published(tries) if tried is not None]
-        staged = published + [tried for tried in try_stages(tries, STAGES_PART) if tried is not None]
+        chains = [tried for tried in itertools.chain(first, stages, try_published(tries)) if tried is not None]
         try_unlike(tries, _explore)
         known = list(starts(tries))
-        known += sorted(staged, key=lambda tried: tried.step_s)[:STARTS]
+        known += sorted(chains, key=lambda tried: tried.step_s)[:STARTS]
         improve(tries, known, balance)
         improve(tries, list(starts(tries)), balance, thorough=True)
-        for tried in itertools.chain(others, try_uniform(tries, rest(), balance)):
-            uniform = _better(uniform, tried)
+        uniform.extend(itertools.chain(others, try_uniform(tries, rest(), balance)))
     except OutOfBudgetError:
         complete = False
     known = tries.known()
@@ -121,7 +121,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         raise _nothing(tries, bool(options or rivals), complete)
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
-    return Answer(ranked, uniform, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
+    best = min((tried for tried in uniform if tried is not None), key=lambda tried: tried.step_s, default=None)
+    return Answer(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
 
 
 def try_published(tries: Tries) -> Iterator[Tried | None]:
@@ -131,7 +132,7 @@ def try_published(tries: Tries) -> Iterator[Tried | None]:
         OutOfBudgetError: The budget ended before.
     """
     for draft in published_starts(tries.question):
-        if tries.spent() < STAGES_PART:
+        if tries.spent() < PUBLISHED_PART:
             best_s = tries.best.step_s if tries.best is not None and tries.fitting() else math.inf
             yield fitted(tries, draft, 1.2 * best_s)
 
@@ -139,15 +140,10 @@ def try_published(tries: Tries) -> Iterator[Tried | None]:
 def _explore(tries: Tries) -> None:
     """Uniform strategies, and what is better near them; raises as `improve` does."""
     balance = Balance(tries.question.costs, tries.question.cluster)
-    options = sorted(all_options(tries.question, balance), key=lambda option: option.key)
+    options = sorted(Options(tries.question, balance).every(), key=Option.key)
     for _ in try_uniform(tries, options, balance):
         pass
     improve(tries, list(starts(tries)), balance)
-
-
-def _better(one: Tried | None, other: Tried | None) -> Tried | None:
-    """The quicker one."""
-    return min((tried for tried in (one, other) if tried is not None), key=lambda tried: tried.step_s, default=None)
 
 
 def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bool = False) -> None:
@@ -229,7 +225,7 @@ def starts(tries: Tries) -> Iterator[Tried]:
 def _any_uniform(question: Question) -> bool:
     """Whether the space leaves a uniform strategy."""
     balance = Balance(question.costs, question.cluster)
-    return any(question.space.forbids(option.draft(balance)) is None for option in all_options(question, balance))
+    return any(question.space.forbids(option.draft(balance)) is None for option in Options(question, balance).every())
 
 
 def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:

@@ -24,8 +24,7 @@ from rlplace.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, kind_numbers
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.fit import fitted
-from rlplace.strategy.meshes import copy_groups, share_groups
-from rlplace.strategy.savings import estimates
+from rlplace.strategy.savings import estimates, exchange_s, inside_s
 from rlplace.strategy.shares import divisors, equal_shares
 from rlplace.strategy.tries import Question, Tried, Tries
 
@@ -38,6 +37,9 @@ MOST_PARTS = 48
 
 MOST_COUNT, USUAL_COUNT = 256, 16
 """Of micro-batches, and near which tables begin."""
+
+MOST_SPREADS = 16
+"""Ways to spread the batch of which there are tables."""
 
 TRIED = 40
 """Drafts of the table that are evaluated, those first that it finds the quickest."""
@@ -59,16 +61,17 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
     table = Table(question)
     found: dict[Draft, float] = {}
     spreads = [
-        (degree, size, count)
+        Spread(degree, size, count)
         for degree in divisors(question.batch)
         if degree <= question.cluster.num_devices // 2
         for (size,), (count,) in equal_shares(question.batch, degree, question.space)
         if count <= MOST_COUNT
     ]
-    for degree, size, count in sorted(spreads, key=lambda spread: abs(math.log2(spread[2] / USUAL_COUNT))):
+    spreads.sort(key=lambda spread: abs(math.log2(spread.count / USUAL_COUNT)))
+    for spread in spreads[:MOST_SPREADS]:
         for devices in orders(question):
             if tries.spent() < until:
-                for draft, step_s in table.drafts(devices, degree, size, count):
+                for draft, step_s in table.drafts(devices, spread):
                     found.setdefault(draft, step_s)
     for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
         for schedule in question.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
@@ -91,16 +94,16 @@ def orders(question: Question) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Stages that a mesh may run, at one number of micro-batches in flight.
+class Spread:
+    """How a batch is spread: replicas at most, samples of a micro-batch of each, micro-batches."""
 
-    Attributes:
-        seconds: float64 [P + 1, P + 1], of a micro-batch from part to part; inf where there is no room.
-        axes: int64 [P + 1, P + 1], which axes it takes.
-    """
+    degree: int
+    size: int
+    count: int
 
-    seconds: Floats
-    axes: NDArray[np.int64]
+
+Stage = tuple[Floats, NDArray[np.int64]]
+"""[P + 1, P + 1], from part to part: seconds of a micro-batch, inf where there is no room; which axes a stage takes."""
 
 
 class Table:
@@ -112,8 +115,9 @@ class Table:
         self._kind = kind_numbers(question.costs, cluster)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
+        self._spread, self._stages = Spread(0, 0, 0), dict[object, Stage | None]()  # of one spread over all orders of devices
 
-    def drafts(self, devices: tuple[int, ...], degree: int, size: int, count: int) -> Iterator[tuple[Draft, float]]:
+    def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
         """The best draft of every number of stages, with the seconds that the table expects."""
         unit = -(-len(devices) // MOST_UNITS)
         units = [devices[start : start + unit] for start in range(0, len(devices), unit)]
@@ -121,18 +125,17 @@ class Table:
         best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part
         best[:, parts] = 0.0
         steps: list[tuple[NDArray[np.int64], ...]] = []
-        for stage in range(1, min(MOST_STAGES, total, parts, count) + 1):
-            now, width_of, end_of, axes_of = self._layer(units, best, degree, size, count, stage)
+        for stage in range(1, min(MOST_STAGES, total, parts, spread.count) + 1):
+            now, width_of, end_of, axes_of = self._layer(units, best, spread, stage)
             source = np.where(now[1:] < np.minimum.accumulate(now)[:-1], np.arange(1, total + 1)[:, None], 0)
             source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
             best = np.minimum.accumulate(now)  # units may be left out
             steps.append((source, width_of, end_of, axes_of))
             if stage > 1 and self._question.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
-                draft = self._draft(units, steps, degree, size, count)
-                yield draft, float(best[total, 0]) * (count - 1 + stage)
+                yield self._draft(units, steps, spread), float(best[total, 0]) * (spread.count - 1 + stage)
 
     def _layer(
-        self, units: list[tuple[int, ...]], best: Floats, degree: int, size: int, count: int, stage: int
+        self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int
     ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """One stage more, put before those of `best`."""
         total = len(units)
@@ -146,17 +149,17 @@ class Table:
             for used in range(-(-width // step) * step, total + 1, step):
                 looks.setdefault(self._look(self._members(units, used, width)), []).append(used)
             for look, alike in looks.items():
-                own = self._stage(self._members(units, alike[0], width), look, degree, size, count, min(stage, count))
+                own = self._stage(self._members(units, alike[0], width), look, spread, min(stage, spread.count))
                 if own is None:
                     continue
                 rows = np.array(alike)
-                slowest = np.maximum(own.seconds[None], best[rows - width][:, None, :])
+                slowest = np.maximum(own[0][None], best[rows - width][:, None, :])
                 end = slowest.argmin(axis=2)
                 value = np.take_along_axis(slowest, end[:, :, None], axis=2)[:, :, 0]
                 row, part = np.nonzero(value < now[rows])
                 at = rows[row], part
                 now[at], width_of[at], end_of[at] = value[row, part], width, end[row, part]
-                axes_of[at] = own.axes[part, end[row, part]]
+                axes_of[at] = own[1][part, end[row, part]]
         return now, width_of, end_of, axes_of
 
     @staticmethod
@@ -165,20 +168,18 @@ class Table:
         first = len(units) - used
         return tuple(itertools.chain.from_iterable(units[first : first + width]))
 
-    def _draft(
-        self, units: list[tuple[int, ...]], steps: list[tuple[NDArray[np.int64], ...]], degree: int, size: int, count: int
-    ) -> Draft:
+    def _draft(self, units: list[tuple[int, ...]], steps: list[tuple[NDArray[np.int64], ...]], spread: Spread) -> Draft:
         """Walks back from all units and the first part."""
         places, bounds, used, part = [], [0], len(units), 0
         for source, width_of, end_of, axes_of in reversed(steps):
             used = int(source[used, part])
             width, end = int(width_of[used, part]), int(end_of[used, part])
-            places.append(list(self._meshes(self._members(units, used, width), degree))[int(axes_of[used, part])])
+            places.append(list(self._meshes(self._members(units, used, width), spread.degree))[int(axes_of[used, part])])
             bounds.append(int(self._ends[end]))
             used, part = used - width, end
-        each = size * degree // max(place.data_degree for place in places)
-        schedule = ONE_F_ONE_B if count >= len(places) else GPIPE
-        return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(count,), schedule=schedule)
+        each = spread.size * spread.degree // max(place.data_degree for place in places)
+        schedule = ONE_F_ONE_B if spread.count >= len(places) else GPIPE
+        return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(spread.count,), schedule=schedule)
 
     def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Equal for devices of like kinds that lie alike on hosts."""
@@ -207,58 +208,52 @@ class Table:
             if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
                 yield Place(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
 
-    def _stage(self, devices: tuple[int, ...], look: object, degree: int, size: int, count: int, passes: int) -> Stage | None:
+    def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
         """Seconds of all stages on these devices, with the best axes of each."""
-        ends = self._ends
+        if spread != self._spread:
+            self._spread, self._stages = spread, {}
+        if (look, passes) not in self._stages:
+            self._stages[look, passes] = self._made(devices, look, spread, passes)
+        return self._stages[look, passes]
+
+    def _made(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
+        ends, room = self._ends, min(self._question.room_bytes[device] for device in devices)
         rows = []
-        for axes, place in enumerate(self._meshes(devices, degree)):
-            key = look, axes, degree, size, count
+        for axes, place in enumerate(self._meshes(devices, spread.degree)):
+            key = look, axes, spread
             if key not in self._known:
-                self._known[key] = self._sums(place, degree, size, count)
+                self._known[key] = self._sums(place, spread)
             sums = self._known[key]
             if sums is None:
                 rows.append(np.full((len(ends), len(ends)), np.inf))
                 continue
-            plain_s, again_s, static, kept, saved, border, working = sums
-            room = min(self._question.room_bytes[device] for device in devices) - working[0]
-
-            def between(total: Floats) -> Floats:
-                return total[None, ends] - total[ends, None]
-
-            need = between(static) + passes * between(kept) + count * (border[ends][:, None] + border[ends][None, :]) - room
-            spare = passes * between(saved)
+            *running, border, working = sums
+            plain_s, again_s, static, kept, saved = (total[None, ends] - total[ends, None] for total in running)
+            borders = spread.count * (border[ends][:, None] + border[ends][None, :])
+            need, spare = static + passes * kept + borders + working[0] - room, passes * saved
             with np.errstate(invalid="ignore", divide="ignore"):
                 part = np.where(need <= 0.0, 0.0, np.where(need < spare, need / spare, np.inf))
-                seconds = between(plain_s) + np.where(part > 0.0, part * between(again_s), 0.0)
+                seconds = plain_s + np.where(part > 0.0, part * again_s, 0.0)
             seconds[(ends[None, :] <= ends[:, None]) | np.isnan(seconds)] = np.inf
             rows.append(seconds)
         if not rows:
             return None
         every = np.array(rows)
-        return Stage(every.min(axis=0), every.argmin(axis=0))
+        return every.min(axis=0), every.argmin(axis=0)
 
-    def _sums(self, place: Place, degree: int, size: int, count: int) -> tuple[Floats, ...] | None:
+    def _sums(self, place: Place, spread: Spread) -> tuple[Floats, ...] | None:
         """Running sums over blocks [B + 1]: seconds of a micro-batch, of running again; bytes held, kept, saved; at borders."""
-        costs, traffic = self._question.costs, self._question.scores.traffic
-        cut, blocks = place.cut(size * (degree // place.data_degree)), len(costs.names)
+        costs = self._question.costs
+        cut, blocks = place.cut(spread.size * (spread.degree // place.data_degree)), len(costs.names)
         if costs.why_not(cut) is not None:
             return None
-        places = (place, Place((), replicate=degree))
+        places, size, count = (place, Place((), replicate=spread.degree)), spread.size, spread.count
         every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
         seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
         one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
         spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
-        for moved in traffic.moved_s(traffic.tables_inside(place), one[0].collective_bytes, one[0].collective_calls):
-            spent = spent + moved
-        whole = costs.held(place.tensor, place.expert)
-        weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
-        exchanged = seconds[0]
-        if place.sharding:
-            tables = traffic.collectives(("all_gather", "reduce_scatter"), share_groups(place))
-            moved = np.stack([weights, gradients])[None]
-        else:
-            tables, moved = traffic.collectives(("all_reduce",), copy_groups(place)), gradients[None, None]
-        exchanged = exchanged + traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
+        spent = spent + inside_s(self._question, place, one[0]).sum(axis=0)
+        exchanged = seconds[0] + exchange_s(self._question, place)
         sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
         working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
         again = (seconds[1] - seconds[0]) / count

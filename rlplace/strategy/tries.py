@@ -8,31 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.space import Space
-from rlplace.strategy.traffic import Traffic
-
-
-class Scores(Protocol):
-    """What a search needs of `rlplace.strategy.evaluate.Evaluator`."""
-
-    costs: BlockCosts
-    cluster: Cluster
-    traffic: Traffic
-
-    def evaluate(self, draft: Draft) -> Evaluation:
-        """Step time and memory, in full."""
-        ...
-
-    def score(self, draft: Draft) -> tuple[float, float]:
-        """Step time in seconds, and bytes over capacity."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +30,7 @@ class Question:
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
 
-    scores: Scores
+    scores: Evaluator
     batch: int
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None

@@ -24,7 +24,7 @@ from rlplace.strategy.savings import steps
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
-from rlplace.strategy.uniform import all_options
+from rlplace.strategy.uniform import Options
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
@@ -63,7 +63,7 @@ def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
 
 def all_drafts(asked: Question) -> list[Draft]:
     balance = Balance(asked.costs, asked.cluster)
-    return [option.draft(balance) for option in all_options(asked, balance)]
+    return [option.draft(balance) for option in Options(asked, balance).every()]
 
 
 @pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2", "h100:2x4,ib=400g"])
@@ -71,7 +71,7 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     asked = question(1, text)
     balance = Balance(asked.costs, asked.cluster)
     checked = 0
-    for option in list(all_options(asked, balance))[::4]:
+    for option in list(Options(asked, balance).every())[::4]:
         draft = option.draft(balance)
         assert draft.batch == asked.batch and kind_of(draft) == option.shape.kind
         tried = Tries(asked).score(draft)
@@ -133,7 +133,7 @@ def test_no_single_step_less_would_fit(seed: int) -> None:
     tried = fitted(tries, draft)
     assert tried is not None and tried.fits
     ladder = steps(tight, draft, 0, [(0, 0), (1, 0), (2, 0)])
-    fewer = list(itertools.accumulate(ladder, lambda now, step: {**now, step[0]: step[1][0]}, initial={}))
+    fewer = list(itertools.accumulate(ladder, lambda now, step: {**now, step.block: step.choice[0]}, initial={}))
     drafts = [dataclasses.replace(draft, recompute=bytes(now.get(block, 0) for block in range(5))) for now in fewer]
     at = [one.recompute for one in drafts].index(tried.draft.recompute)
     assert at > 0 and not any(tries.score(one).fits for one in drafts[:at])

@@ -12,11 +12,11 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from rlplace.comparing import Case, Comparison, ComparisonRow, Settings, Store, compare, gather
-from rlplace.comparing.records import REFERENCE, TASKS, VIEWS
+from rlplace.comparing import Case, Comparison, Settings, Store, compare, gather
+from rlplace.comparing.records import TASKS, VIEWS
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
 from rlplace.means import geometric_mean
@@ -117,7 +117,6 @@ def report(found: Comparison, options: argparse.Namespace) -> str:
     for view in dict.fromkeys(line.view for line in found.summaries):
         lines += ["", f"### {VIEWS[view]}", "", *summary_table(found, view)]
     lines += ["", "### Step time over that of `best` by cluster", "", *cluster_table(found)]
-    lines += ["", "### The problems", "", *problem_table(found)]
     reasons = missing(found)
     if reasons:
         lines += ["", "Not run: " + "; ".join(reasons) + "."]
@@ -148,37 +147,6 @@ def cluster_table(comparison: Comparison) -> list[str]:
             cells.append(f"{number(geometric_mean(mine))} ({len(mine)})" if mine else "-")
         rows.append(f"| {planner} | {' | '.join(cells)} |")
     return rows
-
-
-def problem_table(comparison: Comparison) -> list[str]:
-    """Per model and cluster: the floor, the bound that binds, and who is quickest."""
-    rows = ["| model, samples |" + "".join(f" {cluster} |" for cluster in CLUSTERS), "|---|" + "---|" * len(CLUSTERS)]
-    least = {(info.model, info.cluster): info.least_devices for info in comparison.problems if info.view == TASKS}
-    for model in dict.fromkeys(info.model for info in comparison.problems):
-        cells = []
-        for cluster in CLUSTERS:
-            mine = [r for r in comparison.rows if (r.model, r.cluster, r.view) == (model, cluster, TASKS)]
-            cells.append(cell([r for r in mine if r.status == OK], least.get((model, cluster))))
-        rows.append(f"| {model} | {' | '.join(cells)} |")
-    rows += [
-        "",
-        "`best` in ms, over the binding bound; the quickest planner with its ratio where it is not a tie; how many devices "
-        "memory forces where it is more than one.",
-    ]
-    return rows
-
-
-def cell(rows: Sequence[ComparisonRow], least: int | None) -> str:
-    best = next((row for row in rows if row.planner == REFERENCE), None)
-    forced = "" if least in (None, 1) else f", {least} devices"
-    if not rows:
-        return "does not fit" if least is None else f"no plan{forced}"
-    first = min(rows, key=lambda row: row.step_time_s or 0.0)
-    if best is None:
-        return f"only {first.planner}: {1e3 * (first.step_time_s or 0.0):.1f}{forced}"
-    ratio = first.ratio or 1.0
-    quick = f"; {first.planner} {ratio:.3f}" if ratio < 0.999 else ""
-    return f"{1e3 * (best.step_time_s or 0.0):.1f}, {best.binding} +{100 * (best.gap or 0.0):.0f} %{quick}{forced}"
 
 
 def missing(found: Comparison) -> list[str]:

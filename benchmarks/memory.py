@@ -1,6 +1,6 @@
-"""Predicted memory against real training steps on the CPU, against closed forms and against published runs; allocator speed.
+"""Predicted memory against real training steps on the CPU, against closed forms and against published runs.
 
-    python benchmarks/memory.py [real] [formula] [anchors] [speed]      default: all
+    python benchmarks/memory.py [real] [formula] [anchors]      default: all
 
 `real` runs forward and backward of small models and counts every live storage (and asks torch's MemTracker too); `anchors`
 captures the published models at full size without allocating anything (minutes). One thread.
@@ -8,7 +8,6 @@ captures the published models at full size without allocating anything (minutes)
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlplace.cost import price
-from rlplace.cost.allocator import AllocatorOptions, replay
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.graph.capture import capture
 from rlplace.plan import PlacementPlan
@@ -230,48 +228,8 @@ def show_anchors() -> None:
             )
 
 
-def show_speed() -> None:
-    rng = np.random.default_rng(0)
-    ids, sizes, live = [], [], []
-    for number in range(500_000):
-        ids.append(number)
-        sizes.append(int(2 ** rng.uniform(8, 27)))
-        live.append(number)
-        if len(live) > 800:
-            at = int(rng.integers(len(live)))
-            ids.append(live[at])
-            sizes.append(-1)
-            live[at] = live[-1]
-            live.pop()
-    for name, options in (
-        ("default", AllocatorOptions()),
-        ("expandable_segments", AllocatorOptions(expandable_segments=True)),
-        ("max_split_size 64 MiB", AllocatorOptions(max_split_size_bytes=64 << 20)),
-    ):
-        replay(ids[:10], sizes[:10], options=options)
-        begin = time.perf_counter()
-        result = replay(ids, sizes, options=options)
-        seconds = time.perf_counter() - begin
-        unused = 1 - result.allocated_peak_bytes / result.reserved_peak_bytes
-        print(
-            f"{name:22} {len(ids)} events in {seconds:.2f} s; allocated {result.allocated_peak_bytes / GIB:.2f} GiB, reserved "
-            f"{result.reserved_peak_bytes / GIB:.2f} GiB, fragmentation {100 * unused:.0f} %"
-        )
-    loaded = load_model("hf:gpt2", batch=8, seq=512)
-    graph = capture(loaded.module, loaded.example_inputs)
-    for options in (MemoryOptions(), MemoryOptions(allocator=AllocatorOptions(expandable_segments=True))):
-        begin = time.perf_counter()
-        item = program_order(graph, "a100-80g:1", options)
-        print(
-            f"gpt2, batch 8, sequence 512: footprint in {time.perf_counter() - begin:.2f} s; expandable "
-            f"{options.allocator.expandable_segments}; allocated {item.allocated_peak_bytes / GIB:.2f}, "
-            f"reserved {item.reserved_peak_bytes / GIB:.2f} GiB"
-        )
-    assert dataclasses.is_dataclass(item)
-
-
 def main() -> None:
-    shows = {"real": show_real, "formula": show_formula, "anchors": show_anchors, "speed": show_speed}
+    shows = {"real": show_real, "formula": show_formula, "anchors": show_anchors}
     for name in sys.argv[1:] or shows:
         print(f"== {name}")
         shows[name]()

@@ -1,4 +1,4 @@
-"""Times the compiled simulator: against plain C++, by size, on two threads, from a cold start.
+"""Times the compiled simulator: by size, on two threads, against the reference, from a cold start.
 
     python benchmarks/simulator.py [--quick]
 
@@ -18,19 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from simulator_cpp.driver import PlainCpp, compile_simulator
-
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate, simulate_many
-from rlplace.simulator.fast import simulate_plans
-from rlplace.simulator.lowering import lower
 from rlplace.simulator.reference import simulate_reference
 
 START = """
@@ -82,52 +77,6 @@ def starts() -> None:
             print(f"{label} start, whole process {time.perf_counter() - begin:.2f} s: {parts}")
 
 
-def batch_call(problem: Problem, plans: np.ndarray) -> tuple[Callable[[], object], list[np.ndarray]]:
-    """One call of the compiled function for all plans, and the arrays that it fills: step time, peaks, busy seconds."""
-    lowered, (rows, devices) = lower(problem), (len(plans), problem.num_devices)
-    step, peak, busy = np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))
-    none = np.zeros(0, dtype=np.uint32)
-    arguments = (tuple(lowered.graph), tuple(lowered.new_work()), lowered.ranks, none, plans.astype(np.uint32))
-    outcome = np.zeros(rows, dtype=np.int8)
-    return lambda: simulate_plans(*arguments, outcome, step, peak, busy), [step, peak, busy]
-
-
-def against_cpp(sizes: tuple[int, ...]) -> None:
-    """The compiled loop and `Simulator.evaluate` against the same loop in C++, on the same plans."""
-    print("\nOne micro-batch, ns a task: all plans in one call, one evaluate a plan, plain C++; their results are compared")
-    print("   tasks    shape D   plan  one call spread evaluate    C++ spread  one call/C++  simulations/s")
-    ratios: dict[int, list[float]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        executable = compile_simulator(Path(name))
-        if executable is None:
-            print("no C++ compiler (g++ or clang++) here: skipped")
-            return
-        cases = [
-            (n, s, d, k) for n in sizes for s in ("chain", "layered", "branchy") for d in (2, 8) for k in ("blocks", "random")
-        ]
-        for count, shape, devices, kind in cases:
-            problem = random_problem(0, count // 3, devices, shape=shape, memory_factor=2.0)
-            plans = plans_of(problem, kind, max(1, 20_000 // count))
-            simulator = Simulator(problem)
-            call, found = batch_call(problem, plans)
-            with PlainCpp(executable, Path(name), problem, plans) as cpp:
-                one = clock(lambda: [simulator.evaluate(plan) for plan in plans])  # noqa: B023
-                in_turns(clock(call), one, cpp.seconds, rounds=1)
-                times = in_turns(clock(call), one, cpp.seconds, rounds=25)
-                _, *wanted = cpp.results()
-            assert all((a == b).all() for a, b in zip(found, wanted, strict=True)), "the C++ simulator disagrees"
-            ours, one_by_one, theirs = (1e9 * float(t.min()) / problem.num_ops / len(plans) for t in times)
-            ratios.setdefault(count, []).append(ours / theirs)
-            print(
-                f"{problem.num_ops:8d} {shape:>8} {devices} {kind:>6} {ours:9.1f} {spread(times[0]):>6} {one_by_one:8.1f} "
-                f"{theirs:6.1f} {spread(times[2]):>6} {ours / theirs:13.2f} {1e9 / ours / problem.num_ops:14.0f}",
-                flush=True,
-            )
-    for count, found_ratios in ratios.items():
-        mean, worst = np.exp(np.mean(np.log(found_ratios))), max(found_ratios)
-        print(f"one call/C++ at {count} tasks: geometric mean {mean:.2f}, worst {worst:.2f}")
-
-
 def buffers(sizes: tuple[int, ...]) -> None:
     print("\nLayered, 8 devices, blocks, one evaluate a plan; bytes of buffers and of the problem")
     print("     ops  evaluate ms   ns/op spread simulations/s  bytes/simulation  shared bytes")
@@ -175,7 +124,6 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = (500, 5_000) if arguments.quick else (500, 5_000, 100_000)
     starts()
-    against_cpp(sizes)
     buffers(sizes)
     threads(sizes)
     against_reference()

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from captured import MODELS as SPECS
 from captured import captured
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from benchmarks.recompute import recompute
 from rlplace.cluster.parse import as_cluster
 from rlplace.cost import device_times, price
 from rlplace.errors import InputError
+from rlplace.graph.capture import capture
+from rlplace.graph.causal import with_causal_attention
 from rlplace.graph.coarsen import Grouping
 from rlplace.graph.weight_gradients import part_times, split_weight_gradients
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
@@ -21,6 +24,7 @@ from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.layouts import LayoutSearch
 from rlplace.strategy.op_level import evaluate_ops
 from rlplace.strategy.price import PricedBlocks
+from rlplace.zoo import load_model
 
 CLUSTER = "a100-80g:1 + l4:1"
 MODELS = ("llama", "gpt2", "gpt2-untied", "bert", "vit", "t5", "resnet")
@@ -71,13 +75,12 @@ def op_level(name, blocks):
 
 
 def one_by_one(problem):
-    """Ops in the order of blocks: forward, backward in reverse, what runs again before what reads it, updates."""
-    starts = [name.partition(".recompute")[0] in problem.group_names for name in problem.op_names]
+    """Ops in the order of blocks: forward, backward in reverse, updates."""
 
     def position(op):
-        phase, again = int(problem.op_phase[op]), problem.op_names[op].endswith(".recompute")
+        phase = int(problem.op_phase[op])
         block = int(problem.op_group[op]) * (1 if phase == FORWARD else -1)
-        return phase, block if phase != UPDATE else 0, not again, not starts[op], op
+        return phase, block if phase != UPDATE else 0, op
 
     return [sorted(range(problem.num_ops), key=position), []]
 
@@ -142,21 +145,46 @@ def test_the_executor_on_one_device_is_the_op_level(priced, name):
             assert said.peak_memory_bytes[device] == pytest.approx(wanted.peak_memory_bytes[device], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])
-def test_full_recomputation_is_that_of_the_op_level(priced, name):
-    """T5 apart, where the op level runs both ends of the backward at once."""
-    blocks = priced[name]
-    problem = op_level(name, blocks)
-    again = recompute(problem, [[block] for block in range(len(blocks.names))])
-    assert peak_bytes(blocks, FULL) == pytest.approx(simulated_peak(again), rel=0.001)
-    assert peak_bytes(blocks, FULL) < 0.97 * peak_bytes(blocks, NONE)
+def run_again(graph, of_op):
+    """Forward ops that the backward of their own block reads, directly or through one another."""
+    inputs = [[] for _ in range(graph.num_ops)]
+    for tensor, producer in enumerate(graph.tensor_producer.tolist()):
+        for op in graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]].tolist():
+            if producer >= 0 and graph.op_phase[producer] == FORWARD and of_op[producer] == of_op[op]:
+                inputs[op].append(producer)
+    waiting, found = [op for op in range(graph.num_ops) if graph.op_phase[op] == BACKWARD], set()
+    while waiting:
+        fresh = set(inputs[waiting.pop()]) - found
+        found |= fresh
+        waiting += fresh
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_runs_again_is_what_the_backward_of_a_block_reads(priced, name):
+    graph, blocks = captured(name), priced[name]
+    seconds = price(graph, CLUSTER, level="op").time_s[run_again(graph, blocks.blocks.of_op), 0].sum()
+    assert blocks.passes(0, FOUR).again_s[FULL].sum() == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_recomputation_of_layers_holds_what_torch_checkpoints_hold(priced, name, every):
+    """All layers, or every second one: the peak of the step that is captured with torch's own checkpoints."""
+    loaded, blocks = load_model(f"{SPECS[name]},gradient_checkpointing=true", batch=4, seq=32), priced[name]
+    layers = {path: layer for path, layer in loaded.module.named_modules() if isinstance(layer, GradientCheckpointingLayer)}
+    again = list(layers)[every - 1 :: every]
+    for path, layer in layers.items():
+        layer.gradient_checkpointing = path in again
+    graph = with_causal_attention(capture(loaded.module, loaded.example_inputs, loss=loaded.loss))
+    problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
+    how = [FULL if block in again else NONE for block in blocks.names]
+    peak = simulated_peak(problem)
+    assert peak_bytes(blocks, how) == pytest.approx(peak, rel=0.006) and peak < 0.97 * peak_bytes(blocks, NONE)
     count, cluster = len(blocks.names), as_cluster(CLUSTER)
-    draft = Draft((0, count), (Place((0,)),), (0,), bytes([FULL] * count), bytes(count), (4,), (1,))
+    draft = Draft((0, count), (Place((0,)),), (0,), bytes(how), bytes(count), (4,), (1,))
     ops = evaluate_ops(draft, blocks, cluster, Evaluator(blocks, cluster).evaluate(draft))
-    peak = simulated_peak(again, one_by_one(again))
-    assert ops.peak_memory_bytes[0] - cluster.devices[0].reserved_bytes == pytest.approx(peak, rel=0.001)
-    costs = blocks.passes(0, FOUR)
-    assert costs.again_s[FULL].sum() == pytest.approx(again.time_s[problem.num_ops :, 0].sum(), rel=1e-9)
+    assert ops.peak_memory_bytes[0] - cluster.devices[0].reserved_bytes == pytest.approx(peak, rel=0.006)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "swin", "nasnet", "mixtral"])
@@ -164,21 +192,7 @@ def test_peak_of_blocks_one_after_another(name):
     """In the order of blocks, which the op level's priorities leave where branches run side by side."""
     blocks = PricedBlocks(captured(name), CLUSTER)
     problem = op_level(name, blocks)
-    again = recompute(problem, [[block] for block in range(len(blocks.names))])
-    for how, executed in ((NONE, problem), (FULL, again)):
-        assert peak_bytes(blocks, how) == pytest.approx(simulated_peak(executed, one_by_one(executed)), rel=0.001)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet"])
-def test_peak_of_any_mixture(priced, name):
-    """Every block keeps everything or runs again, drawn at random: what blocks keep adds up."""
-    blocks = priced[name]
-    problem, count = op_level(name, blocks), len(blocks.names)
-    for seed in range(4):
-        again = np.random.default_rng(seed).permutation(count)[: 1 + seed]
-        executed = recompute(problem, [[block] for block in again])
-        how = [FULL if block in again else NONE for block in range(count)]
-        assert peak_bytes(blocks, how) == pytest.approx(simulated_peak(executed, one_by_one(executed)), rel=0.002)
+    assert peak_bytes(blocks, NONE) == pytest.approx(simulated_peak(problem, one_by_one(problem)), rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])

@@ -40,8 +40,8 @@ from benchmarks.equality_models import BATCH, KINDS, batch_of, build
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.state.whole import own_part
-from rlplace.runtime.native import prepare
 from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.run import prepare
 
 PROCESSES, RATE, LARGEST_NORM = 8, 1e-2, 0.1
 TIMES = (1, 1, 2)

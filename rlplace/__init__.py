@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rlplace.reporting.report import report as report
     from rlplace.runtime.apply import apply as apply
     from rlplace.runtime.distributed.distribute import distribute as distribute
+    from rlplace.runtime.distributed.distribute import parallelize as parallelize
     from rlplace.runtime.distributed.state.training_state import load_checkpoint as load_checkpoint
     from rlplace.runtime.distributed.state.training_state import save_checkpoint as save_checkpoint
     from rlplace.simulator import simulate as simulate
@@ -72,6 +73,7 @@ _PUBLIC = {
     "export": "rlplace.exporting.export",
     "load_agent": "rlplace.agents.planner",
     "load_checkpoint": "rlplace.runtime.distributed.state.training_state",
+    "parallelize": "rlplace.runtime.distributed.distribute",
     "place": "rlplace.placing",
     "price": "rlplace.cost.price",
     "report": "rlplace.reporting.report",

@@ -27,7 +27,6 @@ ALLOWED = {
         "rlplace/planners/__init__.py",  # names of a literal table
         "rlplace/planners/best.py",
         "rlplace/graph/scan.py",  # names of a literal table
-        "rlplace/runtime/native/__init__.py",  # names of a literal table
         "rlplace/runtime/native/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
@@ -30,10 +32,13 @@ from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.runtime.distributed.strategy_model import sum_parts
 from rlplace.runtime.environment import own_device
 from rlplace.runtime.held import meta_copy
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from rlplace.runtime.distributed.strategy_model import StrategyModel
 
 JOINT_GRAPH, REPLAY = "joint_graph", "replay"
@@ -54,6 +59,7 @@ def distribute(
     seed: int = 0,
     replayed: Problem | None = None,
     graphs: Graphs | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> DistributedModel:
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
 
@@ -74,8 +80,10 @@ def distribute(
         seed: Seed of dropout and other random ops.
         replayed: The problem of the plan, or one with the same groups, whose op times are slept instead of computing.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
+        mixed_precision: Torch's policy of what parameters are gathered and gradients reduced in. Weights, gradients and
+            optimizer state keep the model's dtype.
 
-    `replayed` and `graphs` are for placements; strategies do without.
+    `replayed` and `graphs` are for placements, `mixed_precision` is for strategies.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -97,7 +105,10 @@ def distribute(
     if plan.strategy is not None:
         if replayed is not None:
             raise InputError("distribute: strategies are run by torch's own parts, which do not sleep; leave replayed= out")
-        return _by_strategy(model, plan, plan.strategy, example_inputs, where, batching, loss, seed)
+        options = {"batching": batching, "loss": loss, "seed": seed, "mixed_precision": mixed_precision}
+        return _by_strategy(model, plan, plan.strategy, example_inputs, where, options)
+    if mixed_precision is not None:
+        raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
     if share != "global":
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
     ranks = ranks_of(plan, where)
@@ -134,6 +145,44 @@ def distribute(
     return placed
 
 
+def parallelize(
+    model: nn.Module,
+    plan: PlacementPlan,
+    example_inputs: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> tuple[nn.Module, DeviceMesh]:
+    """Puts torch's own parts on a model as a plan's strategy says, and leaves the training loop to the caller.
+
+    Args:
+        model: See `distribute`.
+        plan: A plan with a strategy.
+        example_inputs: See `distribute`.
+        device: See `distribute`.
+        mixed_precision: See `distribute`.
+
+    Returns:
+        What is to be called, and the mesh of processes (pipeline, replicate, shard, tensor). Without a pipeline it is the model
+        itself with its blocks checkpointed, laid out and shared, or torch's `DistributedDataParallel` around it; every call is
+        one micro-batch of one replica. With a pipeline it is what `distribute` returns, and its ``step(batch, loss)`` runs
+        torch's schedule on the batch of a replica.
+
+    Raises:
+        InputError: The plan has no strategy, or cannot run, with the reason.
+    """
+    if plan.strategy is None:
+        raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
+    made = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
+    mesh: DeviceMesh = made.place.mesh  # type: ignore[attr-defined]
+    if len(plan.strategy.stages) > 1:
+        return made, mesh
+    for parameter in model.parameters():  # what a tensor group alone holds whole; torch's wrappers do this to what they share
+        if isinstance(parameter, DTensor) and mesh["replicate"].size() * mesh["shard"].size() == 1:
+            parameter.register_post_accumulate_grad_hook(sum_parts)
+    return made.runner.root, mesh  # type: ignore[attr-defined, return-value]
+
+
 def build_joint(
     source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
 ) -> JointPlacement:
@@ -156,9 +205,7 @@ def _by_strategy(
     strategy: Strategy,
     example_inputs: Any,
     device: torch.device,
-    batching: Batching,
-    loss: Loss | None,
-    seed: int,
+    options: Mapping[str, Any],
 ) -> StrategyModel:
     """The model under a plan's strategy; its modules are changed in place."""
     from rlplace.runtime.distributed.strategy_model import keyword_inputs
@@ -169,8 +216,8 @@ def _by_strategy(
     check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)
     inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
-    placed = prepare(model, strategy, inputs, device.type, batching=batching, loss=loss, seed=seed)
-    check_first_batches(placed, placed.ranks, batching.share)
+    placed = prepare(model, strategy, inputs, device.type, **options)
+    check_first_batches(placed, placed.ranks, placed.batching.share)
     return placed
 
 

@@ -96,7 +96,7 @@ class StrategyModel(DistributedModel):
             rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(place.data_degree, -1).tolist()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), place.device, tuple(map(tuple, rows)))
         super().__init__(meta, ranks, batching, seed, NATIVE)
-        self.strategy, self.place, self._runner, self._loss = strategy, place, runner, loss
+        self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
         self._ties, self._tied = ties, tied
         self._latest: weakref.ref[Stash] | None = None
@@ -111,20 +111,21 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
-        value, stash = self._run(self._passes(batch, self._own_share(batch), self._names), loss)
+        value, stash = self._run(self._passes(batch, self._names), loss)
         stash.deliver(torch.ones(()))
         self.random_state = self.random_state[0], self.random_state[1] + 1
         return value
 
     def _run(self, passes: Sequence[Pass], loss: PartLoss) -> tuple[torch.Tensor, Stash]:
         """Forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
-        earlier = self._latest() if self._latest is not None and self._runner.keeps_gradients else None
+        earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
-        with Stash(dict(self.named_parameters()), copy=self._runner.keeps_gradients) as stash:
+        with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients) as stash:
             with step_stream(self.random_state, self.place):
-                total = self._runner.step(passes, loss)
-            _sum_parts(self.parameters())
+                total = self.runner.step(passes, loss)
+            for parameter in self.parameters():
+                sum_parts(parameter)
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)
             stash.take()
@@ -143,9 +144,7 @@ class StrategyModel(DistributedModel):
 
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
         check_inputs((args, kwargs))
-        inputs = self._keywords(args, kwargs)
-        batch = inputs if target is None else {**inputs, TARGET: target}
-        passes = self._passes(batch, self._own_share(batch), inputs)
+        _, passes = self._called(args, kwargs, target)
         seen: list[Any] = []
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
@@ -153,7 +152,7 @@ class StrategyModel(DistributedModel):
             return self._loss_of(output, part.get(TARGET))
 
         value, stash = self._run(passes, loss)
-        output = seen[0] if seen else self._runner.recorded(passes)[1].output  # type: ignore[attr-defined]
+        output = seen[0] if seen else self.runner.recorded(passes)[1].output  # type: ignore[attr-defined]
         flat, spec = pytree.tree_flatten(output)
         position = None if self._loss is not None else next(i for i, leaf in enumerate(flat) if leaf is loss_of(output, None))
 
@@ -165,22 +164,20 @@ class StrategyModel(DistributedModel):
         return made, value, stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
-        inputs = self._keywords(args, kwargs)
-        batch = inputs if target is None else {**inputs, TARGET: target}
+        batch, passes = self._called(args, kwargs, target)
         replicas = [self._share(batch, replica) for replica in range(self._pipeline.data_degree)]
-        own, share = self.place.replica, self._own_share(batch)
-        passes = self._passes(batch, share, inputs)
+        own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
-            outputs = self._runner.evaluate(passes)
+            outputs = self.runner.evaluate(passes)
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
             module.reshard()  # without a backward nothing else does
         if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
             with torch.no_grad():
                 outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
-        if outputs is not None and share.joined > 1:
+        if outputs is not None and together > 1:
             outputs = [
-                _part(output, one.samples, n, share.joined)
-                for n in range(share.joined)
+                _part(output, one.samples, n, together)
+                for n in range(together)
                 for output, one in zip(outputs, passes, strict=True)
             ]
         gathered = gather_outputs(outputs if self.place.index["tensor"] == 0 else None, own, self.place.device)
@@ -191,21 +188,19 @@ class StrategyModel(DistributedModel):
         joined = join_leaves([pytree.tree_leaves(part) for part in parts], sizes, self.batching.reduction == "mean")
         return pytree.tree_unflatten(joined, spec)
 
-    def _keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Everything that the model is called with, by name."""
-        if not args:
-            return dict(kwargs)
-        return keyword_inputs(self.meta_model, args) | dict(kwargs)
-
-    def _own_share(self, batch: Batch) -> Share:
-        return self._share(batch, self.place.replica, self.place.data_degree)
+    def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
+        """Everything that the model is called with, by name, and this replica's micro-batches of it."""
+        inputs = keyword_inputs(self.meta_model, args) | dict(kwargs)
+        batch = inputs if target is None else {**inputs, TARGET: target}
+        return batch, self._passes(batch, inputs)
 
     def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
         samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
         return share_of(self.strategy, replica, samples, degree)
 
-    def _passes(self, batch: Batch, share: Share, names: Any) -> list[Pass]:
+    def _passes(self, batch: Batch, names: Any) -> list[Pass]:
         """This replica's micro-batches of a batch, on its device."""
+        share = self._share(batch, self.place.replica, self.place.data_degree)
         if self.batching.reduction == "sum":
             share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
         if self.batching.share == "replica":
@@ -283,12 +278,11 @@ class StrategyModel(DistributedModel):
         return clip_grad_norm_(counted, processes, self.place.device, max_norm, norm_type, error_if_nonfinite)
 
 
-def _sum_parts(parameters: Iterator[nn.Parameter]) -> None:
-    """Gradients that are partial sums over the tensor axis are summed, as their parameters are held."""
-    for parameter in parameters:
-        if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
-            if parameter.grad.placements != parameter.placements:
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+def sum_parts(parameter: torch.Tensor) -> None:
+    """A gradient of partial sums over the tensor axis is summed, as its parameter is held."""
+    if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+        if parameter.grad.placements != parameter.placements:
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def _part(output: Any, samples: int, number: int, parts: int) -> Any:

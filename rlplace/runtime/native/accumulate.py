@@ -27,7 +27,7 @@ class Accumulation:
     """
 
     def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool) -> None:
-        self._root, self._device, self._every_pass = root, device, every_pass
+        self.root, self._device, self._every_pass = root, device, every_pass
         self.keeps_gradients = isinstance(root, DistributedDataParallel)
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
@@ -36,16 +36,16 @@ class Accumulation:
         with forward_autocast(self._device) as region:
             for number, one in enumerate(passes):
                 last = number == len(passes) - 1
-                with _reducing(self._root, last or self._every_pass, last):
+                with _reducing(self.root, last or self._every_pass, last):
                     with region():
-                        value = loss(self._root(**one.inputs), one.part) * one.weight
+                        value = loss(self.root(**one.inputs), one.part) * one.weight
                     value.backward()  # type: ignore[no-untyped-call]
                 losses.append(value.detach())
         return torch.stack(losses).sum()
 
     def evaluate(self, passes: Sequence[Pass]) -> list[Any]:
         """What the model returns for every micro-batch."""
-        return [self._root(**one.inputs) for one in passes]
+        return [self.root(**one.inputs) for one in passes]
 
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]

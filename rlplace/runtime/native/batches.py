@@ -112,6 +112,14 @@ def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
     return made
 
 
+def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Floating-point tensors in another dtype; None leaves all as they are."""
+    made: dict[str, Any] = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf.to(dtype or leaf.dtype) if leaf.is_floating_point() else leaf, dict(batch)
+    )
+    return made
+
+
 def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device) -> list[Pass]:
     """A replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from rlplace.runtime.distributed.state.whole import local_part
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -40,7 +42,7 @@ def clip_grad_norm_(
     for parameter, stages in parameters:
         if parameter.grad is not None:
             copies = stages * processes // _parts(parameter.grad)
-            norm = torch.linalg.vector_norm(_local(parameter.grad).to(total), norm_type)
+            norm = torch.linalg.vector_norm(local_part(parameter.grad).to(total), norm_type)
             total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies
     dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     norm = total if infinite else total ** (1.0 / norm_type)
@@ -49,7 +51,7 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter, _ in parameters:
         if parameter.grad is not None:
-            own = _local(parameter.grad)
+            own = local_part(parameter.grad)
             own.mul_(scale.to(own))
     return norm
 
@@ -62,7 +64,3 @@ def _parts(gradient: torch.Tensor) -> int:
     for dim, placement in enumerate(gradient.placements):
         parts *= 1 if isinstance(placement, Replicate) else gradient.device_mesh.size(dim)
     return parts
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -22,8 +22,7 @@ from rlplace.runtime.native.why_not import ModelFacts, why_not
 
 def model_facts(model: nn.Module, layouts: ModelLayouts | None = None, no_cut: str | None = None) -> ModelFacts:
     """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
-    ties = tied_names(model)
-    facts = ModelFacts(_needed(model, ties), has_batch_norm(model), ties, no_cut, sync_norm=has_sync_norm(model))
+    facts = ModelFacts(_needed(model), has_batch_norm(model), no_cut, sync_norm=has_sync_norm(model))
     if layouts is None:
         return facts
     return replace(
@@ -81,8 +80,8 @@ def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:
     return None if strange is None else f"a value of shape {strange} is handed on, which has not the samples first"
 
 
-def _needed(model: nn.Module, ties: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _needed(model: nn.Module) -> tuple[str, ...]:
     """Blocks that a strategy has to name: what holds tied parameters alone may be a mere name of them, as T5's `shared` is."""
-    tied = {name for names in ties for name in names}
+    tied = {name for names in tied_names(model) for name in names}
     held = {path: model.get_submodule(path).named_parameters(path) for path in block_names(model)}
     return tuple(path for path, parameters in held.items() if any(name not in tied for name, _ in parameters))

@@ -18,7 +18,7 @@ from rlplace.errors import InputError
 from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
-from rlplace.runtime.native.batches import Batch, Pass, signature_of
+from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
@@ -189,6 +189,7 @@ class PipelineRun:
         roots: Stage modules by number, with torch's wrappers on.
         record: Records the forward for keyword inputs, in the mode and under the autocast of the moment.
         first: Inputs that it was recorded for, and that record.
+        dtype: What floating-point inputs are cast to, as `fully_shard` does with those of a whole model.
     """
 
     keeps_gradients = False
@@ -200,10 +201,12 @@ class PipelineRun:
         roots: dict[int, StageModule],
         record: Callable[[Batch], Recorded],
         first: tuple[Batch, Recorded],
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._pipeline, self._place, self._roots, self._record = pipeline, place, roots, record
         self._recorded: dict[Any, Recorded] = {self._key(signature_of(first[0])): first[1]}
         self._schedules: dict[Any, Any] = {}
+        self._dtype = dtype
 
     def recorded(self, passes: Sequence[Pass]) -> tuple[Any, Recorded]:
         """The stages for these micro-batches, and what they are kept under.
@@ -270,7 +273,7 @@ class PipelineRun:
         return outputs if last in self._roots else None
 
     def _begin(self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None) -> None:
-        leaves = [pytree.tree_leaves(one.inputs) for one in passes]
+        leaves = [pytree.tree_leaves(cast(one.inputs, self._dtype)) for one in passes]
         for number, root in self._roots.items():
             root.begin(number, recorded, passes, leaves, loss)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
@@ -18,8 +20,8 @@ from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
 from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
-from rlplace.runtime.native.batches import Batch, repeated
-from rlplace.runtime.native.blocks import tied_names, units
+from rlplace.runtime.native.batches import Batch, cast, repeated
+from rlplace.runtime.native.blocks import has_batch_norm, has_sync_norm, tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
@@ -40,6 +42,7 @@ def prepare(
     batching: Batching | None = None,
     loss: Loss | None = None,
     seed: int = 0,
+    mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> StrategyModel:
     """Makes this process run its part of a model as a strategy says.
 
@@ -53,6 +56,7 @@ def prepare(
         batching: How a batch becomes micro-batches. Default: every process is handed the whole batch.
         loss: See `rlplace.distribute`.
         seed: Of what the model draws.
+        mixed_precision: See `rlplace.distribute`.
 
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
@@ -64,6 +68,10 @@ def prepare(
     reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
     if reason is not None:
         raise InputError(f"native: {reason}")
+    if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
+        raise InputError("native: output_dtype would cast what stages of a pipeline hand on; leave it out")
+    if mixed_precision is not None and (has_batch_norm(model) or has_sync_norm(model)):
+        raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
     place = find_place(strategy, device_type)
     check_same(model)
     meta = meta_copy(model)
@@ -72,13 +80,13 @@ def prepare(
         batching=batching or Batching("global", (), "mean"),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        return _pipelined(model, strategy, example_inputs, layouts, place, meta, make)
+        return _pipelined(model, strategy, example_inputs, layouts, place, meta, make, mixed_precision)
     stage = strategy.stages[0]
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
-    root = wrap_stage(model, found, stage, place, pipelined=False)
+    root = wrap_stage(model, found, stage, place, pipelined=False, mixed_precision=mixed_precision)
     return make({0: model}, Accumulation(root, place.device, every_pass=stage.sharding > 1), roots=[model])
 
 
@@ -90,12 +98,15 @@ def _pipelined(
     place: Place,
     meta: nn.Module,
     make: Callable[..., StrategyModel],
+    mixed_precision: MixedPrecisionPolicy | None,
 ) -> StrategyModel:
     pipeline, names = strategy.pipelines[0], tied_names(model)
     blocks = [block for stage in pipeline.stages for block in stage.blocks]
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         example_inputs = repeated(example_inputs, joined, pipeline.microbatch[0])
-    captured = capture(model, example_inputs, blocks)
+    dtype = None if mixed_precision is None else mixed_precision.param_dtype
+    with _computed_in(model, dtype):
+        captured = capture(model, cast(example_inputs, dtype), blocks)
     stages = _cut(captured, pipeline)
     ties = Ties(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
@@ -111,17 +122,31 @@ def _pipelined(
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
             lay_out(place, pipeline.stages[number], layouts, inside, captured)
-        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True)
+        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True, mixed_precision=mixed_precision)
 
     def record(inputs: Batch) -> Recorded:
         mode = new_fake_mode()
-        again = capture(fake_copy(meta, mode), fake_inputs(dict(inputs), mode), blocks)
+        with _computed_in(meta, dtype):
+            again = capture(fake_copy(meta, mode), fake_inputs(cast(inputs, dtype), mode), blocks)
         recut = _cut(again, pipeline)
         same_held(again, captured, place.device)
         return _recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
 
-    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, _recorded(captured, stages, bodies)))
+    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, _recorded(captured, stages, bodies)), dtype)
     return make(bodies, runner, roots=list(roots.values()), ties=ties, tied=names)
+
+
+@contextlib.contextmanager
+def _computed_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, parameters have the dtype that passes compute in, so that a record shows what stages hand on."""
+    kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
+    try:
+        for parameter, value in kept:
+            parameter.data = value.to(dtype)
+        yield
+    finally:
+        for parameter, value in kept:
+            parameter.data = value
 
 
 def _recorded(captured: Captured, stages: Sequence[StageGraph], bodies: Mapping[int, nn.Module]) -> Recorded:

@@ -11,9 +11,7 @@ from rlplace.graph.export import module_path
 from rlplace.graph.kinds import kind_of
 from rlplace.runtime.native.follow import RefusedError, along, draws
 from rlplace.runtime.native.layouts import BlockGraph, Region
-
-POSITIONS = 1
-"""Dimension of an activation that is split along the sequence."""
+from rlplace.runtime.native.tensor import SEQUENCE
 
 
 def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Region]) -> tuple[str, ...]:
@@ -30,14 +28,14 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
     columns = {product.module for region in regions for product in region.columns}
     if any(not region.entry for region in regions):
         raise RefusedError("no module takes in what several products read")
-    split, modules, behind = {inputs[0]: POSITIONS}, set(), dict[fx.Node, set[str]]()
+    split, modules, behind = {inputs[0]: SEQUENCE}, set(), dict[fx.Node, set[str]]()
     for node in graph.graph.nodes:
         path = module_path(node)
         parameters = set().union(*(behind.get(value, ()) for value in node.all_input_nodes))
         if node in graph.parameters:
             behind[node] = {graph.parameters[node]}
         elif path in rows and any(value in inside or value in split for value in node.all_input_nodes):
-            split[node] = POSITIONS
+            split[node] = SEQUENCE
         elif node in inside or path in columns or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         elif any(value in split for value in node.all_input_nodes):
@@ -45,10 +43,10 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
             if (
                 node in graph.products
                 or (kind_of(name) == "view" and name != "alias")
-                or along(node, split, lambda value: False) != POSITIONS
+                or along(node, split, lambda value: False) != SEQUENCE
             ):
                 raise RefusedError(f"{name} may mix positions")
-            split[node] = POSITIONS
+            split[node] = SEQUENCE
             modules |= {parameter.rpartition(".")[0] for parameter in parameters}
         else:
             behind[node] = parameters

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Pipeline
-from rlplace.runtime.distributed.state.whole import own_part, whole_tensor
+from rlplace.runtime.distributed.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 
@@ -84,7 +84,7 @@ class Ties:
             if self._unlike:
                 self._sum_whole(tie, copies)
                 continue
-            local = [_local(copy.grad) if copy.grad is not None else torch.zeros_like(_local(copy)) for copy in copies]
+            local = [local_part(copy.grad) if copy.grad is not None else torch.zeros_like(local_part(copy)) for copy in copies]
             total = torch.stack(local).sum(0) if len(local) > 1 else local[0].clone()
             if tie.group is not None:
                 dist.all_reduce(total, group=tie.group)
@@ -95,15 +95,7 @@ class Ties:
     def _sum_whole(self, tie: _Tie, copies: Sequence[nn.Parameter]) -> None:
         """Stages that cut the parameter in unlike ways sum it whole; every process of a stage counts as its part."""
         gradients = [copy.grad if copy.grad is not None else torch.zeros_like(copy.detach()) for copy in copies]
-        total = torch.stack([_whole(gradient) for gradient in gradients]).sum(0) / self._processes
+        total = torch.stack([whole_tensor(gradient) for gradient in gradients]).sum(0) / self._processes
         dist.all_reduce(total, group=tie.group)
         for copy in copies:
             copy.grad = own_part(total, copy) if isinstance(copy, DTensor) else total.clone()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -28,7 +28,6 @@ class ModelFacts:
     Attributes:
         blocks: Paths of the blocks that a strategy has to name.
         batch_norm: A module computes statistics over the samples of its process.
-        ties: Names of parameters that are one tensor, for every such tensor.
         no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
         no_tensor: Why its blocks have no tensor-parallel layout; None when they have, or when nobody looked.
         tensor_parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 when nobody looked.
@@ -42,7 +41,6 @@ class ModelFacts:
 
     blocks: tuple[str, ...] = ()
     batch_norm: bool = False
-    ties: tuple[tuple[str, ...], ...] = ()
     no_cut: str | None = None
     no_tensor: str | None = None
     tensor_parts: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +47,15 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, place: Place, *, pipelined: bool) -> nn.Module:
+def wrap_stage(
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    stage: Stage,
+    place: Place,
+    *,
+    pipelined: bool,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
     """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
 
     Args:
@@ -56,13 +64,15 @@ def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, p
         stage: What the strategy says of it.
         place: This process's place.
         pipelined: Whether torch's schedules will drive it.
+        mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
     """
     for path, how in stage.recompute.items():
         recompute(blocks[path], how)
-    if stage.data_degree == 1:
+    if stage.data_degree == 1 and mixed_precision is None:
         return root
+    cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
     if stage.sharding == 0:
-        if not pipelined and stage.axis("tensor") == 1:
+        if not pipelined and stage.axis("tensor") == 1 and mixed_precision is None:
             ids = None if place.device.type == "cpu" else [place.device]
             group = place.mesh["replicate"].get_group()
             with warnings.catch_warnings():
@@ -74,11 +84,11 @@ def wrap_stage(root: nn.Module, blocks: Mapping[str, nn.Module], stage: Stage, p
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
                 )
-        shared: Any = partial(replicate, mesh=place.mesh["replicate"])  # type: ignore[arg-type]
+        shared: Any = partial(replicate, mesh=place.mesh["replicate"], **cast)  # type: ignore[arg-type]
     else:
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
         again = stage.sharding == 3
-        shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim)
+        shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
     for path, block in blocks.items():
         if stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))

@@ -10,8 +10,9 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native import examine, prepare
 from rlplace.runtime.native.batches import passes_of, share_of
+from rlplace.runtime.native.facts import examine
+from rlplace.runtime.native.run import prepare
 from rlplace.runtime.native.why_not import why_not
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
@@ -38,7 +39,6 @@ def test_facts_of_a_model():
     facts = examine(native_worker.make("gpt2"), IDS)
     assert facts.no_cut is facts.no_tensor is facts.no_sequence is None
     assert facts.tensor_parts == 4
-    assert facts.ties == (("transformer.wte.weight", "lm_head.weight"),)
     assert facts.layouts["transformer.h.0.attn.c_attn"] == "column"
     assert facts.layouts["transformer.h.3.mlp.c_proj"] == "row"
     assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "column"}), facts) is None

@@ -41,12 +41,12 @@ def strategy_plan(path, strategy, model=FOUR_LAYERS, **graph):
     return plan
 
 
-def run_verified(path, *options):
+def run_verified(path, *options, within=1e-6):
     code, out, err = torchrun(4, "-m", "rlplace", "run", "--plan", path, "--device", "cpu", "--verify", "--json", *options)
     assert code == 0, err
     found = json.loads(out)
     assert found["verified"]["equal"] and found["verified"]["reference"] == "module"
-    assert max(found["verified"]["losses"]) < 1e-6
+    assert max(found["verified"]["losses"]) < within
     return found
 
 
@@ -83,9 +83,10 @@ def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
 def test_what_place_chose_equals_the_plain_model(tmp_path):
     path = tmp_path / "t.plan.json"
     arguments = ["place", "hf:gpt2," + SIZES.format(2) + PLAIN, "--cluster", "cpu:4", "--batch", "8", "--seq", "8"]
-    assert main([*arguments, "--space", "tensor=2 replicate=2 pipeline=1 shard=1", "--out", str(path)]) == 0
-    assert PlacementPlan.load(path).strategy.stages[0].mesh == {"replicate": 2, "tensor": 2}
-    run_verified(path, "--steps", 3, "--optimizer", "sgd")
+    arguments += ["--dtype", "bf16", "--master-weights"]  # which is FSDP2's mixed precision
+    assert main([*arguments, "--space", "tensor=1 replicate=2 pipeline=1 shard=2", "--out", str(path)]) == 0
+    assert PlacementPlan.load(path).strategy.stages[0].mesh == {"replicate": 2, "shard": 2}
+    run_verified(path, "--steps", 3, within=1e-4)  # gradients are reduced in bf16
 
 
 @pytest.fixture
@@ -128,7 +129,6 @@ def test_another_number_of_processes(refused):
     [
         (flat("gpt2", {"context": 4}, 0, microbatch=8), (), {}, "the axis context is not run yet"),
         (flat("gpt2", {"shard": 4}, 1, devices=(0, 1, 3, 4)), (), {}, "plan for a cluster of these devices alone"),
-        (WHOLE, (), {"master_weights": True}, "without --master-weights"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run(refused, strategy, options, graph, reason):

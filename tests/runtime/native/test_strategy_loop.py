@@ -10,6 +10,7 @@ import pytest
 import torch
 from launch import run
 from native_cases import chain, flat
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rlplace
 from rlplace.plan.plan import PlacementPlan
@@ -107,6 +108,52 @@ def loop(case, folder):
     return found
 
 
+def idiom(case):
+    """Gradients, and parameters after a step, of a loop over what `rlplace.parallelize` returns."""
+    plain, strategy = native_worker.make("gpt2"), CASES[case]
+    inputs = {key: value[: strategy["microbatch"][0]] for key, value in batch(8).items()}
+    module, mesh = rlplace.parallelize(copy.deepcopy(plain), plan_of(strategy), inputs)
+    replicas, of_shard = mesh["replicate"].size() * mesh["shard"].size(), mesh["shard"].get_local_rank()
+    replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + of_shard
+    own = batch(8) if case == "unlike" else {key: value.chunk(replicas)[replica] for key, value in batch(8).items()}
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False) for one in (module, plain)]
+    if len(strategy["stages"]) > 1:
+        module.step(own, native_worker.loss)
+    else:
+        native_worker.loss(module(**own), own).backward()
+    native_worker.loss(plain(**batch(8)), batch(8)).backward()
+    module = module.module if case == "copies" else module
+    found = gradients(module, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    trained = {name: native_worker.whole(parameter.detach()) for name, parameter in module.named_parameters()}
+    return {
+        "gradients": found,
+        "trained": native_worker.difference(trained, dict(plain.named_parameters(remove_duplicate=False))),
+    }
+
+
+def cast(case):
+    """Loss and largest difference of a gradient's norm under torch's own policy; the plain model's weights are cast alike."""
+    plain = native_worker.make("gpt2").float()
+    inputs = {key: value[: CASES[case]["microbatch"][0]] for key, value in batch(8).items()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = rlplace.distribute(copy.deepcopy(plain), plan_of(CASES[case]), inputs, mixed_precision=policy)
+    loss, expected = model(**batch(8)).loss, 0.0
+    loss.backward()
+    for parts in zip(*(value.chunk(8) for value in batch(8).values()), strict=True):
+        weights = {name: parameter.bfloat16() for name, parameter in plain.named_parameters()}
+        part = torch.func.functional_call(plain, weights, (), dict(zip(batch(8), parts, strict=True))).loss / 8
+        part.backward()
+        expected += part.item()
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    own = {name: (parameter, native_worker.whole(parameter.grad)) for name, parameter in model.named_parameters()}
+    assert {tensor.dtype for pair in own.values() for tensor in pair} == {torch.float32}
+    return abs(loss.item() - expected), max(
+        ((gradient - wanted[name].grad).norm() / wanted[name].grad.norm()).item() for name, (_, gradient) in own.items()
+    )
+
+
 def mixed(case):
     """Relative differences of loss and norm of the gradients under autocast; autocast leaves double precision as it is."""
     plain = native_worker.make("gpt2").float()
@@ -123,7 +170,7 @@ def mixed(case):
 
 
 def loops(folder):
-    return {case: loop(case, folder) | {"mixed": mixed(case)} for case in CASES}
+    return {case: loop(case, folder) | idiom(case) | {"mixed": mixed(case), "cast": cast(case)} for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -137,5 +184,9 @@ def test_a_loop_computes_what_the_model_does(case, results):
     for result in results:
         loss, norm = result[case].pop("mixed")
         assert loss < 5e-3 and norm < 3e-2
+        loss, gradient = result[case].pop("cast")
+        # A tensor group rounds every part of a sum, stages with a tied weight round each copy's gradient.
+        rounded = 0.02 if case == "tensor" else 5e-3 if len(CASES[case]["stages"]) > 1 else 1e-5
+        assert loss < (2e-3 if case == "tensor" else 1e-6) and gradient < rounded
         worst = max(result[case], key=result[case].get)
         assert result[case][worst] < 1e-5, (worst, result[case])

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
@@ -154,17 +156,24 @@ def train(
         cluster_of_plan(plan, options.cluster)
         check_graph(plan)
     broadcast_object(None)  # the others wait for the check
-    loaded = recipe.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    policy, known = None, recipe
+    if (
+        plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST
+    ):  # priced as gathered and reduced in the dtype of the plan
+        policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
+        known = msgspec.structs.replace(recipe, dtype="fp32")
+    loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
     if plan.strategy is None and asks_for_strategy(plan):
         plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
-    part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, **settings)
+    part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, mixed_precision=policy, **settings)
     reference = None
     if options.verify and dist.get_rank() == 0:
-        whole = recipe.build("cpu", options.seed).module
+        whole = known.build("cpu", options.seed).module
         same_streams = plan.strategy is None
         reference = Reference(
-            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=same_streams, **settings
-        )
+            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=same_streams,
+            dtype=None if policy is None else policy.param_dtype, **settings,
+        )  # fmt: skip
     tolerance = _tolerance(recipe.dtype, name)
     result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.model.report)
     comparison = RunComparison(tolerance) if options.verify else None

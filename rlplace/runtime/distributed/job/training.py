@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
@@ -54,11 +55,8 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
             f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps; plan "
             "for a cluster of these devices alone"
         )
-    if recipe_of(plan).master_weights:
-        raise InputError(
-            f"{verb}: the plan keeps optimizer state and a copy of the weights in fp32, which is not run yet for strategies; "
-            "plan without --master-weights, in fp32 with --autocast"
-        )
+    if recipe_of(plan).master_weights and verb != "run":
+        raise InputError(f"{verb}: the plan keeps its weights in fp32 (--master-weights); 'rlplace run' trains and times it")
 
 
 def microbatch_of(plan: PlacementPlan, samples: int) -> int:
@@ -91,6 +89,7 @@ class Training:
         autocast: Autocast = contextlib.nullcontext,
         slept: Problem | None = None,
         graphs: Graphs | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
     ) -> None:
         """Distributes a model; every process of the job calls it.
 
@@ -107,10 +106,12 @@ class Training:
             autocast: Makes what forwards run under.
             slept: A problem whose times are slept instead of computing.
             graphs: Keeps what was traced.
+            mixed_precision: See `distribute`.
         """
         self.model: DistributedModel = distribute(
-            model, plan, example_inputs, loss=loss, device=device, seed=seed, replayed=slept, graphs=graphs
-        )
+            model, plan, example_inputs, loss=loss, device=device, seed=seed, replayed=slept, graphs=graphs,
+            mixed_precision=mixed_precision,
+        )  # fmt: skip
         # Frozen parameters, too: they get no gradient and no update.
         self.optimizer = None if slept is not None else OPTIMIZERS[optimizer](self.model.parameter_groups(), lr=lr)
         self.samples = samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch

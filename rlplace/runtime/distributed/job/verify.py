@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
@@ -48,6 +49,7 @@ class Reference:
         clip: float | None = None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         same_streams: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.to(device)
         self.parameters = dict(self.model.named_parameters())
@@ -56,7 +58,7 @@ class Reference:
         self.slack: dict[str, torch.Tensor] = {}
         self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
         self._microbatches, self._same_streams = microbatches, same_streams
-        self._autocast = autocast
+        self._autocast, self._dtype = autocast, dtype
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
     def step(self, batch: Any, tolerance: float) -> float:
@@ -91,7 +93,7 @@ class Reference:
     def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
         graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
         if graph.random_ops == 0:
-            return lambda call: loss_of(self.model(*call[0], **call[1]), self._loss)
+            return lambda call: loss_of(functional_call(self.model, self._cast(), *call), self._loss)
         if not self._same_streams:
             raise InputError(
                 f"run: --verify: the model has {graph.random_ops} random ops, such as dropout, and under a strategy every "
@@ -111,6 +113,10 @@ class Reference:
             return loss.reshape(())
 
         return run
+
+    def _cast(self) -> dict[str, torch.Tensor]:
+        """Parameters in the dtype that they are gathered in under mixed precision."""
+        return {} if self._dtype is None else {name: p.to(self._dtype) for name, p in self.parameters.items()}
 
     def _note_slack(self, tolerance: float) -> None:
         """How far the next update may carry a parameter because its gradient is known up to rounding only.

@@ -45,7 +45,7 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
     for name in sorted({name for told in ranks for name in told}):
         source = next((r for r, told in enumerate(ranks) if told.get(name) is not None), None)
         value = own.get(name)
-        if isinstance(value, DTensor):
+        if value is not None:
             value = whole_tensor(value)  # all that hold a part take part
         if source is None or rank not in (0, source):
             continue
@@ -63,11 +63,18 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
     return gathered
 
 
-def whole_tensor(value: DTensor) -> torch.Tensor:
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     """All of it; every process that has a part calls it.
 
     A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
     """
+    if not isinstance(value, DTensor):
+        return value
     if not packed(value):
         return value.full_tensor()
     whole = value.to_local()

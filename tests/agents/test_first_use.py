@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,17 +144,3 @@ def test_adapting_has_compiled_everything_before_its_time_begins():
     guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
     assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
     assert signatures() == before
-
-
-@pytest.mark.slow
-def test_no_kernel_is_compiled_twice():
-    """In a process of its own: other tests may have called kernels with other arrays."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from test_first_use import KERNELS; "
-        "from rlplace.agents import search; from rlplace.planners import best; search.warm_up(); best.warm_up(); "
-        "print(len(KERNELS), {name: kernel.signatures for name, kernel in KERNELS.items() if len(kernel.signatures) > 1})"
-    )
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    count, _, more = done.stdout.strip().partition(" ")
-    assert int(count) > 30 and more == "{}"

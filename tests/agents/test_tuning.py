@@ -125,25 +125,6 @@ def test_nothing_works(agent):
         run_tuning(agent, PROBLEM, PROBLEM, fails=lambda plan: "crashed", plans=3)
 
 
-def test_tuning_can_be_resumed(agent, tmp_path):
-    """Everything that was measured is there again, and no plan is run twice."""
-    cluster = SimulatedCluster(slow_device(PROBLEM), noise=0.01)
-    first = first_plans(PROBLEM, 4)
-
-    def go(plans):
-        with TrialStore(tmp_path / "trials") as store:
-            campaign = Campaign(PROBLEM, cluster, store=store, run="a", budget=Budget(plans=plans), repeats=3, retime_every=0)
-            tune(campaign, AgentProposer(agent.checkpoint, learn=False), first, calls=64)
-            return campaign
-
-    assert go(6).spent.plans == 6
-    again = go(8)
-    ran = [trial.device_of_group for trial in again.trials if not trial.anchor]
-    assert len(ran) == len(set(ran)) == 8 and all(cluster.runs[plan] >= 1 for plan in ran)
-    anchors = [trial.device_of_group for trial in again.trials if trial.anchor]
-    assert sum(cluster.runs.values()) == 8 + len(anchors)
-
-
 def test_small_problems_are_measured_to_the_end(agent):
     problem = random_problem(1, 3, 2)
     everything = set(itertools.product(range(2), repeat=3))

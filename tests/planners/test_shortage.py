@@ -190,7 +190,7 @@ def test_no_plan_beats_the_bounds(seed):
         line = simulate(problem, devices)
         if line.feasible:
             steps.append(line.step_time_s)
-    assert steps and bound <= min(steps)
+    assert steps and bound <= min(steps) and largest_bound(problem)[0] <= min(steps)
 
 
 def test_memory_raises_the_bound_where_the_fast_device_is_small():
@@ -203,15 +203,6 @@ def test_memory_raises_the_bound_where_the_fast_device_is_small():
     tight = dataclasses.replace(problem, devices=devices)
     assert memory_forced_s(tight) > 1.2 * lower_bounds(tight).work_s == 1.2 * lower_bounds(problem).work_s
     assert largest_bound(tight)[1] in ("memory", "critical path")
-
-
-def test_bounds_hold():
-    problem = random_problem(4, 12, 4)
-    rng = np.random.default_rng(1)
-    bound, _ = largest_bound(problem)
-    for _ in range(50):
-        devices = rng.integers(0, 4, 12)
-        assert simulate(problem, devices).step_time_s >= bound
 
 
 def test_the_largest_bound_is_named():

@@ -31,11 +31,6 @@ def random_plan(names, devices, seed=0):
     return plan_for(names, np.random.default_rng(seed).integers(0, devices, len(names)))
 
 
-def contiguous_plan(names, devices):
-    """The first part of the program on the first device, and so on."""
-    return plan_for(names, np.arange(len(names)) * devices // len(names))
-
-
 def on_cpu(tensor):
     return tensor.detach().to("cpu")
 
@@ -92,10 +87,6 @@ def train_both(placed, reference, inputs, loss_of, make_optimizer, steps=3):
         ours.step()
         theirs.step()
         assert_same_state(placed, reference, 5e-6)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def adam(parameters):

@@ -266,16 +266,3 @@ def test_plans_of_other_capture_methods_are_refused(sim, method):
     with pytest.raises(InputError, match=r"not the one that was planned.*method='export'"):
         rlplace.apply(model, rlplace.place(problem, planner="round_robin"), sim(4), example_inputs=inputs)
     assert "forward" not in vars(model) and not hasattr(model, "report")
-
-
-def test_saved_plan_still_applies(sim, tmp_path):
-    torch.manual_seed(0)
-    model, inputs, loss_of = small_models.gpt2()
-    reference = copy.deepcopy(model)
-    problem = rlplace.price(rlplace.capture(model, inputs), rlplace.Cluster.preset("a100-80g:2"), groups=12)
-    rlplace.place(problem, planner="balanced").save(tmp_path / "p.plan.json")
-    plan = rlplace.PlacementPlan.load(tmp_path / "p.plan.json")
-    small = {key: value[:2] for key, value in inputs.items()}  # not the batch that was captured
-    placed = rlplace.apply(model, plan, sim(2), example_inputs=small)
-    equality.assert_same_step(placed, reference, small, loss_of)
-    equality.assert_same_step(placed, reference, inputs, loss_of)

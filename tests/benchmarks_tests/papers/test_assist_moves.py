@@ -1,20 +1,16 @@
 """Assisted simulation: the ordinary one when nothing moves, consistent when ops do, and what it recovers when costs drift."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
 from benchmarks.papers.compiler.assist import simulate_assisted
-from benchmarks.papers.compiler.assist_rule import AssistedRun
 from benchmarks.papers.compiler.movable import movable, move_costs, prepare_assistants
 from rlplace.planners import get_planner
-from rlplace.problem import UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
-from rlplace.simulator.timeline import resident_by_device
 
 
 def drifted(problem, seed, spread=0.3):
@@ -40,86 +36,6 @@ def test_without_movable_groups_it_is_the_ordinary_simulator(seed):
     found = simulate_assisted(problem, devices, movable=none, actual_time_s=actual)
     really = dataclasses.replace(problem, time_s=actual)
     assert_same(found.timeline, simulate(really, devices, priority=default_priority(problem)))
-
-
-def check_consistent(problem, devices, found, actual):
-    """Rules that hold whatever the assistants decide, from the record alone."""
-    line = found.timeline
-    moved = {op for steal in found.steals for op in (steal.op, *steal.followers)}
-    home = devices[problem.op_group]
-    stayed = np.array([op not in moved for op in range(problem.num_ops)])
-    np.testing.assert_array_equal(line.device_of_op[stayed], home[stayed])
-    assert (problem.op_phase[sorted(moved)] != UPDATE).all()
-    seconds = actual[np.arange(problem.num_ops), line.device_of_op]
-    members = {op for collective in problem.collectives for op in collective.ops}
-    alone = [op for op in range(problem.num_ops) if op not in members]
-    np.testing.assert_allclose((line.end_s - line.start_s)[alone], seconds[alone], atol=1e-12)
-    for device in range(problem.num_devices):  # one task at a time
-        mine = [op for op in alone if line.device_of_op[op] == device and seconds[op] > 0]
-        order = sorted(mine, key=lambda op: line.start_s[op])
-        for a, b in itertools.pairwise(order):
-            assert line.end_s[a] <= line.start_s[b] + 1e-12
-    arrivals = {}  # (tensor, device) -> moments from which a copy is there
-    for op in range(problem.num_ops):
-        for tensor in np.flatnonzero(problem.tensor_producer == op):
-            arrivals.setdefault((tensor, line.device_of_op[op]), []).append(line.end_s[op])
-    for tensor in np.flatnonzero(problem.tensor_owner >= 0):
-        arrivals.setdefault((tensor, devices[problem.tensor_owner[tensor]]), []).append(0.0)
-    sent = sorted(
-        zip(line.transfer_end_s, line.transfer_start_s, line.transfer_tensor, line.transfer_source, line.transfer_destination,
-            strict=True)
-    )  # fmt: skip
-    for end, start, tensor, source, destination in sent:  # a sender has what it sends
-        assert min(arrivals[tensor, source]) <= start + 1e-12
-        arrivals.setdefault((tensor, destination), []).append(end)
-    for tensor, reader in zip(problem.edge_tensor, problem.consumers, strict=True):
-        assert min(arrivals[tensor, line.device_of_op[reader]]) <= line.start_s[reader] + 1e-12
-    transfers = [(s, e, a, b) for e, s, _, a, b in sent] + [(s, e, a, b) for _, a, b, s, e in found.weight_transfers]
-    channels = problem.links.effective_channels
-    held = {}
-    for start, end, a, b in sorted(transfers):
-        for channel in channels[a][b]:
-            assert held.get(channel, 0.0) <= start + 1e-12
-            held[channel] = end
-    weights = {(group, to): end for group, _, to, _, end in reversed(found.weight_transfers)}
-    for op in moved:  # weights come before the first op that needs them
-        group, to = problem.op_group[op], line.device_of_op[op]
-        if to != devices[group] and (
-            problem.weight_bytes[group] > 0 or problem.resident_bytes[group] > 0 > problem.weight_bytes[group]
-        ):
-            assert weights[group, to] <= line.start_s[op] + 1e-12
-
-
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("move_weights", [False, True])
-def test_ops_that_move_keep_the_rules(seed, move_weights):
-    shape = ("layered", "branchy")[seed % 2]
-    problem = random_problem(
-        seed, 40, 2 + seed % 3, shape=shape, width=6, unlike=seed % 5 == 0, hosts=1 + (seed % 4 == 3),
-        null_fraction=0.1 * (seed % 2), memory_factor=(None, 1.6)[seed % 2], comm_ratio=(0.1, 1.0)[seed % 3 == 0],
-        shared_parameters=seed % 2,
-    )  # fmt: skip
-    devices = np.array([np.flatnonzero(row)[(7 * g) % row.sum()] for g, row in enumerate(problem.group_allowed)])
-    actual = drifted(problem, seed)
-    everything = np.ones(40, dtype=bool)
-    for only_late in (False, True):
-        found = simulate_assisted(
-            problem, devices, movable=everything, actual_time_s=actual, move_weights=move_weights, only_late=only_late
-        )
-        check_consistent(problem, devices, found, actual)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_all_memory_is_given_back(seed):
-    problem = random_problem(seed, 40, 3, shape=("layered", "branchy")[seed % 2], width=6, shared_parameters=1)
-    devices = np.random.default_rng(seed).integers(0, 3, 40).astype(np.int32)
-    actual = dataclasses.replace(problem, time_s=drifted(problem, seed))
-    everything = np.ones(40, dtype=bool)
-    run = AssistedRun(problem, actual, devices, default_priority(problem), everything, None, True, False)
-    run.run()
-    assert run.done == problem.num_ops and run.steals
-    np.testing.assert_array_equal(run.memory, resident_by_device(problem, devices))
-    assert all(count == 0 for (value, _), count in run.uses.items() if value not in run.weight_group)
 
 
 def test_assistants_recover_half_of_what_planning_anew_would():

@@ -406,7 +406,6 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--names", nargs="+", help="only these strategies")
-    parser.add_argument("--list", action="store_true", help="predictions alone")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -419,10 +418,7 @@ def main() -> None:
         for rate in args.rates:
             found = [c for c in cells(model, rate, args.slower) if (model, rate, args.slower, c["name"]) not in known]
             found = [c for c in found if not args.names or c["name"] in args.names]
-            if args.list:
-                for cell in sorted(found, key=lambda c: c["predicted_s"]):
-                    print(f"{model} {rate} {cell['name']:40} {cell['predicted_s']:8.3f} {cell['by_blocks_s']:8.3f}")
-            elif found:
+            if found:
                 measure(found, rate, args.slower)
 
 

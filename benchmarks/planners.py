@@ -2,8 +2,7 @@
 
 Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large | --rates]
 
-Step times are makespans of one step by the `list` executor on generated costs; "x bound" divides by the lower bound of
-`rlplace.planners.common.bounds`, "x best" by the floor. Search planners start from the floor; their calls are counted after it.
+The tables are those of `rlplace compare`, on generated costs. Search planners start from the floor.
 `--large` times every one-shot planner on steps of 5,000 ops, and the floor on larger ones; `--rates` counts the simulations a
 second of search planners on steps of 201 ops (67 groups, three phases), floor left out.
 """
@@ -11,11 +10,12 @@ second of search planners on steps of 201 ops (67 groups, three phases), floor l
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
-import numpy as np
-
+from rlplace.cli.compare_table import print_comparison
+from rlplace.comparing import Case, Settings, Store, compare, gather
 from rlplace.errors import InfeasibleError
 from rlplace.planners import ONE_SHOT, run_planner
 from rlplace.planners.common.bounds import lower_bounds
@@ -53,38 +53,10 @@ def main() -> None:
     if args.large or args.rates:
         large() if args.large else rates()
         return
-    names = args.planners.split(",")
-    for name in {"best", *names}:  # compiles
-        run_planner(name, random_problem(0, 8), **({"calls": 8} if name in SEARCH else {}))
-    rows: dict[str, list[tuple[float, float, int, float]]] = {name: [] for name in names}
-    floor_calls = 0
-    for problem in problems(args.groups):
-        bound = lower_bounds(problem).step_time_s
-        try:
-            run = run_planner("best", problem)
-            floor, floor_calls = float(run.plan.predicted.step_time_s), run.simulator_calls
-        except InfeasibleError:
-            floor = float("nan")
-        print(f"\n{problem.name}: {problem.num_ops} ops, lower bound {1e3 * bound:.3f} ms, floor {1e3 * floor:.3f} ms")
-        for name in names:
-            options = {"calls": args.calls} if name in SEARCH else {}
-            try:
-                run = run_planner(name, problem, **options)
-            except InfeasibleError as error:
-                print(f"  {name:14s} infeasible: {str(error)[:150]}")
-                continue
-            step = float(run.plan.predicted.step_time_s)
-            calls = run.simulator_calls - (floor_calls if name in SEARCH else 0)
-            rows[name].append((step / bound, step / floor, calls, run.seconds))
-            print(f"  {name:14s} {1e3 * step:10.3f} ms  {step / floor:6.3f} x best  {calls:6d} calls  {run.seconds:7.3f} s")
-    print(f"\n{'planner':14s} {'feasible':>8s} {'x bound':>8s} {'x best':>8s} {'calls':>7s} {'seconds':>8s}")
-    for name, found in rows.items():
-        if found:
-            data = np.array(found)
-            means = np.exp(np.nanmean(np.log(data[:, :2]), axis=0))
-            print(
-                f"{name:14s} {len(found):8d} {means[0]:8.3f} {means[1]:8.3f} {data[:, 2].mean():7.0f} {data[:, 3].mean():8.3f}"
-            )
+    cases = [Case(problem.name, "", functools.partial(lambda same: same, problem)) for problem in problems(args.groups)]
+    names, store = args.planners.split(","), Store(Settings(calls=args.calls, seeds=1))
+    compare(cases, names, store)
+    print_comparison(gather(store, cases, names))
 
 
 def rates() -> None:

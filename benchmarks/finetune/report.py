@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,6 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
                 worst = both[int(np.argmax(values))]
                 where = f"{values.max():.3f} ({worst['cluster']}, {worst['model']}, seed {worst['seed']})"
                 print(f"| {name} | {_ratio(both, own, name)} | {' / '.join(map(str, counts))} | {where} |")
-        print("\nThe same by the fastest of an answer's timed steps, which other work on the machine disturbs least\n")
-        print("| over | ratio |\n|---|---|")
-        for name in everybody:
-            both = [row for row in rows if own in row["judged_s"] and name in row["judged_s"]]
-            if name != own and both:
-                print(f"| {name} | {_ratio(both, own, name, np.min)} |")
-        print("\nBy seed, over the un-tuned agent\n\n| seed | " + " | ".join(methods[1:]) + " |")
-        print("|---|" + "---|" * len(methods[1:]))
-        for seed in sorted(seeds):
-            chosen = [row for row in rows if row["seed"] == seed]
-            print(f"| {seed} | " + " | ".join(f"{_mean(_values(chosen, n, 'untuned')):.3f}" for n in methods[1:]) + " |")
     print(
         "\n| method | plans | dropped | seconds of measuring | of all | prediction error before | after |\n"
         + "|---|"
@@ -68,23 +57,14 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _values(rows: Sequence[dict[str, Any]], name: str, over: str, statistic: Callable[..., Any] = np.median) -> Any:
-    return np.array(
-        [
-            float(statistic(row["judged_s"][name]) / statistic(row["judged_s"][over]))
-            for row in rows
-            if name in row["judged_s"] and over in row["judged_s"]
-        ]
-    )
+def _values(rows: Sequence[dict[str, Any]], name: str, over: str) -> Any:
+    both = [row["judged_s"] for row in rows if name in row["judged_s"] and over in row["judged_s"]]
+    return np.array([float(np.median(steps[name]) / np.median(steps[over])) for steps in both])
 
 
-def _mean(values: Any) -> float:
-    return float(np.exp(np.log(values).mean())) if len(values) else float("nan")
-
-
-def _ratio(rows: Sequence[dict[str, Any]], name: str, over: str, statistic: Callable[..., Any] = np.median) -> str:
-    values = _values(rows, name, over, statistic)
+def _ratio(rows: Sequence[dict[str, Any]], name: str, over: str) -> str:
+    values = _values(rows, name, over)
     if not len(values):
         return "-"
     low, high = interval(np.log(values), resamples=_DRAWS, least=1)
-    return f"{_mean(values):.3f} [{low:.3f}, {high:.3f}]"
+    return f"{float(np.exp(np.log(values).mean())):.3f} [{low:.3f}, {high:.3f}]"

@@ -24,51 +24,16 @@ from pathlib import Path
 from benchmarks.mutation.mutants import mutants
 
 ROOT = Path(__file__).resolve().parents[2]
-_SIMULATOR = [
-    f"tests/simulator/test_{name}.py"
-    for name in (
-        "timelines_by_hand",
-        "simulator_identities",
-        "simulator_api",
-        "collectives",
-        "pipelines",
-        "expand",
-        "twin",
-    )
-] + ["tests/test_actions.py"]
+_SIMULATOR = ["tests/simulator", "tests/test_actions.py"]
 _MEMORY = [f"tests/cost/test_{name}.py" for name in ("memory_real", "memory_allocator", "memory_footprint")]
 TARGETS = {
     "rlplace/actions.py": _SIMULATOR,
     **{
         f"rlplace/simulator/{name}.py": _SIMULATOR
-        for name in (
-            "reference",
-            "ledger",
-            "timeline",
-            "api",
-            "expand",
-            "tasks",
-            "stages",
-            "schedules",
-            "inputs",
-            "lowering",
-            "replicas",
-            "fast",
-            "gates",
-            "loop",
-            "queues",
-        )
+        for name in ("reference", "ledger", "timeline", "api", "inputs", "lowering", "fast", "loop", "queues")
     },
-    **{
-        f"rlplace/cost/{name}.py": _MEMORY
-        for name in ("lifetimes", "holdings", "footprint", "allocator", "memory", "allocator_heap")
-    },
-    "envs/instance.py": [
-        "tests/envs/test_construction.py",
-        "tests/envs/test_environments.py",
-        "tests/envs/test_awkward_problems.py",
-        "tests/envs/test_refinement_moves.py",
-    ],
+    **{f"rlplace/cost/{name}.py": _MEMORY for name in ("lifetimes", "holdings", "footprint", "allocator", "allocator_heap")},
+    "envs/instance.py": ["tests/envs"],
     "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
     "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py"],
 }

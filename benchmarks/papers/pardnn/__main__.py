@@ -129,8 +129,13 @@ def _timed(build: Callable[..., Any], problem: Problem, graph: Any) -> tuple[flo
 def memory() -> None:
     """H1 under the FIFO emulator: peaks within nine tenths of the memory, share of ops moved."""
     print("\nH1 (FIFO emulator, limit 0.9 x memory)")
+    cases = (
+        (word_rnn(num_devices=4), "word_rnn x 4"),
+        (random_problem(1, 1_000, 4, shape="branchy", width=8), "branchy 3,000 ops x 4"),
+        (random_problem(2, 1_000, 4, width=12), "layered 3,000 ops x 4"),
+    )
     for tight in (0.95, 0.85, 0.75):
-        for problem, name in _memory_cases():
+        for problem, name in cases:
             graph = op_graph(problem, range(problem.num_devices))
             devices = place_clusters(problem, graph, slice_graph(graph))
             peak = peak_bytes(problem, devices, fifo(problem, devices)).max()
@@ -149,14 +154,6 @@ def memory() -> None:
                 f"{name:24s} limit {tight:.2f} x peak: fits {fits}, {100 * moved:5.2f} % of ops moved, "
                 f"{len(rounds)} rounds, makespan {run.end_s.max() / rounds[0].end_s.max():.3f} x"
             )
-
-
-def _memory_cases() -> list[tuple[Problem, str]]:
-    return [
-        (word_rnn(num_devices=4), "word_rnn x 4"),
-        (random_problem(1, 1_000, 4, shape="branchy", width=8), "branchy 3,000 ops x 4"),
-        (random_problem(2, 1_000, 4, width=12), "layered 3,000 ops x 4"),
-    ]
 
 
 def with_memory(problem: Problem, memory_bytes: int) -> Problem:

@@ -48,8 +48,8 @@ LEVEL = {
     "cli": 11,
     "__main__": 12,
 }
-# Conveniences on records that reach up at call time only, inside a function or for type checkers.
-LATE = {("problem", "cluster")}
+# Conveniences on records that reach up or aside at call time only, inside a function or for type checkers.
+LATE = {("problem", "cluster"), ("reporting", "measured")}
 
 
 def sources():

@@ -233,8 +233,3 @@ def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     ratio = quickest / plan.predicted.step_s
     line = f"one device with room for all would take {ms(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
     print(line)
-
-
-def count(number: int, word: str, plural: str = "s") -> str:
-    """A number and its word: 1 device, 2 devices."""
-    return f"{number} {word}" + (plural if number != 1 else "")

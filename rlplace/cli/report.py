@@ -129,7 +129,6 @@ def _is_database(path: str) -> bool:
 
 
 def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
-    from rlplace.cost.timings import spread_of
     from rlplace.measured.store import TrialStore
     from rlplace.reporting.tables import MeasuredRow
 
@@ -141,14 +140,8 @@ def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRo
         MeasuredRow(
             name=f"trial {number}" + (", anchor" if trial.anchor else ""),
             this=plain and trial.device_of_group == mine,
-            engine=trial.engine,
-            mode=trial.mode,
-            measured_s=trial.median_s if trial.timed else None,
-            predicted_s=trial.predicted_s,
-            spread=spread_of(trial.step_s),
-            steps=len(trial.step_s),
+            timing=trial,
             note="" if trial.status == "done" else " ".join(f"{trial.status.replace('_', ' ')}. {trial.reason}".split()),
-            places=trial.places,
         )
         for number, trial in enumerate(trials, 1)
     ]

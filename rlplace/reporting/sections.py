@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.cost.timings import spread_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
@@ -121,12 +122,12 @@ def measured(data: ReportData) -> str:
     for row in data.measured:
         cells = {
             "Plan": _cell(row.name),
-            "Engine": _cell(row.engine or "-"),
-            "Ops": _cell(row.mode),
-            "Steps": _cell(str(row.steps)),
+            "Engine": _cell(row.timing.engine or "-"),
+            "Ops": _cell(row.timing.mode),
+            "Steps": _cell(str(len(row.timing.step_s))),
             "Measured": _cell(seconds_text(row.measured_s)),
-            "Spread": _cell("-" if row.measured_s is None else percent(row.spread)),
-            "Predicted": _cell(seconds_text(row.predicted_s)),
+            "Spread": _cell("-" if row.measured_s is None else percent(spread_of(row.timing.step_s))),
+            "Predicted": _cell(seconds_text(row.timing.predicted_s)),
             "Error": _cell("-" if row.error is None else f"{100 * row.error:+.1f} %"),
         }
         rows.append(_noted(row, cells))
@@ -134,10 +135,10 @@ def measured(data: ReportData) -> str:
     errors = [abs(row.error) for row in data.measured if row.error is not None]
     said = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
-    if any(row.mode == "replayed" for row in data.measured):
+    if any(row.timing.mode == "replayed" for row in data.measured):
         said.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
     body += f'<p class="note">{escape(" ".join(said))}</p>'
-    mine = next((row for row in data.measured if row.this and row.places), None)
+    mine = next((row for row in data.measured if row.this and row.timing.places), None)
     if mine is not None:
         body += _places(mine)
     return _section("measured", "Predicted and measured", body)
@@ -145,7 +146,7 @@ def measured(data: ReportData) -> str:
 
 def _places(row: MeasuredRow) -> str:
     rows = []
-    for place in row.places:
+    for place in row.timing.places:
         cells = {
             "Process": str(place.rank),
             "Host": place.host,

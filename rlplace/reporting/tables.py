@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlplace.cost.timings import PlaceTiming, PlanTimings
+from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.plan import PlacementPlan
 from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner
@@ -15,6 +16,9 @@ from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.simulator import Timeline, simulate
+
+if TYPE_CHECKING:
+    from rlplace.measured.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -51,33 +55,26 @@ class MeasuredRow:
     Attributes:
         name: For people.
         this: It is the plan that the report is about.
-        engine: What ran it.
-        mode: ``"computed"`` or ``"replayed"``, see `rlplace.cost.timings`.
-        measured_s: Median step; None when it failed.
-        predicted_s: Simulated; None where unknown.
-        spread: Interquartile range over the median.
-        steps: Timed steps.
+        timing: What it took, and what was predicted.
         note: Why it failed.
-        places: Per process what it did in the median step.
     """
 
     name: str
     this: bool
-    engine: str
-    mode: str
-    measured_s: float | None
-    predicted_s: float | None
-    spread: float
-    steps: int
+    timing: PlanTiming | Trial
     note: str = ""
-    places: tuple[PlaceTiming, ...] = ()
+
+    @property
+    def measured_s(self) -> float | None:
+        """Median step; None when it failed."""
+        return self.timing.median_s if self.timing.step_s else None
 
     @property
     def error(self) -> float | None:
         """Predicted over measured, minus 1."""
-        if self.measured_s is None or self.predicted_s is None:
+        if self.measured_s is None or self.timing.predicted_s is None:
             return None
-        return self.predicted_s / self.measured_s - 1.0
+        return self.timing.predicted_s / self.measured_s - 1.0
 
 
 def planner_rows(
@@ -148,17 +145,4 @@ def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int,
 def measured_rows(timings: PlanTimings, plan: PlacementPlan) -> tuple[MeasuredRow, ...]:
     """The plans of a timings file; the report's own one is known by its fingerprint."""
     fingerprint = plan.fingerprint
-    return tuple(
-        MeasuredRow(
-            name=row.name,
-            this=row.plan == fingerprint,
-            engine=row.engine,
-            mode=row.mode,
-            measured_s=row.median_s,
-            predicted_s=row.predicted_s,
-            spread=row.spread,
-            steps=len(row.step_s),
-            places=row.places,
-        )
-        for row in timings.plans
-    )
+    return tuple(MeasuredRow(row.name, row.plan == fingerprint, row) for row in timings.plans)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -29,32 +28,15 @@ _KICK = 3
 PINNED = FEATURES.index("pinned_target")
 
 
-@dataclass(frozen=True)
-class SearchSettings:
-    """How the compiled loop searches.
-
-    Attributes:
-        moves: Moves drawn and ranked at a time.
-        noise: Scale of the Gumbel noise on scores.
-        tries: Moves tried before others are drawn.
-        stale: Moves made before the plan is looked at again.
-        fill: Plans that provably fill a device beyond this share of its memory are not tried.
-        hot: Start temperature, relative to the best step time. cooling: End temperature relative to it.
-        patience: Rounds without a new best plan before the search goes back to the best one and changes it at random.
-    """
-
-    moves: int = 256
-    noise: float = 0.3
-    tries: int = 24
-    stale: int = 3
-    fill: float = 1.1
-    hot: float = 1e-3
-    cooling: float = 0.1
-    patience: int = 8
-
-
-SETTINGS = SearchSettings()
-"""Tuned on the validation split; the same for every budget, since nothing else was better by more than the noise."""
+# How the compiled loop searches: tuned on the validation split, the same for every budget, since nothing else was better by
+# more than the noise.
+_MOVES = 256  # drawn and ranked at a time
+_NOISE = 0.3  # scale of the Gumbel noise on scores
+_TRIES = 24  # moves tried before others are drawn
+_STALE = 3  # moves made before the plan is looked at again
+_FILL = 1.1  # plans that provably fill a device beyond this share of its memory are not tried
+_HOT, _COOLING = 1e-3, 0.1  # start temperature relative to the best step time, end temperature relative to it
+_PATIENCE = 8  # rounds without a new best plan before the search goes back to the best one and changes it at random
 
 
 class Search:
@@ -72,7 +54,6 @@ class Search:
         start: NDArray[np.int32],
         *,
         seed: int,
-        settings: SearchSettings = SETTINGS,
     ) -> None:
         """Prepares; nothing is simulated yet.
 
@@ -81,10 +62,9 @@ class Search:
             network: Ranks moves.
             start: int32 [G], the plan to start from.
             seed: Seed of everything random.
-            settings: How the compiled loop searches.
         """
-        self.instance, self.settings, self._seed = instance, settings, seed
-        self._guide = Guide(instance, settings.moves, seed)
+        self.instance, self._seed = instance, seed
+        self._guide = Guide(instance, _MOVES, seed)
         self._moves = MoveMaker(instance.problem, seed)
         self._simulation, self._trial = self._guide.simulator.compiled
         self._plan = np.array(start, dtype=np.int32)
@@ -95,7 +75,7 @@ class Search:
         rng = np.random.default_rng(seed)
         self._keys = rng.integers(0, 1 << 63, size=instance.allowed.shape, dtype=np.uint64)
         self._seen = np.zeros(_SEEN, dtype=np.uint64)
-        self._logits = np.zeros(settings.moves, dtype=np.float32)
+        self._logits = np.zeros(_MOVES, dtype=np.float32)
         self._weights = network.compiled()
         self.calls = 0
 
@@ -144,18 +124,17 @@ class Search:
                 values = values + rng.gumbel(size=count)
             plan = guide.moved(plan, int(np.argmax(values)))
 
-    def run(self, *, calls: int | None = None, deadline_s: float = math.inf, budget: float | None = None) -> None:
+    def run(self, *, calls: int | None = None, deadline_s: float = math.inf) -> None:
         """Searches until the calls or the time are used up, or nothing is left to try.
 
         Args:
-            calls: Simulations to make; None: no limit.
+            calls: Simulations to make, over which the temperature falls; None: no limit.
             deadline_s: Moment on the monotonic clock.
-            budget: Simulations over which the temperature falls; default `calls`.
         """
         begin_s, first = time.monotonic(), self.calls
         limit = math.inf if calls is None else calls
         chunk = _CHUNK if deadline_s == math.inf else 1
-        progress, slope = 0.0, 0.0 if budget is None and calls is None else 1.0 / max(1.0, float(budget or calls or 1))
+        progress, slope = 0.0, 0.0 if calls is None else 1.0 / max(1, calls)
         few = float(np.log(self.instance.allowed.sum(axis=1)).sum()) <= math.log(_SEEN) + 1e-9
         idle = 0
         while progress < 1.0:
@@ -185,13 +164,13 @@ class Search:
     def _chunk(self, calls: int, progress: float, slope: float) -> int:
         from rlplace.agents.guided import search
 
-        g, s = self._guide, self.settings
+        g = self._guide
         return int(
             search(
                 self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights,
                 self._plan, self._best, self._score, self._counts, g.state, self._keys, self._seen, SHARES, g.ptr, g.groups,
-                g.targets, g.kinds, g.table, self._logits, calls, s.noise, s.tries, s.stale, s.fill,
-                s.hot, s.cooling, s.patience, progress, slope, _KICK,
+                g.targets, g.kinds, g.table, self._logits, calls, _NOISE, _TRIES, _STALE, _FILL,
+                _HOT, _COOLING, _PATIENCE, progress, slope, _KICK,
             )
         )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Store:
         if self._file is not None and (report or self._file.path.exists()):
             self._take(self._file, check=not report)
         elif self._file is not None:
-            self._file.rewrite(self.settings)
+            self._file.begin(self.settings)
 
     def add(self, record: CaseInfo | Method | BenchmarkRow) -> None:
         """Adds a finished row (one that failed before gives way), a method or a case.

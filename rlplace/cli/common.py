@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,19 +85,13 @@ def pricing_flags(options: argparse.Namespace) -> list[str]:
 
 def model_options(options: argparse.Namespace) -> list[str]:
     """The MODEL options that were given, other than by their default, as words of a command."""
-    words = [f"--{name}={getattr(options, name)}" for name in (*_SIZES, "autocast", "costs") if _given(options, name)]
+    words = [f"--{name}={getattr(options, name)}" for name in _given(options, (*_SIZES, "autocast", "costs"))]
     words += ["--master-weights"] if options.master_weights else []
     return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
 
 
-def _given(options: argparse.Namespace, name: str) -> bool:
-    value: object = getattr(options, name)
-    return value != _SIZES.get(name)
-
-
-def _size_flags(options: argparse.Namespace) -> list[str]:
-    """The options given, other than by their default, that say what is captured."""
-    return [f"--{name}" for name, default in _SIZES.items() if getattr(options, name) != default]
+def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    return [name for name in names if getattr(options, name) != _SIZES.get(name)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +114,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if flags := _size_flags(options):
-            raise InputError(f"{model} was captured and has its own sizes; leave {flags[0]} out, or name the model instead")
+        if given := _given(options, _SIZES):
+            raise InputError(f"{model} was captured and has its own sizes; leave --{given[0]} out, or name the model instead")
         return load_problem(model, options)
     from rlplace.cluster.parse import parse
 

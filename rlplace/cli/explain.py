@@ -53,15 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
-    if options.what.endswith(_PLAN):
-        _refuse_model_options(options)
-        if not _strategy(options):
-            show(_plan(options), options)
-        return 0
-    if options.problem or options.group:
-        option = "--problem" if options.problem else "--group"
-        raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {options.what} is not")
-    return _model(options)
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+
+    option = "--problem" if options.problem else "--group" if options.group else None
+    if not options.what.endswith(_PLAN):
+        if option:
+            raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {options.what} is not")
+        return _model(options)
+    _refuse_model_options(options)
+    plan = PlacementPlan.load(options.what)
+    if plan.strategy is None:
+        show(_plan(options), options)
+    elif option:
+        raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
+    else:
+        _show_strategy(plan, cluster_of_plan(plan, options.cluster), options)
+    return 0
 
 
 def _refuse_model_options(options: argparse.Namespace) -> None:
@@ -73,25 +81,6 @@ def _refuse_model_options(options: argparse.Namespace) -> None:
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"calls": options.calls, "time_limit_s": options.time_limit, "seed": options.seed}
-
-
-def _strategy(options: argparse.Namespace) -> bool:
-    """Explains a plan that holds a whole strategy.
-
-    Returns:
-        False: it places groups.
-    """
-    from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
-
-    plan = PlacementPlan.load(options.what)
-    if plan.strategy is None:
-        return False
-    if options.problem or options.group:
-        option = "--problem" if options.problem else "--group"
-        raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
-    _show_strategy(plan, cluster_of_plan(plan, options.cluster), options)
-    return True
 
 
 def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:

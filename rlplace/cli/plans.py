@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -57,15 +58,13 @@ def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Prob
     """Captures and prices a plan's model again for a micro-batch of so many samples; what was priced is kept."""
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan, rebuild_problem
 
-    kept: dict[int, Problem] = {}
     own = plan.source or {}
 
+    @functools.cache
     def at(samples: int) -> Problem:
-        if samples not in kept:
-            say(f"capturing one training step of {samples} samples")
-            graph = {key: value for key, value in own["graph"].items() if key != "rescaled_from"}
-            source = {**own, "graph": {**graph, "batch": samples}}
-            kept[samples] = rebuild_problem(dataclasses.replace(plan, source=source), cluster_of_plan(plan, cluster))
-        return kept[samples]
+        say(f"capturing one training step of {samples} samples")
+        graph = {key: value for key, value in own["graph"].items() if key != "rescaled_from"}
+        source = {**own, "graph": {**graph, "batch": samples}}
+        return rebuild_problem(dataclasses.replace(plan, source=source), cluster_of_plan(plan, cluster))
 
     return at

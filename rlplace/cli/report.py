@@ -50,8 +50,9 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.reporting.report import report
 
     check_output(options.out)
-    if PlacementPlan.load(options.plan).strategy is not None:
-        return _show(options, _strategy(options))
+    whole = PlacementPlan.load(options.plan)
+    if whole.strategy is not None:
+        return _show(options, _strategy(whole, options))
     plan, problem = plan_and_problem(options.plan, options.problem, options.cluster)
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     data = report(
@@ -67,18 +68,16 @@ def run(options: argparse.Namespace) -> int:
     return _show(options, data)
 
 
-def _strategy(options: argparse.Namespace) -> ReportData:
+def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
     """The report of a whole strategy."""
     from rlplace.cost.timings import PlanTimings
     from rlplace.evaluating.page import strategy_page
     from rlplace.files import write_text
-    from rlplace.plan import PlacementPlan
     from rlplace.reporting.report import render
     from rlplace.reporting.tables import measured_rows
 
     if options.problem:
         raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
-    plan = PlacementPlan.load(options.plan)
     measured = [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
     data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=measured)
     write_text(options.out, render(data))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,9 @@ class RowFile:
         self.path, self.kinds = path, tuple(kinds)
         self._format, self._version = format_name, version
 
-    def rewrite(self, settings: Mapping[str, Any], entries: Iterable[tuple[str, Any]] = ()) -> None:
-        """Writes header and records anew, the whole file or nothing."""
-        header = {"format": self._format, "version": self._version, "settings": dict(settings)}
-        write_text(self.path, "".join(_line(part) for part in (header, *({kind: data} for kind, data in entries))))
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Writes the header, anew."""
+        write_text(self.path, _line({"format": self._format, "version": self._version, "settings": dict(settings)}))
 
     def append(self, kind: str, data: Mapping[str, Any]) -> None:
         """Adds a record.
@@ -134,7 +133,7 @@ class Store:
                 raise InputError(f"{path}: exists; --resume goes on with it, or choose another name")
             self._load()
         else:
-            self._lines.rewrite(asdict(settings))
+            self._lines.begin(asdict(settings))
 
     def add_problem(self, info: ProblemInfo) -> None:
         """Adds a problem; one that is known must be the same.

@@ -169,24 +169,15 @@ def preset(text: str) -> Cluster:
     kinds: list[DeviceKind] = []
     host_of: list[int] = []
     hosts: list[Host] = []
-    for kind, num_hosts, count, host in terms:
-        if kind.host_processor and len(terms) > 1:
-            continue
-        for _ in range(num_hosts):
+    apart = [kind.host_processor and len(terms) > 1 for kind, *_ in terms]  # these belong to the hosts of the accelerators
+    for processors in (False, True):
+        chosen = [term for term, own in zip(terms, apart, strict=True) if own == processors]
+        several = [(kind, count, host) for kind, num_hosts, count, host in chosen for _ in range(num_hosts)]
+        for number, (kind, count, host) in enumerate(several):
+            if number == len(hosts):
+                hosts.append(host)
             kinds += [kind] * count
-            host_of += [len(hosts)] * count
-            hosts.append(host)
-    if len(terms) > 1:  # processors belong to the hosts of the accelerators
-        next_host = 0
-        for kind, num_hosts, count, host in terms:
-            if not kind.host_processor:
-                continue
-            for _ in range(num_hosts):
-                if next_host == len(hosts):
-                    hosts.append(host)
-                kinds += [kind] * count
-                host_of += [next_host] * count
-                next_host += 1
+            host_of += [number] * count
     return assemble(kinds, host_of, hosts, name=text.strip(), text=text.strip())
 
 

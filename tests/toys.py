@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, Problem
+from rlplace.problem.problem import Problem
 
 
 class Toy(NamedTuple):
@@ -19,56 +19,6 @@ class Toy(NamedTuple):
     problem: Problem
     optimal_step_s: float
     optimal_device_of_group: list[int]
-
-
-def pipeline_chain(
-    stages: int,
-    num_devices: int,
-    *,
-    forward_s: float = 1.0,
-    input_s: float = 1.0,
-    weight_s: float = 1.0,
-    split: bool = False,
-    activation_bytes: int = 1,
-    latency_s: float = 0.0,
-) -> Problem:
-    """A chain of equal stages, one group each, whose activations live from a stage's forward to its backward.
-
-    What stages send each other has no bytes, so that memory counts activations alone. docs/cost-model/pipelines.md has the
-    step times and activations of pipeline schedules on it.
-
-    Args:
-        stages: Length of the chain.
-        num_devices: Devices, without memory limits.
-        forward_s: Of every stage; so are `input_s` and `weight_s`, the two parts of its backward.
-        input_s: See `forward_s`.
-        weight_s: See `forward_s`.
-        split: Whether the weight gradients are an op of their own.
-        activation_bytes: What a forward keeps for its backward.
-        latency_s: Of every link.
-    """
-    phases = [FORWARD, BACKWARD, BACKWARD_WEIGHT][: 2 + split]
-    seconds = [forward_s, input_s, weight_s] if split else [forward_s, input_s + weight_s]
-    first = [stages * k for k in range(len(phases))]  # the op of stage i and phase k is first[k] + i
-    tensors = []
-    for i in range(stages):
-        tensors.append(TensorSpec(i, activation_bytes, [k + i for k in first[1:]]))
-        if i + 1 < stages:
-            tensors.append(TensorSpec(i, 0, [i + 1]))
-        readers = [first[1] + i - 1] if i else []
-        readers += [first[2] + i] if split else []
-        if readers:
-            tensors.append(TensorSpec(first[1] + i, 0, readers))
-    return build_problem(
-        f"pipeline_{stages}",
-        time_s=[[second] * num_devices for second in seconds for _ in range(stages)],
-        tensors=tensors,
-        memory_bytes=[None] * num_devices,
-        group=list(range(stages)) * len(phases),
-        phase=[phase for phase in phases for _ in range(stages)],
-        bandwidth_bytes_per_s=1e9,
-        latency_s=latency_s,
-    )
 
 
 def two_device_chain(length: int = 6) -> Toy:

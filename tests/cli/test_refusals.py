@@ -37,6 +37,8 @@ CASES = [
     ("place x --planner heft --calls 3", "--calls is for whole strategies"),
     ("place x --planner heft --space auto", "places groups one by one"),
     ("place x --space tensor=0", "tensor"),
+    ("place x --space tensor", "expected KEY=VALUE"),
+    ("place x --space auto --memory", "--memory belongs to placements"),
     ("place x --space microbatch=2 --microbatch 4", "microbatch stands twice"),
     ("place hf:gpt3", "did you mean"),
     ("place zoo:incepton", "did you mean 'inception'"),

@@ -81,22 +81,8 @@ def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(
 
 def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placed = tmp_path / "p.plan.json"
-    words = [
-        MODEL,
-        "--cluster",
-        "a100-80g:2",
-        "--batch",
-        "4",
-        "--seq",
-        "32",
-        "--space",
-        "placement",
-        "--planner",
-        "single",
-        "--out",
-        placed,
-    ]
-    assert run(capsys, "place", *words)[0] == 0
+    words = "--cluster a100-80g:2 --batch 4 --seq 32 --space placement --planner single --out".split()
+    assert run(capsys, "place", MODEL, *words, placed)[0] == 0
     code, out, _ = run(capsys, "diff", folder / "a.plan.json", placed)
     assert code == 0
     assert out.startswith("a whole strategy against a placement of groups, 8 and 4 samples a step")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.bipartition.chains import make_chain
-from benchmarks.papers.bipartition.profile import ProfileNode, profile_chain, profile_problem, read_profile
+from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
@@ -22,13 +22,6 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 PROFILES = Path(__file__).parent / "profiles"
-
-
-def chain_nodes(forward, activation_bytes=0, parameter_bytes=0):
-    return tuple(
-        ProfileNode(f"node{i}", "Layer", float(f), 2.0 * f, activation_bytes, parameter_bytes, (f"node{i - 1}",) if i else ())
-        for i, f in enumerate(forward)
-    )
 
 
 @cache

@@ -197,18 +197,3 @@ def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert any(line.startswith("data parallel") for line in said)
     assert main([*words, "--json"]) == 0
     assert Strategy.from_dict(json.loads(capsys.readouterr().out)["strategy"]).batch == 32
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--space", "tensor"], "expected KEY=VALUE"),
-        (["--space", "auto", "--memory"], "--memory belongs to placements"),
-        (["--space", "auto", "--planner", "metis"], "planner metis places groups"),
-        (["--planner", "heft", "--calls", "3"], "--calls is for whole strategies"),
-        (["--planner", "heft", "--batch", "9", "--microbatches", "2"], "--microbatches is for whole strategies"),
-    ],
-)
-def test_options_that_do_not_go_together(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["place", GPT2, "--cluster", CLUSTER, "--seq", "64", *words]) == 2
-    assert reason in capsys.readouterr().err

@@ -85,7 +85,7 @@ def measurements_of(store: TrialStore, *, site: str | None = None) -> list[Measu
     """
     sets: dict[tuple[str, str, str], dict[tuple[int, ...], Trial]] = {}
     for trial in store.trials(site=site):
-        if not trial.timed or trial.priority is not None or trial.microbatches > 1:
+        if not trial.timed:
             continue
         key = (trial.problem, trial.site, trial.mode)
         plans = sets.setdefault(key, {})

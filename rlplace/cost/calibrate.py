@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from rlplace.cluster.presets import DeviceKind
@@ -27,20 +28,7 @@ _LEAST_S = 1e-8  # times below are clock noise
 _MOST_FACTOR = 2.0
 _HEADROOM = 1.05
 
-
-@dataclass(frozen=True)
-class Row:
-    """A distinct op over all measurements.
-
-    Attributes:
-        op: As one of the measurements has it.
-        seconds: Mean over all of them, weighted by count.
-        count: Ops that it stands for.
-    """
-
-    op: MeasuredOp
-    seconds: float
-    count: int
+Ops = Sequence[MeasuredOp]
 
 
 @dataclass(frozen=True)
@@ -140,8 +128,8 @@ class Fitted:
     passed_on: Mapping[Key, float]
 
 
-def pool(measurements: Iterable[Measurement]) -> list[Row]:
-    """The distinct ops of several measurements."""
+def pool(measurements: Iterable[Measurement]) -> list[MeasuredOp]:
+    """The distinct ops of several measurements, with their mean seconds, weighted by count."""
     found: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
     for measurement in measurements:
         for op in measurement.ops:
@@ -149,11 +137,12 @@ def pool(measurements: Iterable[Measurement]) -> list[Row]:
     rows = []
     for ops in found.values():
         count = sum(op.count for op in ops)
-        rows.append(Row(ops[0], max(sum(op.seconds * op.count for op in ops) / count, _LEAST_S), count))
+        seconds = max(sum(op.seconds * op.count for op in ops) / count, _LEAST_S)
+        rows.append(msgspec.structs.replace(ops[0], seconds=seconds, count=count))
     return rows
 
 
-def fit(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float = 1.0, wanted: Sequence[Row] | None = None) -> Fitted:
+def fit(rows: Ops, kind: DeviceKind, source: str, scale: float = 1.0, wanted: Ops | None = None) -> Fitted:
     """Curves by target and by op class.
 
     Args:
@@ -163,25 +152,24 @@ def fit(rows: Sequence[Row], kind: DeviceKind, source: str, scale: float = 1.0, 
         scale: Factor on all times, see `_time_scale`.
         wanted: Only what it takes to predict these; None: everything.
     """
-    by_target: dict[Key, list[Row]] = defaultdict(list)
-    by_class: dict[Key, list[Row]] = defaultdict(list)
-    views: dict[Key, list[Row]] = defaultdict(list)
-    for row in rows:
-        op = row.op
+    by_target: dict[Key, list[MeasuredOp]] = defaultdict(list)
+    by_class: dict[Key, list[MeasuredOp]] = defaultdict(list)
+    views: dict[Key, list[MeasuredOp]] = defaultdict(list)
+    for op in rows:
         if op.kind == "view" and op.direction == "backward" and not op.size_bytes:
-            views[(op.target, op.dtype, "forward")].append(row)
+            views[(op.target, op.dtype, "forward")].append(op)
             continue
-        by_target[_key(op)].append(row)
+        by_target[_key(op)].append(op)
         if op.size_bytes:
-            by_class[_class_key(op, kind)].append(row)
+            by_class[_class_key(op, kind)].append(op)
     if wanted is not None:
-        keys = {_key(row.op) for row in wanted}
-        loans = {_class_key(row.op, kind) for row in wanted if _key(row.op) not in by_target}
+        keys = {_key(row) for row in wanted}
+        loans = {_class_key(row, kind) for row in wanted if _key(row) not in by_target}
         by_target = {key: items for key, items in by_target.items() if key in keys}
         by_class = {key: items for key, items in by_class.items() if key in loans}
     passed_on = {key: _mean(items) * scale for key, items in views.items()}
     targets = {key: _fit_rows(items, kind, source, scale, passed_on.get(key, 0.0)) for key, items in by_target.items()}
-    classes = {key: _fit_rows(items, kind, source, scale, calls=_kernels(items[0].op)) for key, items in by_class.items()}
+    classes = {key: _fit_rows(items, kind, source, scale, calls=_kernels(items[0])) for key, items in by_class.items()}
     return Fitted(targets, classes, passed_on)
 
 
@@ -238,31 +226,28 @@ def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float
                 raise InputError(f"calibrate: {first.name} has {what} {here}, {m.name} has {there}; calibrate them apart")
 
 
-def _time_scale(rows: Sequence[Row], kind: DeviceKind) -> float:
+def _time_scale(rows: Ops, kind: DeviceKind) -> float:
     """Factor that makes every time long enough for the peaks of the kind, whose presets may be below what a chip does.
 
     Efficiencies may not exceed 1; times are fitted larger by this factor and `step_factor` takes it back.
     """
     worst = 1.0
-    for row in rows:
-        op = row.op
-        if row.seconds * row.count < 1e-5 or op.kind == "view":
+    for op in rows:
+        if op.seconds * op.count < 1e-5 or op.kind == "view":
             continue
         peak = peak_of(kind, precision_of(kind, op.kind, op.dtype))
         least = max(op.flops / peak, op.size_bytes / kind.memory_bandwidth_bytes_per_s)
-        worst = max(worst, _HEADROOM * least / row.seconds)
+        worst = max(worst, _HEADROOM * least / op.seconds)
     return min(worst, 50.0)
 
 
-def _fit_rows(
-    rows: Sequence[Row], kind: DeviceKind, source: str, scale: float, more_s: float = 0.0, calls: float = 1.0
-) -> Curve:
+def _fit_rows(rows: Ops, kind: DeviceKind, source: str, scale: float, more_s: float = 0.0, calls: float = 1.0) -> Curve:
     """The curve of one target or class. Ops without work cost the host's time alone."""
-    op = rows[0].op
-    if all(row.op.size_bytes == 0 and row.op.flops == 0 for row in rows):
+    op = rows[0]
+    if all(row.size_bytes == 0 and row.flops == 0 for row in rows):
         return Curve(1.0, 0.0, 1.0, 0.0, floor_s=min(1.0, _mean(rows) * scale + more_s), basis="calibrated", source=source)
     return fit_op_curve(
-        [OpTiming(row.op.flops, row.op.size_bytes, row.seconds * scale + more_s, calls, row.op.dims) for row in rows],
+        [OpTiming(row.flops, row.size_bytes, row.seconds * scale + more_s, calls, row.dims) for row in rows],
         peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
         basis="calibrated",
@@ -288,16 +273,16 @@ def _seconds(curve: Curve, op: MeasuredOp, kind: DeviceKind, calls: float) -> fl
     return calls * ((curve.floor_s or 0.0) + float(work[0]))
 
 
-def _mean(rows: Sequence[Row]) -> float:
+def _mean(rows: Ops) -> float:
     return sum(row.seconds * row.count for row in rows) / sum(row.count for row in rows)
 
 
-def _shapes(rows: Sequence[Row], key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
+def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
     """Timed shapes of a target; several rows may look alike to an op graph, then their mean counts."""
-    found: dict[frozenset[tuple[str, int]], list[Row]] = defaultdict(list)
+    found: dict[frozenset[tuple[str, int]], list[MeasuredOp]] = defaultdict(list)
     for row in rows:
-        if _key(row.op) == key and (row.op.size_bytes or row.op.flops):
-            dims = shape_dims(row.op.dims, row.op.flops, row.op.size_bytes)
+        if _key(row) == key and (row.size_bytes or row.flops):
+            dims = shape_dims(row.dims, row.flops, row.size_bytes)
             found[frozenset(dims.items())].append(row)
     more = fitted.passed_on.get(key, 0.0)
     return tuple(MeasuredShape(dict(sorted(dims)), _mean(same) * scale + more) for dims, same in found.items())
@@ -319,24 +304,24 @@ def _source(measurements: Sequence[Measurement]) -> str:
     return f"measured on {environment.device}, torch {environment.torch}, {environment.threads} threads: {models}"[:500]
 
 
-def _shape_errors(rows: Sequence[Row], kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
+def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
     """Each target with at least four shapes loses a share of them; the others predict it."""
     rng = np.random.default_rng(seed)
-    by_key: dict[Key, list[Row]] = defaultdict(list)
+    by_key: dict[Key, list[MeasuredOp]] = defaultdict(list)
     for row in rows:
-        if row.op.size_bytes:
-            by_key[_key(row.op)].append(row)
-    kept: list[Row] = [row for row in rows if not row.op.size_bytes]
-    out: list[Row] = []
+        if row.size_bytes:
+            by_key[_key(row)].append(row)
+    kept: list[MeasuredOp] = [row for row in rows if not row.size_bytes]
+    out: list[MeasuredOp] = []
     for items in by_key.values():
         number = round(holdout * len(items)) if len(items) >= 4 else 0
         chosen = set(rng.permutation(len(items))[:number].tolist())
         for index, row in enumerate(items):
             (out if index in chosen else kept).append(row)
     fitted = fit(kept, kind, "", scale, wanted=out)
-    groups: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[MeasuredOp]] = defaultdict(list)
     for row in out:
-        groups[f"{row.op.kind} {row.op.direction}"].append(row)
+        groups[f"{row.kind} {row.direction}"].append(row)
     return tuple(_error(label, groups[label], fitted, kind, scale) for label in sorted(groups))
 
 
@@ -352,9 +337,9 @@ def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: 
     return tuple(errors)
 
 
-def _error(label: str, rows: Sequence[Row], fitted: Fitted, kind: DeviceKind, scale: float) -> FitError:
+def _error(label: str, rows: Ops, fitted: Fitted, kind: DeviceKind, scale: float) -> FitError:
     measured = np.array([row.seconds for row in rows])
-    predictions = [predict(row.op, fitted, kind) for row in rows]
+    predictions = [predict(row, fitted, kind) for row in rows]
     predicted = np.array([seconds for seconds, _ in predictions]) / scale
     count = np.array([row.count for row in rows])
     loaned = np.array([loan for _, loan in predictions])

@@ -230,18 +230,10 @@ def _check_model(model: Any, loss: Any) -> None:
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    import torch
-
+    from rlplace.graph.inputs import split_inputs
     from rlplace.graph.record import tensors_in
 
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    elif isinstance(inputs, (tuple, list)):
-        args, kwargs = tuple(inputs), {}
-    else:
-        raise InputError(f"example_inputs: expected a dict, a tuple or a tensor, found {type(inputs).__name__}")
+    args, kwargs = split_inputs(inputs)
     if not all(isinstance(key, str) for key in kwargs):
         raise InputError("example_inputs: the keys of a dict must be argument names of the model's forward")
     if next(tensors_in((args, kwargs)), None) is None:

@@ -21,6 +21,23 @@ MAX_PARTS = 1000
 _PLAIN = (bool, int, float, str, type(None))
 
 
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call from what a caller gives: a dict by keyword, a tuple, or one tensor.
+
+    Raises:
+        InputError: It is something else.
+    """
+    import torch
+
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):  # a tokenizer's BatchEncoding, too
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    raise InputError(f"example_inputs: expected a dict, a tuple or a tensor, found {type(inputs).__name__}")
+
+
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments of a call without their values; None when they hold something that JSON cannot say.
 

@@ -23,7 +23,7 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.interrupts import deferred_signals
 from rlplace.measured.race import FIRST_NOISE, Levels, Race, level_at, pace_levels, pooled_noise, settled, upper_bound
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import FAILED, LIST, Budget, BudgetSpent, Spent, Trial
+from rlplace.measured.trial import FAILED, Budget, BudgetSpent, Spent, Trial
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 
@@ -196,8 +196,7 @@ class Campaign:
 
     def _mine(self, trial: Trial) -> bool:
         """Whether a trial was made under the campaign's conditions."""
-        conditions = (self.problem.fingerprint, self._site, self.mode, 1, LIST)
-        return (trial.problem, trial.site, trial.mode, trial.microbatches, trial.schedule) == conditions
+        return (trial.problem, trial.site, trial.mode) == (self.problem.fingerprint, self._site, self.mode)
 
     def _racing(self) -> Race:
         best = self.best()

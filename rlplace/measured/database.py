@@ -22,7 +22,7 @@ MAX_VALUE_BYTES = 1 << 27
 _LEAST_BYTES = 512
 """The smallest page of a database, and so the smallest database."""
 
-# `plan_key` is a digest of `Trial.key`. `uid` is drawn when a trial is first written: the same trial in two files has the same.
+# `plan_key` is a digest of plan and conditions. `uid` is drawn once: the same trial in two files has the same.
 SCHEMA = (
     "CREATE TABLE sites (fingerprint TEXT PRIMARY KEY NOT NULL, name TEXT NOT NULL, facts TEXT NOT NULL)",
     "CREATE TABLE problems (fingerprint TEXT PRIMARY KEY NOT NULL, name TEXT NOT NULL, num_devices INTEGER NOT NULL, "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlplace.errors import InputError, whole_number
+from rlplace.errors import whole_number
 from rlplace.measured.trial import Trial
 
 Z = 2.5
@@ -47,10 +47,6 @@ class Race:
 
     def __post_init__(self) -> None:
         whole_number(self.repeats, "race: repeats", 1)
-        if not all(isinstance(value, (int, float)) for value in (self.best_s, self.noise)):
-            raise InputError("race: best_s and noise must be numbers")
-        if not self.best_s > 0 or not 0 <= self.noise < 10:
-            raise InputError("race: best_s must be positive, noise a number from 0 up")
 
     def lost(self, step_s: Sequence[float]) -> bool:
         """Whether these steps are slower than the best plan's beyond doubt."""

@@ -8,16 +8,19 @@ from typing import Any
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
-from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, MAX_OPS, MAX_REASON, MAX_STEPS, Trial
+from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, MAX_REASON, MAX_STEPS, Trial
 from rlplace.records import build, plain
 
 COLUMNS = (
-    "problem", "site", "run", "anchor", "status", "microbatches", "schedule", "mode", "engine", "began_at", "setup_s",
-    "predicted_s", "device_of_group", "priority", "step_s", "places", "reason",
+    "problem", "site", "run", "anchor", "status", "mode", "engine", "began_at", "setup_s", "predicted_s", "device_of_group",
+    "step_s", "places", "reason",
 )  # fmt: skip
 """Columns of the table `trials`, in the order of the values of `trial_to_row`."""
 
-_LISTS = {"device_of_group": MAX_GROUPS, "priority": MAX_OPS, "step_s": MAX_STEPS}
+ONE_PASS = {"microbatches": 1, "schedule": "list", "priority": None}
+"""Further columns, the same in all rows that are read: trials of older files whose steps ran otherwise are left alone."""
+
+_LISTS = {"device_of_group": MAX_GROUPS, "step_s": MAX_STEPS}
 """Lists of numbers, and how many they may hold."""
 
 _LINES = {"engine": MAX_NAME, "reason": MAX_REASON}
@@ -37,9 +40,7 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
         raise InputError(f"trial: expected a Trial, found {type(trial).__name__}")
     try:
         values = {column: plain(getattr(trial, column)) for column in COLUMNS} | {"anchor": int(trial.anchor)}
-        if trial.priority is not None:
-            values["priority"] = [priority + 0.0 for priority in values["priority"]]  # the text of -0.0 is another
-        values |= {key: None if values[key] is None else canonical_json(values[key]) for key in (*_LISTS, "places")}
+        values |= {key: canonical_json(values[key]) for key in (*_LISTS, "places")}
         values |= {key: _one_line(values[key], limit) for key, limit in _LINES.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"trial: a value is not of the right type: {show(str(error))}") from None
@@ -59,8 +60,7 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
     """
     value = dict(zip(COLUMNS, row, strict=True))
     for key, limit in _LISTS.items():
-        if key != "priority" or value[key] is not None:
-            value[key] = _flat(value[key], limit, f"{where}: {key}")
+        value[key] = _flat(value[key], limit, f"{where}: {key}")
     if not isinstance(value["places"], str) or len(value["places"]) > _MAX_PLACES_TEXT:
         raise InputError(f"{where}: places: expected a list as JSON text")
     value["places"] = parse_json(value["places"], f"{where}: places")
@@ -74,8 +74,10 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
     return trial
 
 
-def plan_key(key: tuple[Any, ...]) -> str:
-    """Digest of `Trial.key`, which an index can find."""
+def plan_key(trial: Trial) -> str:
+    """Digest of what has to agree for two trials to be of the same plan under the same conditions."""
+    microbatches, schedule, priority = ONE_PASS.values()
+    key = (trial.problem, trial.site, trial.device_of_group, microbatches, schedule, trial.mode, priority)
     return hashlib.sha256(canonical_json(key).encode()).hexdigest()
 
 

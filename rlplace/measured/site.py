@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,6 @@ MAX_FACTS = 256
 MAX_TEXT = 1 << 16
 MAX_FACTS_TEXT = 1 << 20
 """Limit for all facts as JSON."""
-MAX_RANKS = 4096
 
 Fact = str | float | int
 
@@ -88,11 +88,6 @@ def site_of(
         label: Tells clusters apart whose facts are the same, such as two of a kind of which one has a slow link.
         details: More facts, of the job as a whole, such as its backend.
     """
-    if not 1 <= len(ranks_facts) <= MAX_RANKS:
-        raise InputError(f"site: {len(ranks_facts)} processes; a job has 1 to {MAX_RANKS}")
-    for rank, facts in enumerate(ranks_facts):
-        if not isinstance(facts, Mapping):
-            raise InputError(f"site: rank {rank}: expected facts by name, found {type(facts).__name__}")
     hosts = [str(facts.get("host", "")) for facts in ranks_facts]
     number = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
     merged: dict[str, Fact] = {"processes": len(hosts), "hosts": len(number)}
@@ -101,22 +96,11 @@ def site_of(
     for key in dict.fromkeys(key for facts in ranks_facts for key in facts if key != "host"):
         values = [None if key not in facts else _fact(facts[key], f"rank {r}: {key}") for r, facts in enumerate(ranks_facts)]
         merged[key] = _runs(values) if len(set(values)) > 1 else values[0]  # type: ignore[assignment]
-    for more in (details or {}, {"label": label} if label else {}):
-        for key, value in more.items():
-            if key in merged:
-                raise InputError(f"site: fact {show(key)} is given twice")
-            merged[key] = value
-    return Site(name, merged)
+    return Site(name, {**merged, **(details or {}), **({"label": label} if label else {})})
 
 
 def _runs(values: Sequence[Fact | None]) -> str:
-    runs: list[list[Any]] = []
-    for value in values:
-        if runs and runs[-1][1] == value:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, value])
-    return canonical_json(runs)
+    return canonical_json([[len(list(same)), value] for value, same in itertools.groupby(values)])
 
 
 def _fact(value: Any, key: str) -> Fact:

@@ -16,7 +16,7 @@ from typing import Any
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
 from rlplace.measured.database import open_database, reported, writing
-from rlplace.measured.rows import COLUMNS, plan_key, trial_from_row, trial_to_row
+from rlplace.measured.rows import COLUMNS, ONE_PASS, plan_key, trial_from_row, trial_to_row
 from rlplace.measured.site import MAX_FACTS_TEXT, Site, check_fingerprint, check_text
 from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
@@ -119,7 +119,7 @@ class TrialStore:
             stored = database.execute("SELECT plan_key, status FROM trials WHERE id = ?", (number,)).fetchone()
             if stored is None or stored[1] != "running":
                 raise InputError(f"{self._where}: trial {show(number)} is {'not known' if stored is None else show(stored[1])}")
-            if stored[0] != plan_key(trial.key):
+            if stored[0] != plan_key(trial):
                 raise InputError(f"{self._where}: trial {number} began with another plan, or under other conditions")
             database.execute(f"UPDATE trials SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?", (*row, number))
 
@@ -168,26 +168,26 @@ class TrialStore:
 
     def _add(self, trial: Trial, *, running: bool) -> int:
         row, trial = _checked(trial, running=running)
-        columns = ("uid", "plan_key", *COLUMNS)
+        columns = ("uid", "plan_key", *ONE_PASS, *COLUMNS)
         text = f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         with self._writing() as database:
             _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)
-            return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial.key), *row)).lastrowid or 0)
+            return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial), *ONE_PASS.values(), *row)).lastrowid or 0)
 
-    def _sizes(self, database: sqlite3.Connection, problem: str, site: str, where: str) -> tuple[int, int, int]:
-        """Devices, groups and ops of a problem; refuses a problem or cluster that the store does not know."""
-        text = "SELECT num_devices, num_groups, num_ops FROM problems WHERE fingerprint = ?"
+    def _sizes(self, database: sqlite3.Connection, problem: str, site: str, where: str) -> tuple[int, int]:
+        """Devices and groups of a problem; refuses a problem or cluster that the store does not know."""
+        text = "SELECT num_devices, num_groups FROM problems WHERE fingerprint = ?"
         sizes = database.execute(text, (problem,)).fetchone()
         if sizes is None:
             raise InputError(f"{where}: problem {show(problem)} is not in the store; add it first")
         if site != "" and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (site,)).fetchone():
             raise InputError(f"{where}: cluster {show(site)} is not in the store; add it first")
-        devices, groups, ops = (whole_number(size, f"{where}: a size of problem {show(problem)}", 0, 1 << 31) for size in sizes)
-        return devices, groups, ops
+        devices, groups = (whole_number(size, f"{where}: a size of problem {show(problem)}", 0, 1 << 31) for size in sizes)
+        return devices, groups
 
     def _select(self, conditions: dict[str, str]) -> Iterator[tuple[int, Trial]]:
         """Checked trials in the order of adding; read in parts, so that no writer waits for a long read."""
-        known: dict[tuple[str, str], tuple[int, int, int]] = {}
+        known: dict[tuple[str, str], tuple[int, int]] = {}
         last = -1 << 63
         text = f"{_SELECT} WHERE {_all(conditions)} AND id > ? ORDER BY id LIMIT {_CHUNK}"
         while rows := self._rows(text, *conditions.values(), last):
@@ -199,7 +199,7 @@ class TrialStore:
                     with self._reading() as database:
                         known[fingerprints] = self._sizes(database, *fingerprints, at)
                 _check_sizes(trial, known[fingerprints], at)
-                if key != plan_key(trial.key) or not isinstance(uid, bytes) or len(uid) != 16:
+                if key != plan_key(trial) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
                 if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:
                     raise InputError(f"{at}: not in order; the database is damaged")
@@ -241,16 +241,14 @@ def _checked(trial: Trial, *, running: bool) -> tuple[tuple[Any, ...], Trial]:
     return row, trial
 
 
-def _check_sizes(trial: Trial, sizes: tuple[int, int, int], where: str) -> None:
-    num_devices, num_groups, num_ops = sizes
+def _check_sizes(trial: Trial, sizes: tuple[int, int], where: str) -> None:
+    num_devices, num_groups = sizes
     if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
         raise InputError(f"{where}: the plan is not for its problem, which has {num_groups} groups and {num_devices} devices")
-    if trial.priority is not None and len(trial.priority) != num_ops:
-        raise InputError(f"{where}: {len(trial.priority)} priorities, the problem has {num_ops} ops")
 
 
 def _all(conditions: Iterable[str]) -> str:
-    return " AND ".join(conditions) or "1"
+    return " AND ".join((*conditions, "microbatches = 1 AND schedule = 'list' AND priority IS NULL"))
 
 
 def _inflate(blob: Any) -> str:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from rlplace.cost.timings import Mode, PlaceTiming
 from rlplace.limits import DEVICES
-from rlplace.records import Count, Number, Record, check_record
+from rlplace.records import Count, Record, check_record
 
 Status = Literal["done", "dropped", "out_of_memory", "crashed", "refused", "running"]
 """How a trial ended. `dropped`: it was clear after few steps that the plan is slower than the best one, so its times are few.
@@ -21,14 +21,9 @@ STATUSES: tuple[str, ...] = get_args(Status)
 FAILED = ("out_of_memory", "crashed", "refused")
 
 MAX_GROUPS = 1 << 20
-MAX_OPS = 1 << 21
 MAX_STEPS = 1 << 20
 MAX_REASON = 4000
 MAX_NAME = 1000
-
-LIST = "list"
-"""Whatever is ready runs: how placements run."""
-
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _Seconds = Annotated[float, Meta(ge=0.0, lt=1e18)]
@@ -43,14 +38,11 @@ class Trial(Record, frozen=True):
         site: Fingerprint of the cluster and its software, see `rlplace.measured.site.Site`; empty where it was not described.
         device_of_group: The plan, a device number per group.
         status: How it ended.
-        microbatches: Number of them in the step: 1, but in files of before, whose others nothing reads any more.
-        schedule: The step's schedule: `LIST`, as above.
         step_s: Seconds of every timed step, the slowest process of each; empty when it failed.
         places: What every process did in the median step.
         predicted_s: Simulated step time of the problem as it was priced; None where unknown.
         engine: What ran it.
         mode: ``"computed"`` or ``"replayed"``, see `rlplace.cost.timings`.
-        priority: Priorities of the ops, where the plan has its own.
         setup_s: From the plan to the first step.
         began_at: Seconds since 1970.
         reason: Why it failed, one line.
@@ -62,14 +54,11 @@ class Trial(Record, frozen=True):
     site: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
     device_of_group: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(max_length=MAX_GROUPS)]
     status: Status
-    microbatches: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
-    schedule: _Name = LIST
     step_s: Annotated[tuple[_Step, ...], Meta(max_length=MAX_STEPS)] = ()
     places: Annotated[tuple[PlaceTiming, ...], Meta(max_length=DEVICES)] = ()
     predicted_s: _Seconds | None = None
     engine: _Name = ""
     mode: Mode = "computed"
-    priority: Annotated[tuple[Number, ...], Meta(max_length=MAX_OPS)] | None = None
     setup_s: _Seconds = 0.0
     began_at: _Seconds = 0.0
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
@@ -85,11 +74,6 @@ class Trial(Record, frozen=True):
     def median_s(self) -> float:
         """Median step time; inf when the plan failed."""
         return statistics.median(self.step_s) if self.step_s else math.inf
-
-    @property
-    def key(self) -> tuple[str, str, tuple[int, ...], int, str, str, tuple[float, ...] | None]:
-        """What has to agree for two trials to be of the same plan under the same conditions."""
-        return (self.problem, self.site, self.device_of_group, self.microbatches, self.schedule, self.mode, self.priority)
 
 
 class BudgetSpent(Exception):

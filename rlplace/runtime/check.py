@@ -29,15 +29,6 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
     planned_devices(plan)
 
 
-def backward_elsewhere(plan: PlacementPlan) -> str | None:
-    """The first group whose backward the plan runs on another device than its forward; None: there is no such group."""
-    device_of_name = {group.get("name", ""): device for group, device in plan_groups(plan)}
-    for name, device in device_of_name.items():
-        if name.endswith(".backward") and device_of_name.get(name.removesuffix(".backward"), device) != device:
-            return name
-    return None
-
-
 def check_model(model: nn.Module) -> None:
     """Refuses modules without real weights, and modules that already run a plan.
 

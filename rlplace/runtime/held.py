@@ -1,9 +1,8 @@
-"""Exported graphs whose parameters, buffers and constants come in as arguments."""
+"""What exported graphs and copies of models hold: names of tied tensors, models without values, devices written into graphs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,37 +28,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def hold_attributes(
-    source: fx.GraphModule, first_name: Mapping[str, str]
-) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], dict[str, fx.Node]]:
-    """Copies a graph with its tensor attributes as placeholders, one per tensor; they come before the user inputs.
-
-    Args:
-        source: The exported module.
-        first_name: See `first_names`.
-
-    Returns:
-        The copy, without the nodes of `is_check` and not recompiled yet; its node by that of `source`; the placeholders by
-        first name.
-    """
-    graph = fx.Graph()
-    graph.set_codegen(fx.graph.CodeGen())
-    copied: dict[fx.Node, fx.Node] = {}
-    held: dict[str, fx.Node] = {}
-    for node in source.graph.nodes:
-        if node.op != "get_attr" or isinstance(aliases.get_attr(source, str(node.target)), fx.GraphModule):
-            continue
-        name = first_name.get(str(node.target), str(node.target))
-        if name not in held:
-            held[name] = graph.placeholder(node.name)
-            held[name].meta = dict(node.meta)
-        copied[node] = held[name]
-    for node in source.graph.nodes:
-        if node not in copied and not is_check(node):
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-    return fx.GraphModule(source, graph), copied, held
 
 
 def is_check(node: fx.Node) -> bool:

@@ -8,9 +8,9 @@ that the device never waits for the host and the intervals are device time.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,114 +21,79 @@ Key = Hashable
 
 _QUEUED_MARKS = 100  # the launch queue holds about 1,000 entries; a mark stands for an event and a few kernels
 _SLEEP_CYCLES = 20_000_000  # above 10 ms at 1.4 to 2 GHz: longer than the host needs to issue what is queued
+_PAUSE = ("rlplace", "pause")
 
 
-@dataclass
-class HostMarks:
-    """Marks by the host's clock, for devices on which an op is done when its call returns.
-
-    Attributes:
-        clock: Seconds.
-    """
-
-    clock: Callable[[], float] = time.perf_counter
-    keys: list[Key] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-
-    def mark(self, key: Key) -> None:
-        """Begins the interval of `key`."""
-        self.keys.append(key)
-        self.times.append(self.clock())
-
-    def finish(self) -> tuple[dict[Key, float], dict[Key, float] | None]:
-        """Ends the last interval and forgets all marks.
-
-        Returns:
-            Seconds by key, and None: the host does the work itself.
-        """
-        self.mark(None)
-        seconds = _sums(self.keys, self.times)
-        self.keys, self.times = [], []
-        return seconds, None
-
-
-@dataclass
-class CudaMarks:
-    """Marks by events in the current stream of a CUDA device.
+class Marks:
+    """Marks by the host's clock, and on a CUDA device by events in its current stream.
 
     Attributes:
         device: The device.
+        clock: The host's, seconds; default its processor time where one thread does all the work.
+        keys: Of the marks so far.
     """
 
-    device: torch.device
-    keys: list[Key] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    _spare: list[Any] = field(default_factory=list)
-    _queued: int = 0
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
+        own = device.type == "cpu" and torch.get_num_threads() == 1
+        self.device = device
+        self.clock = clock or (time.thread_time if own else time.perf_counter)
+        self.keys: list[Key] = []
+        self._cuda = device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[Any] = []
+        self._spare: list[Any] = []
+        self._queued = 0
 
     def mark(self, key: Key) -> None:
-        """Begins the interval of `key`; now and then lets the device drain and sleep first, which belongs to no key."""
-        if self._queued >= _QUEUED_MARKS or not self.events:
-            if self.events:
-                self._record(_PAUSE)
+        """Begins the interval of `key`; now and then lets a GPU drain and sleep first, which belongs to no key."""
+        if self._cuda and (self._queued >= _QUEUED_MARKS or not self._events):
+            if self._events:
+                self._note(_PAUSE)
             read_clock(self.device)
             with torch.cuda.device(self.device):
                 torch.cuda._sleep(_SLEEP_CYCLES)
             self._queued = 0
-        self._record(key)
+        self._note(key)
 
-    def _record(self, key: Key) -> None:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+    def _note(self, key: Key) -> None:
+        if self._cuda:
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self._events.append(event)
+            self._queued += 1
         self.keys.append(key)
-        self.events.append(event)
-        self.times.append(time.perf_counter())
-        self._queued += 1
+        self._times.append(self.clock())
 
     def finish(self) -> tuple[dict[Key, float], dict[Key, float] | None]:
         """Ends the last interval, waits for the device and forgets all marks.
 
         Returns:
-            Device seconds by key, and the host's seconds to issue each.
+            Device seconds by key, and the host's seconds to issue each; None where the host does the work itself.
         """
-        self._record(None)
+        self._note(None)
         read_clock(self.device)
-        elapsed = [0.0]
-        for before, after in zip(self.events, self.events[1:], strict=False):
-            elapsed.append(elapsed[-1] + before.elapsed_time(after) / 1e3)
-        device, host = _sums(self.keys, elapsed), _sums(self.keys, self.times)
-        self._spare += self.events
-        self.keys, self.times, self.events, self._queued = [], [], [], 0
-        device.pop(_PAUSE, None)
-        host.pop(_PAUSE, None)
-        return device, host
+        sums = [_sums(self.keys, self._times)]
+        if self._cuda:
+            gaps = (before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(self._events))
+            sums.insert(0, _sums(self.keys, list(itertools.accumulate(gaps, initial=0.0))))
+        self._spare += self._events
+        self.keys, self._times, self._events, self._queued = [], [], [], 0
+        for seconds in sums:
+            seconds.pop(_PAUSE, None)
+        return sums[0], sums[1] if self._cuda else None
+
+    def cost_s(self) -> float:
+        """What a mark on the host's clock adds to the interval that it ends; 0 for events, which the device passes for free."""
+        if self._cuda:
+            return 0.0
+        count = 2000
+        for _ in range(count):
+            self.mark("cost")
+        return self.finish()[0]["cost"] / count
 
 
-Marks = HostMarks | CudaMarks
-
-_PAUSE = ("rlplace", "pause")
-
-
-def marks_on(device: torch.device) -> Marks:
-    """The marks that suit a device."""
-    if device.type == "cuda":
-        return CudaMarks(device)
-    return HostMarks(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
-
-
-def mark_cost_s(marks: Marks) -> float:
-    """What a mark on the host's clock adds to the interval that it ends; 0 for events, which the device passes for free."""
-    if isinstance(marks, CudaMarks):
-        return 0.0
-    count = 2000
-    for _ in range(count):
-        marks.mark("cost")
-    return marks.finish()[0]["cost"] / count
-
-
-def _sums(keys: list[Key], times: list[float]) -> dict[Key, float]:
+def _sums(keys: Sequence[Key], times: Sequence[float]) -> dict[Key, float]:
     sums: dict[Key, float] = {}
-    for key, begin, end in zip(keys, times, times[1:], strict=False):
+    for key, (begin, end) in zip(keys, itertools.pairwise(times), strict=False):
         sums[key] = sums.get(key, 0.0) + (end - begin)
     return sums

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlplace.errors import InputError
+from rlplace.graph.inputs import split_inputs
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.apply import apply
 from rlplace.runtime.environment import read_clock
@@ -91,15 +92,10 @@ def time_step(
     places = {torch.device(device) for device in devices}
     begin = max(map(read_clock, places))
     optimizer.zero_grad(set_to_none=True)
-    loss_of(_run(module, inputs), loss).backward()  # type: ignore[no-untyped-call]
+    args, kwargs = split_inputs(inputs)
+    loss_of(module(*args, **kwargs), loss).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return max(map(read_clock, places)) - begin
-
-
-def _run(module: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

@@ -125,15 +125,12 @@ def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> 
     for ranks, group, row in zip(groups, members, group_s, strict=True):
         say(f"all-reduce over {len(ranks)} devices of {'all hosts' if len(set(hosts)) > 1 else hosts[ranks[0]]}")
         row[:] = [bench.all_reduce(ranks, group, size, budget_s) for size in group_bytes]
-    shares = [sum(h == host and f["cores"] > 0 for h, f in zip(hosts, facts, strict=True)) or 1 for host in hosts]
     return LinkTimes(
         backend=str(dist.get_backend()),
         hosts=hosts,
         drivers=tuple(str(fact["driver"]) for fact in facts),
-        memory_bytes=tuple(int(fact["memory_bytes"]) // share for fact, share in zip(facts, shares, strict=True)),
-        cores=tuple(
-            max(1, int(fact["cores"]) // share) if fact["cores"] else 0 for fact, share in zip(facts, shares, strict=True)
-        ),
+        memory_bytes=tuple(int(fact["memory_bytes"]) for fact in facts),
+        cores=tuple(int(fact["cores"]) for fact in facts),
         pair_bytes=pair_bytes,
         pair_s=pair_s,
         groups=groups,
@@ -218,4 +215,5 @@ def _describe(device: torch.device) -> dict[str, str | int]:
     from rlplace.cluster.detect import host_processor
 
     cores, memory = host_processor()
-    return {"driver": "cpu", "memory_bytes": memory, "cores": cores}
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {"driver": "cpu", "memory_bytes": memory // processes, "cores": max(1, cores // processes)}

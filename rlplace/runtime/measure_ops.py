@@ -29,7 +29,7 @@ from rlplace.errors import InputError
 from rlplace.graph.opgraph import UPDATE, OpGraph
 from rlplace.runtime.environment import clock_mhz, read_environment, time_control
 from rlplace.runtime.host_memory import keep_freed_memory, page_faults
-from rlplace.runtime.marks import marks_on
+from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import time_step
 from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
 from rlplace.runtime.step_walk import StepWalk, make_optimizer, trainable
@@ -50,22 +50,18 @@ class Samples:
         plain: Wall seconds of steps without marks during which the thread kept the processor.
         lost: Wall seconds of the others.
         busy: Processor seconds of the thread in all of these steps; empty where ops run elsewhere.
-        marked: Seconds by op name of each step with marks.
-        issue: The host's seconds likewise; empty on a processor.
+        marked: Of each step with marks the seconds by op name, and the host's likewise, None on a processor.
         peak_memory_bytes: Peak of the steps without marks; None where the device does not tell.
         page_faults: Number of them in all steps without marks.
-        steps: Number of steps without marks.
         interrupted: Whether a person stopped the timing early.
     """
 
     plain: list[float] = dataclasses.field(default_factory=list)
     lost: list[float] = dataclasses.field(default_factory=list)
     busy: list[float] = dataclasses.field(default_factory=list)
-    marked: list[Times] = dataclasses.field(default_factory=list)
-    issue: list[Times] = dataclasses.field(default_factory=list)
+    marked: list[tuple[Times, Times | None]] = dataclasses.field(default_factory=list)
     peak_memory_bytes: int | None = None
     page_faults: int = 0
-    steps: int = 0
     interrupted: bool = False
 
 
@@ -115,7 +111,7 @@ def measure_model(
     before = read_environment(target)
     shape, first = time_control(target)
     module, inputs = _on_device(model, target)
-    walk = StepWalk(module, inputs, model.loss, optimizer, marks_on(target)) if ops else None
+    walk = StepWalk(module, inputs, model.loss, optimizer, Marks(target)) if ops else None
     trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
 
     def plain(samples: Samples) -> None:
@@ -130,11 +126,11 @@ def measure_model(
             **before.details,
             "disturbed_steps": len(samples.lost),
             "allocator": allocator,
-            "page_faults_a_step": samples.page_faults // max(1, samples.steps),
+            "page_faults_a_step": samples.page_faults // max(1, len(samples.plain) + len(samples.lost)),
             **({"interrupted": "yes"} if samples.interrupted else {}),
         },
     )
-    marked = [sum(times.values()) for times in samples.marked]
+    marked = [sum(times.values()) for times, _ in samples.marked]
     return Measurement(
         name=f"{graph.name} on {environment.device}",
         model=_model_of(graph, optimizer),
@@ -143,7 +139,7 @@ def measure_model(
         ops=() if walk is None else _measured_ops(graph, walk, samples),
         step=_step_timing(samples, marked) if step else None,
         control=ControlTiming(shape, first, last),
-        host_s=statistics.median([times.get(None, 0.0) for times in samples.marked]) if ops else 0.0,
+        host_s=statistics.median([times.get(None, 0.0) for times, _ in samples.marked]) if ops else 0.0,
     )
 
 
@@ -206,11 +202,9 @@ def _run_steps(walk: StepWalk | None, plain: Callable[[Samples], None] | None, r
             if plain is not None:
                 plain(samples if warm else Samples())
             if walk is not None and len(samples.marked) < repeats:
-                times, issue = walk.run()
+                marked = walk.run()
                 if warm:
-                    samples.marked.append(times)
-                    if issue is not None:
-                        samples.issue.append(issue)
+                    samples.marked.append(marked)
     except KeyboardInterrupt:
         plain_steps = len(samples.plain) + len(samples.lost)
         if (plain and plain_steps < MIN_REPEATS) or (walk and len(samples.marked) < MIN_REPEATS):
@@ -233,7 +227,6 @@ def _plain_step(
     if cuda:
         samples.peak_memory_bytes = max(samples.peak_memory_bytes or 0, int(torch.cuda.max_memory_allocated(device)))
     samples.page_faults += page_faults() - faults
-    samples.steps += 1
     (samples.lost if own and seconds - busy > _LOST * seconds else samples.plain).append(seconds)
     if own:
         samples.busy.append(busy)
@@ -259,9 +252,9 @@ def _step_timing(samples: Samples, marked: Sequence[float]) -> StepTiming:
 def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples) -> tuple[MeasuredOp, ...]:
     """One record per distinct op."""
     cost = walk.mark_cost_s
-    counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times in samples.marked]
+    counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times, _ in samples.marked]
     marked = [_with_updates(times, graph, walk) for times in counted]
-    issue = [_with_updates(times, graph, walk) for times in samples.issue]
+    issue = [_with_updates(times, graph, walk) for _, times in samples.marked if times is not None]
     names_of: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     described = describe_ops(graph)
     for name, key in zip(graph.op_names, described, strict=True):

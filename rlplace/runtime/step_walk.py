@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from rlplace.errors import CaptureError, InputError
 from rlplace.graph.export import export_training_graph, flatten_inputs
+from rlplace.graph.inputs import split_inputs
 from rlplace.graph.trace import LOSS_LABEL
-from rlplace.runtime.marks import Marks, mark_cost_s
+from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
 
 _RATE = 1e-6
@@ -43,7 +44,7 @@ class StepWalk:
     def __init__(
         self, module: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, optimizer: str, marks: Marks
     ) -> None:
-        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        args, kwargs = split_inputs(inputs)
         try:
             self.graph = export_training_graph(module, args, kwargs)
         except Exception as error:
@@ -56,7 +57,7 @@ class StepWalk:
         self.one_by_one = _one_by_one(self.parameters)
         self.optimizer, self.group_of = make_optimizer(optimizer, self.parameters)
         self._owner_of_sequence: dict[int, str] = {}
-        self.mark_cost_s = mark_cost_s(marks)
+        self.mark_cost_s = marks.cost_s()
 
     def run(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
         """One step.

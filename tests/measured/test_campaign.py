@@ -336,7 +336,8 @@ def test_steps_of_several_micro_batches_in_older_files_are_left_alone(cluster, t
     with open_store(tmp_path / "trials") as store:
         campaign = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
         trial = campaign.measure(PLANS[0])
-        store.add(msgspec.structs.replace(trial, device_of_group=tuple(PLANS[1].tolist()), microbatches=4, schedule="1f1b"))
+        store.add(msgspec.structs.replace(trial, device_of_group=tuple(PLANS[1].tolist())))
+        store._database.execute("UPDATE trials SET microbatches = 4, schedule = '1f1b' WHERE id = 2")
         again = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
         assert [found.device_of_group for found in again.trials] == [key(PLANS[0])]
 

@@ -114,15 +114,7 @@ def test_pooled_noise_is_a_positive_number(timed):
     assert 0.0 < pooled_noise(timed) < math.inf
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"repeats": 0}, {"repeats": -3}, {"repeats": 2.5}, {"repeats": True}, {"repeats": "5"}, {"repeats": None},
-        {"best_s": 0.0}, {"best_s": -1.0}, {"best_s": math.nan}, {"best_s": "fast"}, {"best_s": None},
-        {"noise": -0.1}, {"noise": math.nan}, {"noise": math.inf}, {"noise": "some"}, {"noise": None},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_hostile_arguments(wrong):
+@pytest.mark.parametrize("repeats", [0, -3, 2.5, True, "5", None])
+def test_numbers_of_steps_that_are_none(repeats):
     with pytest.raises(InputError, match="race"):
-        Race(**wrong)
+        Race(repeats=repeats)

@@ -39,15 +39,12 @@ def trials(draw):
         problem=PROBLEM.fingerprint,
         site=draw(st.sampled_from([SITE.fingerprint, OTHER_SITE.fingerprint, ""])),
         device_of_group=tuple(draw(st.lists(st.integers(0, 1), min_size=PROBLEM.num_groups, max_size=PROBLEM.num_groups))),
-        microbatches=draw(st.integers(1, 1 << 20)),
-        schedule=draw(TEXT),
         status=status,
         step_s=tuple(draw(st.lists(STEP, min_size=1, max_size=5))) if timed else (),
         places=tuple(draw(st.lists(PLACES, max_size=3))),
         predicted_s=draw(st.none() | SECONDS),
         engine=draw(LINE),
         mode=draw(st.sampled_from(MODES)),
-        priority=draw(st.none() | st.just(tuple(draw(st.lists(SECONDS, min_size=PROBLEM.num_ops, max_size=PROBLEM.num_ops))))),
         setup_s=draw(SECONDS),
         began_at=draw(SECONDS),
         reason=draw(LINE),
@@ -151,10 +148,7 @@ def test_filters():
         {"site": ""},
         {"site": OTHER_SITE.fingerprint},
         {"device_of_group": plan_number(5)},
-        {"microbatches": 3},
-        {"schedule": "gpipe"},
         {"mode": "replayed"},
-        {"priority": (1.0,) * PROBLEM.num_ops},
     ],
 )
 def test_a_trial_ends_under_the_conditions_that_it_began_under(change):
@@ -166,14 +160,11 @@ def test_a_trial_ends_under_the_conditions_that_it_began_under(change):
 
 def test_conditions_do_not_mind_the_type_of_numbers():
     with new_store() as store:
-        devices, priority = np.array(plan_number(3), dtype=np.int32), tuple(float(op) for op in range(PROBLEM.num_ops))
-        number = store.begin(
-            msgspec.structs.replace(begun(3), device_of_group=tuple(devices), microbatches=np.int64(2), priority=priority)
-        )
-        trial = done(3, device_of_group=devices.astype(np.int8), microbatches=2, priority=(-0.0, *range(1, PROBLEM.num_ops)))
-        store.finish(number, trial)
+        devices = np.array(plan_number(3), dtype=np.int32)
+        number = store.begin(msgspec.structs.replace(begun(3), device_of_group=tuple(devices)))
+        store.finish(number, done(3, device_of_group=devices.astype(np.int8)))
         [found] = store.trials()
-        assert found == done(3, microbatches=2, priority=priority)
+        assert found == done(3)
         assert all(type(device) is int for device in found.device_of_group)
 
 
@@ -197,17 +188,11 @@ def test_conditions_do_not_mind_the_type_of_numbers():
         ({"began_at": math.inf}, r"in 0..1e\+18"),
         ({"began_at": "now"}, "began_at: expected a number"),
         ({"predicted_s": math.inf}, "predicted_s: expected"),
-        ({"microbatches": 0}, "microbatches"),
-        ({"microbatches": 10**30}, "microbatches"),
-        ({"microbatches": 1.5}, "microbatches: expected a whole number"),
         ({"device_of_group": ()}, "is not for its problem"),
         ({"device_of_group": (2,) * PROBLEM.num_groups}, "is not for its problem"),
         ({"device_of_group": (-1,) * PROBLEM.num_groups}, r"device_of_group\[0\]: expected a whole number in 0..4095"),
         ({"device_of_group": (0.5,) * PROBLEM.num_groups}, "expected a whole number"),
         ({"device_of_group": "0000"}, "list of numbers"),
-        ({"priority": (1.0,)}, "priorities"),
-        ({"priority": (math.nan,) * PROBLEM.num_ops}, "right type"),
-        ({"priority": 3}, "right type"),
         ({"places": (msgspec.structs.replace(PLACE, busy_s=-1.0),)}, "busy_s"),
         ({"places": (msgspec.structs.replace(PLACE, wait_s=math.nan),)}, "right type"),
         ({"places": (3,)}, r"places\[0\]: expected an object, found 3"),
@@ -218,7 +203,6 @@ def test_conditions_do_not_mind_the_type_of_numbers():
         ({"run": "\ud800"}, "UTF-8"),
         ({"run": "x" * 2000}, "at most 1000 characters"),
         ({"run": None}, "expected text"),
-        ({"schedule": 3}, "expected text"),
         ({"anchor": "yes"}, "right type"),
         ({"reason": None}, "right type"),
     ],

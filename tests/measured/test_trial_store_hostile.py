@@ -22,7 +22,7 @@ def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "t.sqlite"
     with new_store(path) as store:
         for number in range(12):
-            store.add(done(number, reason="x" * 300, priority=(0.5,) * PROBLEM.num_ops if number % 2 else None))
+            store.add(done(number, reason="x" * 300))
         store.begin(begun(20))
     return path.read_bytes()
 
@@ -250,7 +250,6 @@ def test_limits_fit_each_other():
     """What may be written may be read: the longest lists fit into the longest value."""
     from rlplace.measured import rows
 
-    assert rows.MAX_OPS * 26 < database.MAX_VALUE_BYTES
     assert rows.MAX_STEPS * 26 < database.MAX_VALUE_BYTES
     assert rows.MAX_GROUPS * 5 < database.MAX_VALUE_BYTES
     assert store_module.MAX_PROBLEM_BYTES + 100_000 < database.MAX_VALUE_BYTES

@@ -33,8 +33,6 @@ def done(number: int = 0, **changes: object) -> Trial:
         problem=PROBLEM.fingerprint,
         site=SITE.fingerprint,
         device_of_group=plan_number(number),
-        microbatches=2,
-        schedule="1f1b",
         status="done",
         step_s=(0.1, 0.2, 0.15),
         places=(PLACE, msgspec.structs.replace(PLACE, rank=1, peak_memory_bytes=None)),

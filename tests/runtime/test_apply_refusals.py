@@ -113,7 +113,7 @@ def test_arguments():
     plan = plan_of(model)
     with pytest.raises(InputError, match="does not say what the inputs of its model look like"):
         apply(model, plan, ["cpu"])
-    with pytest.raises(InputError, match="example_inputs is a int"):
+    with pytest.raises(InputError, match="example_inputs: expected a dict, a tuple or a tensor, found int"):
         apply(model, plan, ["cpu"], example_inputs=3)
     with pytest.raises(InputError, match="not a PlacementPlan"):
         apply(model, {"device_of_group": [0]}, ["cpu"])

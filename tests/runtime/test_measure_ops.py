@@ -12,7 +12,7 @@ from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.records import plain
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.marks import HostMarks, mark_cost_s
+from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import step_timer
 from rlplace.runtime.measure_ops import describe_ops, load_and_measure, measure_model
 from rlplace.runtime.step_walk import StepWalk
@@ -31,12 +31,12 @@ def unmeasured_ops(graph, measurement):
 
 def test_marks_give_every_moment_to_a_key():
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0])
-    marks = HostMarks(lambda: next(now))
+    marks = Marks(torch.device("cpu"), lambda: next(now))
     for key in ("a", "b", "a", None):
         marks.mark(key)
     seconds, issue = marks.finish()
     assert seconds == {"a": 4.0, "b": 2.0, None: 4.0} and issue is None
-    assert marks.keys == [] and mark_cost_s(HostMarks()) > 0
+    assert marks.keys == [] and Marks(torch.device("cpu")).cost_s() > 0
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(InputError, match="exported graphs"):
         measure_model(LoadedModel(Branch(), inputs, None, "branch"), graph, repeats=5)
     with pytest.raises(CaptureError, match="cannot be exported"):
-        StepWalk(Branch(), inputs, None, "adam", HostMarks())
+        StepWalk(Branch(), inputs, None, "adam", Marks(torch.device("cpu")))
     with pytest.raises(InputError, match="nothing to measure"):
         load_and_measure(MLP, batch=2, ops=False, step=False)
 

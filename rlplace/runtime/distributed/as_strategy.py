@@ -14,7 +14,7 @@ from rlplace.errors import InputError, show
 from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
-from rlplace.runtime.check import backward_elsewhere
+from rlplace.runtime.distributed.graph.assign import backward_devices, planned_devices
 from rlplace.runtime.native.blocks import block_names, owner
 from rlplace.schedule import GPIPE
 
@@ -38,10 +38,12 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
         InputError: It is none, with the reason.
     """
     older = plan.older or Older()
-    moved = backward_elsewhere(plan)
+    planned = planned_devices(plan)
+    moved = next((op for op, device in backward_devices(plan).items() if device != planned[op]), None)
     if moved is not None:
         raise InputError(
-            f"plan: it moves {moved!r}, which strategies do not, and has micro-batches, replicas or recomputation; {_INSTEAD}"
+            f"plan: it moves the backward of {moved!r}, which strategies do not, and has micro-batches, replicas or "
+            f"recomputation; {_INSTEAD}"
         )
     stages = list(older.stage_of_group) or plan.device_of_group.tolist()
     again = {int(group) for segment in older.recompute for group in segment}

@@ -137,7 +137,7 @@ def distribute(
             check_same_graph(graph, ranks)
             placed = build_joint(graph, plan, ranks.device, own.owners)
         mine = own.holding(graph.constants, ranks.device)
-        return Engine(placed, ranks, mine) if replayed is None else ReplayEngine(placed, ranks, mine, graph, plan, replayed)
+        return Engine(placed, ranks, mine) if replayed is None else ReplayEngine(placed, ranks, mine, plan, replayed)
 
     report = JOINT_GRAPH if replayed is None else REPLAY
     placed = PlacedModel(meta, own, ranks, batching, traced, engine_for, seed, report)
@@ -196,7 +196,7 @@ def build_joint(
     """
     if device.type not in source.joint:
         source.joint[device.type] = joint_graph(source, kind=device.type)
-    return place_joint_graph(source, source.joint[device.type], plan, owners)
+    return place_joint_graph(source.joint[device.type], plan, owners)
 
 
 def _by_strategy(

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.export import export_training_graph, refuse_functions
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.device_map import LOSS_OP
-from rlplace.runtime import aliases
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
-from rlplace.runtime.held import first_names, hold_attributes
+from rlplace.runtime.held import first_names, is_check
 
 Loss = Callable[..., torch.Tensor]
 
@@ -35,10 +35,9 @@ class ForwardGraph:
         module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
             value of a loss function outside the model at its end.
         held: First names of the parameters, buffers and constants that the forward reads.
-        inputs: Placeholder names of the flat user inputs: see `flat_inputs`.
-        outputs: Per flat output the name of the node that makes it; other values stand for themselves.
+        outputs: Per flat output the node that makes it; other values stand for themselves.
         out_spec: pytree spec of the model's output.
-        loss: Name of the node that makes the scalar loss, None when there is none (a model that is only evaluated).
+        loss: The node that makes the scalar loss, None when there is none (a model that is only evaluated).
         op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
         examples: What the placeholders got when it was exported, without values.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
@@ -48,24 +47,14 @@ class ForwardGraph:
 
     module: fx.GraphModule
     held: tuple[str, ...]
-    inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
     out_spec: Any
-    loss: str | None
+    loss: fx.Node | None
     op_of_node: Mapping[str, str]
     examples: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor]
     random_ops: int
     joint: dict[str, Any] = field(default_factory=dict)
-
-    def node(self, name: str) -> fx.Node:
-        """The node of that name."""
-        return self._nodes[name]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_nodes", {node.name: node for node in self.module.graph.nodes})
-
-    _nodes: Any = None
 
 
 def forward_graph(
@@ -102,9 +91,9 @@ def forward_graph(
             f"torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; a placement of ops "
             "needs a model that exports: plan a strategy (rlplace.place(model, batch=...)), which runs the model's own modules"
         ) from error
-    graph_module, copied, held = hold_attributes(traced.module, first_names(model))
+    graph_module, ops = traced.program.graph_module, dict(traced.op_name_of_node)
     graph = graph_module.graph
-    ops = {copied[node].name: traced.op_name_of_node[node.name] for node in copied if node.name in traced.op_name_of_node}
+    held = _held(traced.program, first_names(model))
     out_spec = traced.program.call_spec.out_spec
     loss_node = _add_loss(graph, out_spec, loss, target)
     if loss is not None:
@@ -119,14 +108,13 @@ def forward_graph(
         output.args = ((*flat, loss_node),)  # type: ignore[arg-type]
     graph.lint()
     graph_module.recompile()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     parameters = dict(fake.named_parameters(remove_duplicate=False))
     buffers = dict(fake.named_buffers(remove_duplicate=False))
     constants, fakes = {}, []
     for name in held:
         value = parameters.get(name, buffers.get(name))
         if value is None:
-            value = aliases.get_attr(traced.module, name)
+            value = traced.program.constants[name]
             if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
                 value = value.constant  # export now and then keeps a small literal as a fake that knows its value
             if isinstance(value, torch._subclasses.FakeTensor):
@@ -141,15 +129,30 @@ def forward_graph(
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
-        inputs=tuple(node.name for node in placeholders[len(held) :]),
-        outputs=tuple(item.name if isinstance(item, fx.Node) else item for item in flat),
+        outputs=tuple(flat),
         out_spec=out_spec,
-        loss=loss_node.name if loss_node is not None and _is_loss(results[loss_node]) else None,
+        loss=loss_node if loss_node is not None and _is_loss(results[loss_node]) else None,
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         examples=examples,
         constants=constants,
         random_ops=random_ops,
     )
+
+
+def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
+    """First names of the parameters, buffers and constants that an exported graph reads; each is one placeholder afterwards."""
+    graph, held = program.graph, dict[str, fx.Node]()
+    for node in reversed(graph.nodes):
+        if is_check(node):
+            graph.erase_node(node)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            first = held.setdefault(first_name.get(spec.target, spec.target), node) if node.users else None
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+    return list(held)
 
 
 class Graphs:

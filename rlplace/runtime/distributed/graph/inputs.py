@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.inputs import described_inputs
+from rlplace.graph.inputs import described_inputs, split_inputs
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 
@@ -30,13 +29,7 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
                 "example_inputs), the inputs of one micro-batch as a dict by keyword or a tuple"
             )
         return described_inputs(description)
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding, too
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (list, tuple)):
-        return tuple(example_inputs), {}
-    raise InputError(f"example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict by keyword")
+    return split_inputs(example_inputs)
 
 
 def has_target(model: nn.Module) -> bool:

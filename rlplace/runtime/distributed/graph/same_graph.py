@@ -49,7 +49,7 @@ def graph_lines(graph: ForwardGraph) -> list[str]:
     """A line for every node, then one for the rest, without what differs between processes that trace the same model."""
     modules = [module for module in graph.module.modules() if isinstance(module, fx.GraphModule)]
     lines = [_DEVICE.sub(r"\1", str(node.format_node())) for module in modules for node in module.graph.nodes]
-    rest = (graph.held, graph.inputs, str(graph.outputs), graph.loss, list(graph.op_of_node.items()))
+    rest = (graph.held, str(graph.outputs), str(graph.loss), list(graph.op_of_node.items()))
     values = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in graph.constants.items()}
     return [*lines, repr(rest), repr(values)]
 

@@ -15,7 +15,6 @@ from torch import fx
 
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.assign import Nearest, backward_devices, planned_devices
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
@@ -52,7 +51,6 @@ class JointPlacement:
 
 
 def place_joint_graph(
-    source: ForwardGraph,
     joint: JointGraph,
     plan: PlacementPlan,
     owners: Mapping[str, tuple[int, ...]] | None = None,
@@ -60,9 +58,8 @@ def place_joint_graph(
     """Puts a joint graph on the devices of a plan.
 
     Args:
-        source: The forward that was traced.
-        joint: Its joint graph.
-        plan: Names the ops of `source`; ops that it lacks, which graphs for other inputs or modes may have, go where most
+        joint: The graph.
+        plan: Names the ops of its forward; ops that it lacks, which graphs for other inputs or modes may have, go where most
             ops of their module go.
         owners: Holders of the tensors that are in place already, by name.
     """
@@ -76,18 +73,17 @@ def place_joint_graph(
         if node.target is operator.getitem:
             device_of[node] = device_of[node.args[0]]
             continue
-        op = source.op_of_node.get(node.meta["owner"])
+        op = node.meta["owner"]
         if op is None:
             before = [device_of[base] for base in map(base_of, node.all_input_nodes) if base in device_of]
             device_of[node] = before[-1] if before else home
         else:
             here = planned[op] if op in planned else nearest(op)
             device_of[node] = of_backward.get(op, here) if node.meta["backward"] else here
-    return JointPlacement(joint, device_of, _owners(source, joint, device_of, of_backward, owners or {}, home))
+    return JointPlacement(joint, device_of, _owners(joint, device_of, of_backward, owners or {}, home))
 
 
 def _owners(
-    source: ForwardGraph,
     joint: JointGraph,
     device_of: Mapping[fx.Node, int],
     of_backward: Mapping[str, int],
@@ -113,9 +109,7 @@ def _owners(
             owners[name] = (device_of.get(base, home),)
         elif name in joint.gradients:
             first = next((n for n in reading if not n.meta["backward"]), None)
-            op = None if first is None else source.op_of_node.get(first.meta["owner"])
-            fallback = device_of[first] if first is not None else home
-            owners[name] = (of_backward.get(op, fallback) if op is not None else fallback,)
+            owners[name] = (home if first is None else of_backward.get(first.meta["owner"], device_of[first]),)
         else:
             owners[name] = tuple(sorted({device_of[n] for n in reading})) or (home,)
     return owners

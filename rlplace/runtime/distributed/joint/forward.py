@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class PlacedForward:
     graphs read the same parameters and buffers, which stay in the module.
 
     Attributes:
+        model: The module.
         owners: Device of the plan by first name, for every parameter and buffer that a graph reads.
         copies: Copies between devices in the forward of the example inputs.
     """
@@ -51,8 +53,8 @@ class PlacedForward:
             InputError: It cannot be exported, or is not what was planned.
         """
         self.__signature__ = inspect.signature(model.forward)
-        self._model, self._plan, self._devices = model, plan, devices
-        self._holder = _holders(model)
+        self.model, self._plan, self._devices = model, plan, devices
+        self._names = set(first_names(model).values())
         self._trace = Graphs()
         self._graphs: dict[ForwardGraph, PlacedGraph] = {}
         self.owners: dict[str, int] = {}
@@ -65,14 +67,9 @@ class PlacedForward:
         return pytree.tree_unflatten(graph(flat_inputs(args, kwargs)), graph.source.out_spec)
 
     def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlacedGraph:
-        with _without_placed_forward(self._model):
-            source = self._trace(self._model, args, kwargs, None, None)
+        with _without_placed_forward(self.model):
+            source = self._trace(self.model, args, kwargs, None, None)
         return self._graphs.setdefault(source, PlacedGraph(self, source))
-
-    def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer."""
-        tensors, key = self._holder[name]
-        return tensors[key]
 
     def make_parts(
         self, source: ForwardGraph, held: Mapping[str, torch.Tensor], leaves: Sequence[Any], outputs: tuple[int, ...]
@@ -80,9 +77,9 @@ class PlacedForward:
         """Traces and places the joint graph for parameters and buffers, flat inputs and the outputs to differentiate."""
         kind = next((device.type for device in self._devices if device.type != "cpu"), "cpu")
         joint = joint_graph(source, {**held, **source.constants}, leaves, differentiate=outputs, kind=kind)
-        placement = place_joint_graph(source, joint, self._plan, {name: (at,) for name, at in self.owners.items()})
+        placement = place_joint_graph(joint, self._plan, {name: (at,) for name, at in self.owners.items()})
         for name, owner in placement.owners.items():
-            if name in self._holder:
+            if name in self._names:
                 self.owners.setdefault(name, owner[0])
         return two_parts(placement, self._devices, {**source.constants, **joint.constants})
 
@@ -105,10 +102,11 @@ class PlacedGraph:
         loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
         self.guess = tuple(range(len(source.outputs))) if loss is None else (loss,)
         self._parts: dict[Hashable, TwoParts] = {}
+        self._held = [operator.attrgetter(name) for name in self.names]
 
     def held(self) -> list[torch.Tensor]:
         """The parameters and buffers that the graph reads."""
-        return [self._of.value(name) for name in self.names]
+        return [value(self._of.model) for value in self._held]
 
     def parts(self, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
         """The graph that differentiates some outputs."""
@@ -198,17 +196,6 @@ class _Step(torch.autograd.Function):
             position = len(graph.names) + number
             of_values[position] = gradient.to(ctx.values[position].device)
         return None, None, None, *of_values
-
-
-def _holders(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """The dictionary and key that hold each parameter and buffer, by first name: read anew in every call."""
-    holders: dict[str, tuple[dict[str, Any], str]] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name in first_names(model).values():
-        path, _, key = name.rpartition(".")
-        module = modules[path]
-        holders[name] = (module._parameters if key in module._parameters else module._buffers, key)
-    return holders
 
 
 @contextlib.contextmanager

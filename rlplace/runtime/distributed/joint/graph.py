@@ -23,8 +23,8 @@ class JointGraph:
     """Forward and backward of one micro-batch.
 
     Every node of `graph` is a placeholder or makes new tensors from its inputs. ``node.meta`` has ``val`` (a fake tensor; none
-    for an op with several results, whose items are nodes of their own), ``owner`` (name of the `ForwardGraph` node it belongs
-    to, or None) and ``backward``.
+    for an op with several results, whose items are nodes of their own), ``owner`` (the op of the forward that it belongs to, as
+    plans name it, or None) and ``backward``.
 
     Attributes:
         graph: Only what outputs, gradients and writes need, in an order that runs.
@@ -105,11 +105,11 @@ class _Tracer(fx.Interpreter):
         self.source = source
         self.recorder = recorder
         self.kind = kind
-        self._names = {node.name for node in source.module.graph.nodes}
 
     def trace(self, fakes: list[torch.Tensor], leaves: list[Any], differentiate: Sequence[int] | None) -> JointGraph:
         source, recorder = self.source, self.recorder
-        held = {name: recorder.input(_placeholder("held", name), fake) for name, fake in zip(source.held, fakes, strict=True)}
+        named = zip(source.held, fakes, strict=True)
+        held = {name: recorder.input(f"held_{name.replace('.', '_')}", fake) for name, fake in named}
         inputs = [
             recorder.input(f"input_{index}", leaf) if isinstance(leaf, torch.Tensor) else None
             for index, leaf in enumerate(leaves)
@@ -119,14 +119,15 @@ class _Tracer(fx.Interpreter):
             arguments = [_wrap(value) for value in (*fakes, *leaves)]
             with torch.fx.traceback.preserve_node_meta(False):
                 self.run(*arguments, enable_io_processing=False)
-            wrapped = [self._value(item) for item in source.outputs]
-            loss = None if source.loss is None else self.env[source.node(source.loss)]
+            wrapped = [self.env[item] if isinstance(item, fx.Node) else item for item in source.outputs]
+            loss = None if source.loss is None else self.env[source.loss]
             tangents: dict[int, torch.Tensor] = {}
             differentiable = [i for i, v in enumerate(wrapped) if isinstance(v, torch.Tensor) and v.requires_grad]
             if differentiate is not None:
                 taken = [index for index in differentiate if index in differentiable]
                 roots = [wrapped[index] for index in taken]
-                tangents = {index: _tangent(wrapped[index]) for index in taken}
+                made = [torch.empty_strided(root.shape, root.stride(), dtype=root.dtype) for root in roots]
+                tangents = dict(zip(taken, made, strict=True))
             else:
                 roots = [] if loss is None else [loss]
             tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
@@ -155,10 +156,10 @@ class _Tracer(fx.Interpreter):
         count = len(source.held)
         joint = JointGraph(
             graph=recorder.graph,
-            held={**held, **{name: _find(recorder.graph, name) for name in recorder.constants}},
+            held={**held, **{node.name: node for node in recorder.constants}},
             inputs=tuple(inputs),
             tangents=tangent_nodes,
-            constants=recorder.constants,
+            constants={node.name: value for node, value in recorder.constants.items()},
             loss=loss_node,
             outputs=outputs,
             differentiable=tuple(differentiable),
@@ -173,7 +174,7 @@ class _Tracer(fx.Interpreter):
         if n.op == "placeholder":
             return super().run_node(n)
         number = n.args[1] if n.target is seeded else None
-        first = self.recorder.begin(n.name, number)  # type: ignore[arg-type]
+        first = self.recorder.begin(self.source.op_of_node.get(n.name), number)  # type: ignore[arg-type]
         try:
             return super().run_node(n)
         finally:
@@ -186,9 +187,6 @@ class _Tracer(fx.Interpreter):
                 # What its dropout calls there: the same masks as any other engine.
                 return torch.ops.aten.native_dropout.default(*args)[0]
         return super().call_function(target, args, kwargs)
-
-    def _value(self, item: Any) -> Any:
-        return self.env[self.source.node(item)] if isinstance(item, str) and item in self._names else item
 
 
 @contextlib.contextmanager
@@ -206,17 +204,6 @@ def _fake(value: torch.Tensor) -> torch.Tensor:
     return fake.requires_grad_(value.requires_grad)
 
 
-def _tangent(output: torch.Tensor) -> torch.Tensor:
-    """A gradient of an output that comes from outside."""
-    like = _unwrap(output.detach())
-    torch._disable_functionalization()  # type: ignore[attr-defined]
-    try:
-        fake = _fake(like)
-    finally:
-        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
-    return _wrap(fake)
-
-
 def _wrap(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -229,14 +216,6 @@ def _unwrap(value: torch.Tensor) -> torch.Tensor:
         return value
     torch._sync(value)  # type: ignore[attr-defined]
     return torch._from_functional_tensor(value)  # type: ignore[attr-defined]
-
-
-def _placeholder(kind: str, name: str) -> str:
-    return f"{kind}_{name.replace('.', '_')}"
-
-
-def _find(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.name == name)
 
 
 def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:

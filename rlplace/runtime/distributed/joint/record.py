@@ -1,8 +1,8 @@
 """Records the forward and backward of a graph as one functional graph.
 
 torch's functionalization turns every write into an op that makes a new tensor; a dispatch mode below it sees the functional ops
-one by one and writes them down, each with the forward node that caused it. A backward op belongs to the forward node that made
-its autograd node: sequence numbers say which.
+one by one and writes them down, each with the op of the forward that caused it. A backward op belongs to the op that made its
+autograd node: sequence numbers say which.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         graph: What ran so far.
-        current: Forward node that runs now, None between nodes and in backward.
+        current: Op of the forward that runs now, None between ops and in backward.
         number: Number of the random op that runs now.
-        constants: Real tensors that came up on the way, by placeholder name.
+        constants: Real tensors that came up on the way, by placeholder.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.current: str | None = None
         self.number: int | None = None
-        self.constants: dict[str, torch.Tensor] = {}
+        self.constants: dict[fx.Node, torch.Tensor] = {}
         self._node_of: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids stay unique while their tensors live
-        self._owner: dict[int, str] = {}
+        self._owner: dict[int, str | None] = {}
         self._draws: list[tuple[Any, ...]] = []
 
     def input(self, name: str, value: torch.Tensor) -> fx.Node:
@@ -51,15 +51,15 @@ class Recorder(TorchDispatchMode):
         self._name(value, node)
         return node
 
-    def begin(self, node: str, number: int | None) -> int:
-        """A forward node starts; returns what `end` wants."""
-        self.current, self.number, self._draws = node, number, []
+    def begin(self, op: str | None, number: int | None) -> int:
+        """A node of the forward starts, which is this op or none; returns what `end` wants."""
+        self.current, self.number, self._draws = op, number, []
         return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def end(self, first: int) -> None:
         """The forward node is done."""
         for sequence in range(first, torch.autograd._get_sequence_nr()):  # type: ignore[attr-defined]
-            self._owner[sequence] = self.current  # type: ignore[assignment]
+            self._owner[sequence] = self.current
         self.current = self.number = None
 
     def node(self, value: torch.Tensor) -> fx.Node:
@@ -130,12 +130,11 @@ class Recorder(TorchDispatchMode):
     def _constant(self, value: torch.Tensor) -> fx.Node:
         if isinstance(value, FakeTensor):
             raise InputError("distribute: a tensor of the model comes from outside of its graph; register it as a buffer")
-        name = f"constant_{len(self.constants)}"
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):
-            node = self.graph.placeholder(name)
+            node = self.graph.placeholder(f"constant_{len(self.constants)}")
         node.meta.update(owner=None, backward=False)
-        self.constants[name] = value
+        self.constants[node] = value
         self._name(value, node)
         return node
 

@@ -16,7 +16,6 @@ from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.problem import FORWARD, UPDATE
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.views import results_of
@@ -29,16 +28,13 @@ _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 class ReplayEngine(Engine):
     """The engine without arithmetic: values and gradients are of the right size and hold nothing."""
 
-    def __init__(
-        self, placement: JointPlacement, ranks: Ranks, own: Own, source: ForwardGraph, plan: PlacementPlan, slept: Problem
-    ) -> None:
+    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own, plan: PlacementPlan, slept: Problem) -> None:
         """Prepares a process.
 
         Args:
             placement: What runs where.
             ranks: Which process this is.
             own: What this process holds.
-            source: The forward that was traced.
             plan: The plan.
             slept: A problem with the plan's groups; its times are slept, those of a group in equal parts by its nodes.
         """
@@ -52,7 +48,7 @@ class ReplayEngine(Engine):
             total[key] = total.get(key, 0.0) + float(time_s[groups[group][1]])
         nodes: dict[tuple[int, str], list[fx.Node]] = {}
         for node, there in placement.device_of.items():
-            op = source.op_of_node.get(node.meta["owner"])
+            op = node.meta["owner"]
             if there == ranks.rank and op in group_of and node.target is not operator.getitem:
                 group, kind = group_of[op], "backward" if node.meta["backward"] else "forward"
                 apart = number_of.get(f"{groups[group][0].get('name')}.backward", group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -107,16 +108,16 @@ class Options:
 
     def _estimate(self, shape: Shape, spread: Spread, order: tuple[int, ...]) -> tuple[float, float]:
         """`Option.expected_s` and `Option.short_bytes`."""
-        count, stages = max(spread.counts), len(order)
+        count = max(spread.counts)
         running, working = self._running(shape, spread)
-        parts = np.diff(running[:, spread.bounds], axis=1)
-        parts[1:3] *= in_flight(shape.schedule, stages, shape.places, count)
+        at = running[:, spread.bounds]
+        parts = at[:, 1:] - at[:, :-1]
+        parts[1:3] *= in_flight(shape.schedule, len(order), shape.places, count)
         if shape.chunks > 1:
-            parts = parts @ (np.array(order)[:, None] == np.arange(shape.places))
+            parts = parts @ _holds(order)
         held, kept, spare, again_s, inside_s, exchanged_s = parts
         short = held + kept + working - self._room(shape)[len(spread.sizes) > 1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            again_s = again_s * np.where(short > 0.0, np.minimum(short / spare, 1.0), 0.0)
+        again_s = again_s * np.minimum(np.maximum(short / np.maximum(spare, 1.0), 0.0), 1.0)
         passes_s = spread.bound_s + count * float((again_s + inside_s).max())
         times = {2: (1 + count) / 2, 3: 1.5 * count}.get(shape.axes.sharding, 1)
         return max(passes_s, times * float(exchanged_s.max())), float((short - spare).max())
@@ -193,6 +194,12 @@ class Options:
                 draft = _draft(shape, sizes, counts, balance)
                 taken_s = balance.replicas_s(draft) * np.array(counts)
                 yield Spread(sizes, counts, draft.bounds, float(taken_s.max()) / shape.places)
+
+
+@lru_cache
+def _holds(order: tuple[int, ...]) -> Floats:
+    """float64 [S, P], 1 where a stage is on a place."""
+    return np.eye(max(order) + 1)[list(order)]
 
 
 def _splits(shape: Shape) -> bool:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import toys
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner, run_planner
@@ -232,13 +231,6 @@ def test_never_worse_than_the_floor_and_within_its_calls(seed):
         assert run.simulator_calls == floor.simulator_calls + calls
         if calls == 0:
             np.testing.assert_array_equal(run.plan.device_of_group, floor.plan.device_of_group)
-
-
-@pytest.mark.parametrize("toy", [toys.memory_tight_chain, toys.fork_join, toys.memory_tight_pair, toys.two_branches])
-def test_it_reaches_known_optima_from_a_poor_start(toy):
-    problem, optimum, _ = toy()
-    plan = get_planner("brkga")(problem, calls=300, start=[0] * problem.num_groups)
-    assert plan.predicted.step_time_s == pytest.approx(optimum)
 
 
 def test_it_ends_when_there_is_nothing_left_to_find():

@@ -31,6 +31,22 @@ def changed_memory(nodes: Iterable[fx.Node], memory: UnionFind) -> set[fx.Node]:
     return {memory.find(other) for node in nodes for other in written_by(node)}
 
 
+def without_writes(graph: fx.Graph) -> None:
+    """What writes to what another op made makes a new value: ``x.add_(y)`` is ``x.add(y)`` where nothing shares memory."""
+    earlier: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        value = next(written_by(node), None)
+        name = getattr(node.target, "_opname", "")
+        plain = getattr(getattr(torch.ops.aten, name[:-1], None), getattr(node.target, "_overloadname", ""), None)
+        if value is not None and name.endswith("_") and plain is not None and isinstance(value.target, torch._ops.OpOverload):
+            memory = shared_memory(earlier)
+            alone = all(other is value or memory.find(other) != memory.find(value) for other in earlier)
+            if alone and {_dtype(other) for other in node.all_input_nodes} == {_dtype(value)}:
+                node.target = plain
+                value.replace_all_uses_with(node, lambda user: user is not node and user not in earlier)  # noqa: B023
+        earlier.add(node)
+
+
 def shared_with(node: fx.Node) -> Iterator[fx.Node]:
     """Inputs that an output of the node may share memory with."""
     if node.op != "call_function":

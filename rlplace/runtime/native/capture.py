@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError, show
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.runtime.aliases import without_writes
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import units
 
@@ -87,12 +88,17 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
     found = dict(units(model, blocks))
     try:
         results, calls = observe(model, inputs, found)
-        with _opaque(found, results), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            exported = export_training_graph(model, (), inputs)
+        source = model
+        if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
+            mode = new_fake_mode()  # what stands for a unit is on the processor, what is read between units would not be
+            source, inputs = fake_copy(model, mode), fake_inputs(dict(inputs), mode)
+        with _opaque(dict(units(source, blocks)), results), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            exported = export_training_graph(source, (), inputs)
         graph = exported.module.graph
         for name, module in found.items():
             exported.module.add_submodule(name, module)
         _call_units(graph)
+        without_writes(graph)
     except InputError:
         raise
     except Exception as error:  # it is the model's own code that runs

@@ -127,3 +127,29 @@ def test_a_parameter_is_read_where_it_is_held():
     captured = capture(Reading(), {"tokens": torch.zeros(2, 3, dtype=torch.long)})
     with pytest.raises(InputError, match=r"parameter 'embed.weight' is read outside of the block"):
         cut(captured, [["embed"], ["middle"]])
+
+
+class Adding(nn.Module):
+    """Adds to a value of an earlier block; with a view of it at hand, others see what was added."""
+
+    def __init__(self, viewed):
+        super().__init__()
+        self.layers, self.viewed = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), viewed
+        self.register_buffer("bias", torch.rand(4))
+
+    def forward(self, x):
+        total = self.layers[0](x) * 2
+        before = total.view(-1) if self.viewed else total + 0
+        for layer in self.layers[1:]:
+            total += layer(x)
+        return total * before.view(2, 4) + self.bias
+
+
+def test_what_is_added_in_another_stage_is_a_new_value_unless_it_is_seen_elsewhere():
+    inputs, each = {"x": torch.rand(2, 4)}, [[f"layers.{number}"] for number in range(3)]
+    model = Adding(viewed=False)
+    captured = capture(model, inputs)
+    torch.testing.assert_close(staged(captured, cut(captured, each), inputs), model(**inputs))
+    assert len(cut(capture(Adding(viewed=False).to("meta"), inputs), each)) == 3
+    with pytest.raises(InputError, match="add_ writes to a value of another stage"):
+        cut(capture(Adding(viewed=True), inputs), each)

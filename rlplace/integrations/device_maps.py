@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.plan.device_map import path_prefixes, round_to_modules, to_device_map
+from rlplace.plan.device_map import closest, most_below, path_prefixes, round_to_modules, to_device_map
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 
@@ -62,7 +62,7 @@ def plan_from_device_map(
             held.setdefault(path.rpartition(".")[0], Counter())[index] += 1
 
     def device_of(path: str) -> int | None:
-        entry = _lookup(entries, path)
+        entry = closest(entries, path)
         return held[path].most_common(1)[0][0] if entry is None and path in held else entry
 
     chosen: list[int | None] = []
@@ -97,14 +97,13 @@ def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence
     """
     entries = dict(to_device_map(plan))
     rounded = round_to_modules(plan).device_of_module
-    first = next(iter(rounded.values()))
+    near = {**most_below(rounded.items()), **rounded}
     for name in model.state_dict():
-        if _lookup(entries, name) is not None:
+        if closest(entries, name) is not None:
             continue
         owner = name.rpartition(".")[0]
-        device = _nearest(rounded, owner, first)
         inside = any(path.startswith(f"{owner}.") for path in entries)
-        entries[name if inside or not owner else owner] = device
+        entries[name if inside or not owner else owner] = closest(near, owner) or 0
     if devices is None:
         return entries
     needed = int(plan.device_of_group.max(initial=0)) + 1
@@ -158,14 +157,9 @@ def _device_index(path: str, value: Any, index_of: Mapping[str, int]) -> int:
 
 
 def _known_paths(problem: Problem) -> set[str]:
-    paths = {""}
-    for modules in problem.group_modules or ():
-        for path in modules:
-            paths.update(path_prefixes(path))
-    for ops in problem.group_ops or ():
-        for op in ops:
-            paths.update(path_prefixes(op.rpartition("/")[0]))
-    return paths
+    paths = {path for modules in problem.group_modules or () for path in modules}
+    paths |= {op.rpartition("/")[0] for ops in problem.group_ops or () for op in ops}
+    return {"", *(prefix for path in paths for prefix in path_prefixes(path))}
 
 
 def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
@@ -182,26 +176,6 @@ def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
         return
     error = unknown_name("module of device_map", path, modules)
     raise InputError(f"{error}; if it is a module that runs nothing, give model= as well")
-
-
-def _lookup(entries: Mapping[str, int], path: str) -> int | None:
-    for prefix in reversed(path_prefixes(path)):
-        if prefix in entries:
-            return entries[prefix]
-    return None
-
-
-def _nearest(device_of_module: Mapping[str, int], path: str, default: int) -> int:
-    """Device of the module, else of most modules below it, else of those below its closest ancestor that has any."""
-    while True:
-        if path in device_of_module:
-            return device_of_module[path]
-        below = Counter(device for other, device in device_of_module.items() if not path or other.startswith(f"{path}."))
-        if below:
-            return min(below, key=lambda d: (-below[d], d))
-        if not path:
-            return default
-        path = path.rpartition(".")[0]
 
 
 def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,10 +157,13 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
         model.meta_model, plan, options.get("example_inputs"), graphs
     )
     _count_labels(trainer, model, sums)
-    _ask_whole_model(trainer, model)
+    decaying = trainer.get_decay_parameter_names  # goes by the classes of modules, which a process's own part has not
+    trainer.get_decay_parameter_names = lambda other: decaying(model.meta_model)
     use_whole_files(trainer, model)
-    _same_loaders(trainer)
-    _stay_alone(trainer)
+    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+        setattr(trainer, name, _as_first()(getattr(trainer, name)))
+    for name in ("train", "evaluate", "predict", "save_model"):
+        setattr(trainer, name, _alone(trainer)(getattr(trainer, name)))
     return model
 
 
@@ -217,47 +220,24 @@ def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
         model.batching = before
 
 
-def _ask_whole_model(trainer: Any, model: DistributedModel) -> None:
-    """Which parameters decay goes by the classes of modules, which a process's own part of the model has not."""
-    decaying = trainer.get_decay_parameter_names
-
-    def get_decay_parameter_names(other: Any) -> list[str]:
-        return decaying(model.meta_model)
-
-    trainer.get_decay_parameter_names = get_decay_parameter_names
-
-
-def _same_loaders(trainer: Any) -> None:
+@contextlib.contextmanager
+def _as_first() -> Iterator[None]:
     """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
     from accelerate.state import AcceleratorState, PartialState
 
-    def alike(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_alike(*args: Any, **kwargs: Any) -> Any:
-            states = (PartialState(), AcceleratorState())
-            before = [state.process_index for state in states]
-            for state in states:
-                state.process_index = 0
-            try:
-                return make(*args, **kwargs)
-            finally:
-                for state, index in zip(states, before, strict=True):
-                    state.process_index = index
-
-        return make_alike
-
-    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
-        setattr(trainer, name, alike(getattr(trainer, name)))
+    states = (PartialState(), AcceleratorState())
+    before = [state.process_index for state in states]
+    for state in states:
+        state.process_index = 0
+    try:
+        yield
+    finally:
+        for state, index in zip(states, before, strict=True):
+            state.process_index = index
 
 
-def _stay_alone(trainer: Any) -> None:
+@contextlib.contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
     """Any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer works."""
-
-    def alone(work: Callable[..., Any]) -> Callable[..., Any]:
-        def done(*args: Any, **kwargs: Any) -> Any:
-            see_one_process(trainer.accelerator)
-            return work(*args, **kwargs)
-
-        return done
-
-    for name in ("train", "evaluate", "predict", "save_model"):
-        setattr(trainer, name, alone(getattr(trainer, name)))
+    see_one_process(trainer.accelerator)
+    yield

@@ -21,18 +21,25 @@ from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimiz
 from rlplace.runtime.distributed.state.whole import whole_state_dict
 from rlplace.runtime.held import first_names
 
-WEIGHTS = "model.safetensors"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def use_whole_files(trainer: Any, model: DistributedModel) -> None:
     """Makes a Trainer save and load the whole model and optimizer; all processes take part, rank 0 writes."""
-    save_rng_state = trainer._save_rng_state
+    from transformers import PreTrainedModel
+
+    save, save_rng_state = trainer._save, trainer._save_rng_state
 
     def _save(output_dir: str | None = None, state_dict: Any = None) -> None:
         state = whole_state_dict(model)
+        if not isinstance(model.meta_model, PreTrainedModel):  # safetensors wants no tensor twice
+            state = {name: value.clone() for name, value in state.items()}
         if trainer.args.should_save:
-            _save_model(trainer, model, output_dir or trainer.args.output_dir, state)
+            trainer.model = model.meta_model
+            try:
+                save(output_dir, state)
+            finally:
+                trainer.model = model
         dist.barrier()  # what was written is there for everyone
 
     def _save_optimizer_and_scheduler(output_dir: str) -> None:
@@ -86,18 +93,3 @@ def load_weights(model: DistributedModel, folder: str) -> None:
     except (CheckpointException, SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{folder}: {one_line(error)}; name a checkpoint of the Trainer with this model") from None
     model.load_state_dict(own)  # copies of one tensor follow
-
-
-def _save_model(trainer: Any, model: DistributedModel, folder: str, state: dict[str, torch.Tensor]) -> None:
-    import safetensors.torch
-    from transformers import PreTrainedModel
-
-    os.makedirs(folder, exist_ok=True)
-    shape = model.meta_model
-    if isinstance(shape, PreTrainedModel):
-        shape.save_pretrained(folder, state_dict=state)
-    else:
-        safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, os.path.join(folder, WEIGHTS), {"format": "pt"})
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(folder)
-    torch.save(trainer.args, os.path.join(folder, "training_args.bin"))

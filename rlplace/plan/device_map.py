@@ -7,7 +7,7 @@ are counted, so that a caller can say what the rounding changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +130,21 @@ def path_prefixes(path: str) -> list[str]:
         return [""]
     parts = path.split(".")
     return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+def most_below(devices: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The device of most of what is in a module or below it, the lower index on a tie, by path.
+
+    Args:
+        devices: Path and device of everything that counts.
+    """
+    votes: dict[str, Counter[int]] = {}
+    for path, device in devices:
+        for prefix in path_prefixes(path):
+            votes.setdefault(prefix, Counter())[device] += 1
+    return {path: min(count, key=lambda d: (-count[d], d)) for path, count in votes.items()}
+
+
+def closest(entries: Mapping[str, int], path: str) -> int | None:
+    """What the most specific entry says of a path: its own, else that of its closest ancestor that has one."""
+    return next((entries[prefix] for prefix in reversed(path_prefixes(path)) if prefix in entries), None)

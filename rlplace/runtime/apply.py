@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlplace.plan.device_map import device_of_loss, device_of_op, round_to_modules
+from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check
-from rlplace.runtime.distributed.graph.assign import Nearest
 from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.joint.forward import PlacedForward
 from rlplace.runtime.report import ApplyReport
@@ -52,9 +51,9 @@ def apply(
     on = check.check_devices(plan, devices)
     forward = PlacedForward(model, plan, on, *micro_batch(plan, example_inputs))
     planned = device_of_op(plan)
-    nearest = Nearest(planned)
+    below = most_below((op.rpartition("/")[0], device) for op, device in planned.items())
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-        forward.owners.setdefault(name, nearest(f"{name.rpartition('.')[0]}/"))
+        forward.owners.setdefault(name, closest(below, name.rpartition(".")[0]) or 0)
     move_tensors(model, {name: on[device] for name, device in forward.owners.items()})
     model.forward = forward  # type: ignore[method-assign]
     refuse_deepcopy(model)

@@ -21,11 +21,6 @@ from rlplace.schedule import GPIPE
 _INSTEAD = "plan a strategy: rlplace.place(model, cluster, batch=...), or 'rlplace place MODEL'"
 
 
-def asks_for_strategy(plan: PlacementPlan) -> bool:
-    """Whether a placement asks for more than groups on devices."""
-    return plan.older is not None
-
-
 def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Strategy:
     """The strategy that a placement says.
 

@@ -17,7 +17,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
+from rlplace.runtime.distributed.as_strategy import strategy_of_plan
 from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
 from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_devices
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
@@ -99,7 +99,7 @@ def distribute(
     where = own_device(device, "distribute")
     if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
-    if plan.strategy is None and asks_for_strategy(plan):
+    if plan.strategy is None and plan.older is not None:
         args, kwargs = micro_batch(plan, example_inputs)
         plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
     if plan.strategy is not None:

@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import check_inputs
-from rlplace.runtime.distributed.execution.outputs import gather_outputs
-from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
@@ -44,7 +42,6 @@ class PlacedModel(DistributedModel):
         self._own = own
         self._trace, self._make_engine = trace, make
         self._engines: dict[ForwardGraph, Engine] = {}
-        self._recorder = Recorder(ranks.device)
         register(self, meta, own)
         agree(own)
         super().train(meta.training)
@@ -52,12 +49,6 @@ class PlacedModel(DistributedModel):
     def engines(self) -> list[Engine]:
         """The engines made so far, one per signature of inputs."""
         return list(self._engines.values())
-
-    def record(self, recorder: Recorder) -> None:
-        """Makes the engines, also those to come, write what they do into a recorder."""
-        self._recorder = recorder
-        for engine in self.engines():
-            engine.recorder = recorder
 
     def train(self, mode: bool = True) -> PlacedModel:
         """Sets the mode of all modules."""
@@ -75,15 +66,11 @@ class PlacedModel(DistributedModel):
             )
         with Stash(self._own.parameters) as stash:
             loss = engine.train(flat_inputs(args, kwargs, target), self.random_state)
-            stash.take()
         return partial(_output_of, graph), loss, stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         graph, engine = self._engine(args, kwargs, target)
         outputs = engine.evaluate(flat_inputs(args, kwargs, target))
-        if len(self._ranks.replicas[0]) < self._ranks.world:  # processes outside of the plan want them, too
-            first = self._ranks.rank == self._ranks.replicas[0][0]
-            outputs = gather_outputs(outputs if first else None, 0, self._ranks.device)[0]
         # A loss function outside the model: what it returns.
         return outputs[-1] if len(outputs) > len(graph.outputs) else pytree.tree_unflatten(outputs, graph.out_spec)
 
@@ -91,7 +78,6 @@ class PlacedModel(DistributedModel):
         graph = self._trace(self._meta, args, kwargs, target)
         if graph not in self._engines:
             self._engines[graph] = self._make_engine(graph)
-            self._engines[graph].recorder = self._recorder
         return graph, self._engines[graph]
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,6 +63,7 @@ def start_group(backend: str, timeout_s: float) -> None:
     mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]  # what torch's meshes take
+    _patient(dist.group.WORLD)  # now, while nobody is busy
 
 
 @contextlib.contextmanager
@@ -165,15 +165,14 @@ def check_same_plan(plan: PlacementPlan) -> None:
         )
 
 
-def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What all ranks tell, in order, on every rank; of a group, or of the whole job."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group)
+def gather_objects(own: Any) -> list[Any]:
+    """What all ranks tell, in order, on every rank."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
     return told
 
 
-_said = itertools.count()
-_PATIENCE_S, _LOOK_S = 1800.0, 0.05
+_PATIENCE_S = 1800.0
 
 
 def broadcast_object(said: Any) -> Any:
@@ -181,15 +180,15 @@ def broadcast_object(said: Any) -> Any:
 
     Before it says it, rank 0 may be busy for longer than processes may wait for each other in the process group.
     """
-    key, store = f"rlplace/said/{attempt()}/{next(_said)}", c10d._get_default_store()
-    if dist.get_rank() == 0:
-        store.set(key, "")
-    deadline = time.monotonic() + _PATIENCE_S
-    while not store.check([key]) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
     heard = [said]
-    dist.broadcast_object_list(heard, 0)
+    dist.broadcast_object_list(heard, 0, _patient(dist.group.WORLD))
     return heard[0]
+
+
+@lru_cache(maxsize=1)
+def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """All processes, which may wait for each other for long."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

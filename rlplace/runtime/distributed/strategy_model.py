@@ -128,7 +128,6 @@ class StrategyModel(DistributedModel):
                 sum_parts(parameter)
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)
-            stash.take()
         self._latest = weakref.ref(stash)
         total = total.double() if self.place.device.type == "cpu" else total.float()
         dist.all_reduce(total)

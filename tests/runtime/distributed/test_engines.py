@@ -12,7 +12,7 @@ from plans import plan_of
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import Older, PlacementPlan
-from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
+from rlplace.runtime.distributed.as_strategy import strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution.batches import check_inputs
 from rlplace.runtime.distributed.graph.forward_graph import forward_graph
@@ -39,7 +39,6 @@ def test_what_only_strategies_have_runs_as_one_where_stages_are_whole_blocks(gpt
         plan_of(model, inputs, 2, groups=1), groups=rows, device_of_group=np.array([0] * half + [1] * (len(rows) - half)),
         older=Older(4, "1f1b", (), ((0, 2), (1, 3)), ((1,), (2,))),
     )  # fmt: skip
-    assert asks_for_strategy(plan) and not asks_for_strategy(changed(plan, older=None))
     found = strategy_of_plan(plan, model, 2)
     assert (found.batch, found.pipelines[0].microbatch, found.pipelines[0].microbatches) == (16, (2,), (4,))
     assert [stage.devices for stage in found.stages] == [(0, 1), (2, 3)] and found.pipelines[0].schedule == "1f1b"

@@ -25,7 +25,6 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.wire import LostPeerError
 from rlplace.runtime.distributed.job import faults
 
 WRONG_STEP = 1
@@ -186,7 +185,7 @@ def test_what_is_whose_fault():
     assert faults.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert not faults.is_out_of_memory(ValueError("out of memory"))
     assert faults.is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"))
-    assert faults.is_lost_peer(LostPeerError("gone", 1))
+    assert faults.is_lost_peer(torch.distributed.DistNetworkError("gone"))
     assert not faults.is_lost_peer(RuntimeError("Timed out"))
     assert not faults.is_lost_peer(InputError("connection closed by peer"))
 

@@ -1,4 +1,4 @@
-"""What this process is doing: noted by the engines as they go, read when the process has to explain why it ended."""
+"""What this process is doing, noted by the engines as they go: to explain why it ended, and what took how long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from rlplace.runtime.environment import read_clock
 
 MODEL, OUTSIDE = "the model", "the training script, outside of the model"
 
@@ -29,9 +33,49 @@ def doing(what: str, *details: Any, source: int | None = None) -> None:
     _now = (what, details, source, time.monotonic())
 
 
-def note() -> tuple[Any, ...]:
-    """What `doing` was last told, to tell it again after an interruption."""
-    return (_now[0], *_now[1])
+_device: torch.device | None = None
+_spent_s: dict[str, float] = {}
+_kind: tuple[str | None, float] = (None, 0.0)
+
+
+def record(device: torch.device) -> None:
+    """From now on `mark` adds up seconds by kind: ``"forward"``, ``"backward"``, ``"wait"`` (for others) and ``"update"``.
+
+    Args:
+        device: Waited for at the end of every interval where work is queued on it.
+    """
+    global _device
+    _device = device
+
+
+def recorded() -> dict[str, float]:
+    """The seconds by kind since `record`; no more are added."""
+    global _device, _spent_s
+    taken, _spent_s, _device = _spent_s, {}, None
+    return taken
+
+
+def mark(kind: str | None) -> None:
+    """Something of this kind begins now, unless it goes on; None: nothing does."""
+    global _kind
+    if _device is None or kind == _kind[0]:
+        return
+    before, since_s = _kind
+    _kind = kind, read_clock(_device)
+    if before is not None:
+        _spent_s[before] = _spent_s.get(before, 0.0) + _kind[1] - since_s
+
+
+@contextlib.contextmanager
+def waiting(what: str, *details: Any, source: int) -> Iterator[None]:
+    """The process waits for another one, then goes on with what it did; when that fails, see `inside`."""
+    global _now
+    before, kind = _now, _kind[0]
+    mark("wait")
+    doing(what, *details, source=source)
+    yield
+    _now = before
+    mark(kind)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.distributed.ranks import gather_objects
+from rlplace.runtime.distributed.state.whole import gather_tensors, tensors_of
 
 
-def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool, losses: Collection[int] = ()) -> list[Any]:
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
     """Micro-batches put together again.
 
     Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension
@@ -23,7 +23,6 @@ def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bo
         parts: The flat outputs of each micro-batch.
         samples: Number of samples of each micro-batch.
         mean: Whether scalars are means over the samples.
-        losses: Positions of values that count like scalars whatever their shape.
     """
     total = sum(samples)
     joined = []
@@ -31,21 +30,13 @@ def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bo
         values = [part[position] for part in parts]
         first = values[0]
         tensor = isinstance(first, torch.Tensor)
-        if tensor and first.is_floating_point() and (position in losses or first.dim() == 0):
+        if tensor and first.is_floating_point() and first.dim() == 0:
             joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
         elif tensor and first.dim() > 0 and _grows(values, samples):
             joined.append(torch.cat(values) if len(values) > 1 else first)
         else:
             joined.append(values[-1])
     return joined
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Stands for a tensor in an output that is told to others."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device) -> list[list[Any]]:
@@ -56,25 +47,16 @@ def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device
         replica: The replica that this rank is part of.
         device: Where tensors go.
     """
-    told = gather_objects(None if own is None else (replica, pytree.tree_map_only(torch.Tensor, _described, list(own))))
+    told = gather_objects(None if own is None else (replica, pytree.tree_map_only(torch.Tensor, lambda tensor: 0, list(own))))
+    leaves = {(dist.get_rank(), at): leaf for at, leaf in enumerate(pytree.tree_leaves(list(own or ())))}
+    tensors = gather_tensors(tensors_of(leaves), device, everywhere=True)
     gathered: dict[int, list[Any]] = {}
     for source, said in enumerate(told):
-        if said is None:
-            continue
-        leaves, spec = pytree.tree_flatten(said[1])
-        values = pytree.tree_leaves(list(own or ()))
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, _Tensor):
-                here = source == dist.get_rank()
-                tensor = values[at].contiguous() if here else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-                dist.broadcast(tensor, source)
-                leaves[at] = tensor
-        gathered[said[0]] = pytree.tree_unflatten(leaves, spec)
+        if said is not None:
+            flat, spec = pytree.tree_flatten(said[1])
+            found = [tensors.get((source, at), leaf) for at, leaf in enumerate(flat)]
+            gathered[said[0]] = pytree.tree_unflatten(found, spec)
     return [gathered[number] for number in sorted(gathered)]
-
-
-def _described(tensor: torch.Tensor) -> _Tensor:
-    return _Tensor(tuple(tensor.shape), tensor.dtype)
 
 
 def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:

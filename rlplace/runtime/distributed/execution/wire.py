@@ -17,24 +17,11 @@ from torch import fx
 
 from rlplace.errors import RlplaceError
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.joint.views import lay_out
-from rlplace.runtime.distributed.ranks import default_timeout_s, group_of, one_line
+from rlplace.runtime.distributed.ranks import default_timeout_s, group_of
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
 """Groups of directions over which something has gone already."""
-
-
-class LostPeerError(RlplaceError):
-    """Another process did not send or take a value in time, or is gone.
-
-    Attributes:
-        peer: Its rank.
-    """
-
-    def __init__(self, message: str, peer: int | None = None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,23 +57,20 @@ class Wire:
         rank: Number of this process.
         device: Where received values go.
         messages: What is sent and received, by tag.
-        recorder: Told what the step is doing.
     """
 
     rank: int
     device: torch.device
     messages: Mapping[int, Message]
-    recorder: Recorder
     _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Waits until everything that was sent has gone."""
-        self.recorder.mark("wait")
         for work, _, destination in self._sent:
-            activity.doing("rank {} to take a value", destination, source=destination)
-            _wait(work, f"rank {self.rank} waited for rank {destination} to take a value", destination)
+            with activity.waiting("rank {} to take a value", destination, source=destination):
+                _wait(work)
         self._sent.clear()
-        self.recorder.mark(None)
+        activity.mark(None)
 
     def connect(self) -> None:
         """Makes the groups of the directions that this rank is an end of, and their connections.
@@ -109,11 +93,6 @@ class Wire:
                 dist.recv(nothing, source, group=group)
 
 
-def begin(wire: Wire, kind: str) -> None:
-    """Work of another kind begins."""
-    wire.recorder.mark(kind)
-
-
 def send(wire: Wire, value: torch.Tensor, tag: int) -> None:
     """Starts to send a value of the shape and dtype that the receiver expects; it is kept until it has gone."""
     message = wire.messages[tag]
@@ -127,8 +106,9 @@ def send(wire: Wire, value: torch.Tensor, tag: int) -> None:
     wire._sent = [item for item in wire._sent if not item[0].is_completed()]
     try:
         work = dist.isend(flat, there, group=_group(wire.rank, there), tag=tag)
-    except RuntimeError as error:
-        raise LostPeerError(f"rank {wire.rank} cannot send to rank {there}: {one_line(error)}", there) from error
+    except RuntimeError:  # the connection is gone
+        activity.doing("rank {} to take a value", there, source=there)
+        raise
     wire._sent.append((work, flat, there))
 
 
@@ -139,33 +119,22 @@ def post(wire: Wire, tag: int) -> tuple[Any, torch.Tensor, Message]:
     value = torch.empty(like.shape, dtype=like.dtype, device=wire.device)
     try:
         work = dist.irecv(value, source, group=_group(source, wire.rank), tag=tag)
-    except RuntimeError as error:
-        what = f"rank {wire.rank} cannot receive {message} from rank {source}"
-        raise LostPeerError(f"{what}: {one_line(error)}", source) from error
+    except RuntimeError:
+        activity.doing("{} from rank {}", message, source, source=source)
+        raise
     return work, value, message
 
 
 def arrive(wire: Wire, posted: tuple[Any, torch.Tensor, Message]) -> torch.Tensor:
-    """Waits until a value has arrived.
-
-    Raises:
-        LostPeerError: It will not.
-    """
+    """Waits until a value has arrived."""
     work, value, message = posted
-    before, kind = activity.note(), wire.recorder.kind
-    wire.recorder.mark("wait")
-    activity.doing("{} from rank {}", message, message.source, source=message.source)
-    _wait(work, f"rank {wire.rank} waited for {message} from rank {message.source}, which is gone or hangs", message.source)
-    activity.doing(*before)
-    wire.recorder.mark(kind)
+    with activity.waiting("{} from rank {}", message, message.source, source=message.source):
+        _wait(work)
     return lay_out(value, message.value.meta["val"].stride())
 
 
-def _wait(work: Any, what: str, peer: int) -> None:
-    try:
-        work.wait(timedelta(seconds=default_timeout_s()))  # gloo's own is that of when the group was made
-    except RuntimeError as error:
-        raise LostPeerError(f"{what}: {one_line(error)}", peer) from error
+def _wait(work: Any) -> None:
+    work.wait(timedelta(seconds=default_timeout_s()))  # gloo's own is that of when the group was made
 
 
 def _group(source: int, destination: int) -> dist.ProcessGroup | None:

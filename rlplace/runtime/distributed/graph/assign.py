@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from rlplace.errors import InputError
-from rlplace.plan.device_map import LOSS_OP, path_prefixes, plan_groups
+from rlplace.plan.device_map import LOSS_OP, plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 
@@ -58,22 +57,3 @@ def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
         f"plan: it is for another model: the graph of this one is not the one that was planned ({example}; {len(strange)} and "
         f"{len(missing)} such ops); give the model, its mode and inputs as they were captured, with method='export'"
     )
-
-
-class Nearest:
-    """Where ops go that a plan does not name, which graphs for other inputs may have: where most ops of their module are."""
-
-    def __init__(self, planned: Mapping[str, int]) -> None:
-        """Counts the planned ops below every module."""
-        votes: dict[str, Counter[int]] = {}
-        for name, device in planned.items():
-            for path in path_prefixes(name.rpartition("/")[0]):
-                votes.setdefault(path, Counter())[device] += 1
-        self._of_module = {path: min(count, key=lambda d: (-count[d], d)) for path, count in votes.items()}
-
-    def __call__(self, op: str) -> int:
-        """The device of an op."""
-        path = op.rpartition("/")[0]
-        while path not in self._of_module:
-            path = path.rpartition(".")[0]
-        return self._of_module[path]

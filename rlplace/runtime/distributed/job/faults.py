@@ -22,14 +22,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.wire import LostPeerError
 from rlplace.runtime.distributed.ranks import attempt, default_timeout_s, one_line
 
 _TIMED_OUT = ("timed out", "timeout")
@@ -94,7 +94,10 @@ class _Job:
                 return
         if trace is not None:
             traceback.print_exception(trace)
-        print_line(line)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())  # in one piece
 
 
 _job: _Job | None = None
@@ -144,32 +147,20 @@ def guard(part: str = "", debug: bool = False) -> Iterator[None]:
     except BaseException as error:
         if _job is None:
             raise
-        _exit(report(error, debug=debug))
+        _end(_job, error, debug)
     _leave()
 
 
-def report(error: BaseException, *, debug: bool = False) -> int:
-    """Says what ended this process, unless another process reports the cause; returns the exit code."""
-    code = error.exit_code if isinstance(error, RlplaceError) else 1
-    if _job is None:
-        print_line(_text(error))
-        return code
+def _end(job: _Job, error: BaseException, debug: bool) -> NoReturn:
+    """Says what ended this process, unless another process reports the cause, and ends it."""
     try:
-        line = _cause(_job, error) if is_lost_peer(error) else _text(error)
+        line = _cause(job, error) if is_lost_peer(error) else _text(job, error)
     except RuntimeError:
-        line = f"the job's store is gone, with torchrun or with rank 0: {_job} waited for {activity.current(error).text}"
+        line = f"the job's store is gone, with torchrun or with rank 0: {job} waited for {activity.current(error).text}"
     if line is not None:
-        _tell_torchrun(line, error)
-        _job.say(line, error if debug else None)
-    return code
-
-
-def print_line(line: str) -> None:
-    """One line on stderr, in one piece."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())
+        _tell_torchrun(line)
+        job.say(line, error if debug else None)
+    _exit(error.exit_code if isinstance(error, RlplaceError) else 1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -181,31 +172,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether another process is the cause."""
-    if isinstance(error, (LostPeerError, dist.DistNetworkError)):
-        return True
-    if isinstance(error, (dist.DistBackendError, dist.DistStoreError)):
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
         return not is_out_of_memory(error)
     text = str(error).lower()
     names_transport = "gloo" in text or "nccl" in text or "tcp" in text
     return isinstance(error, RuntimeError) and names_transport and any(t in text for t in _TIMED_OUT + _BROKEN)
 
 
-def _text(error: BaseException) -> str:
+def _text(job: _Job, error: BaseException) -> str:
     """What happened in this process, in one line."""
     if isinstance(error, (InputError, MissingError)):
         return str(error)  # the same on every rank
-    who = os.environ.get("RANK", "0") if _job is None else str(_job)
     now, text = activity.current(error), one_line(error)
     where = f"in {now.text}" if now.source is None else f"while it waited for {now.text}"
     if is_out_of_memory(error):
-        return f"{who} ran out of memory {where}: {_ENFORCED.sub('', text)}"
-    return f"{who} failed {where}: {text if isinstance(error, RlplaceError) else f'{type(error).__name__}: {text}'}"
+        return f"{job} ran out of memory {where}: {_ENFORCED.sub('', text)}"
+    return f"{job} failed {where}: {text if isinstance(error, RlplaceError) else f'{type(error).__name__}: {text}'}"
 
 
 def _cause(job: _Job, error: BaseException) -> str | None:
     """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
     waited = activity.current(error)
-    own = {"source": error.peer if isinstance(error, LostPeerError) else waited.source, "text": waited.text}
+    own = {"source": waited.source, "text": waited.text}
     job.put(f"lost/{job.rank}", own)
     hangs = any(text in str(error).lower() for text in _TIMED_OUT)
     # Others may have begun to wait later, by as long as their part of a step takes.
@@ -232,7 +220,7 @@ def _cause(job: _Job, error: BaseException) -> str | None:
         return f"the ranks wait for each other ({waits}); all of them must make the same calls"
     return (
         f"{job.name(culprit)} {'hangs' if hangs else 'is gone or hangs'}: {job} waited {waited.age_s:.0f} s for {waited.text} "
-        f"({one_line(error.__cause__ or error)})"
+        f"({one_line(error)})"
     )
 
 
@@ -273,7 +261,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if _job is None or issubclass(kind, KeyboardInterrupt):
         return _earlier_hook(kind, error, trace)
     own = not isinstance(error, RlplaceError) and not is_out_of_memory(error)
-    _exit(report(error, debug=own or bool(os.environ.get("RLPLACE_DEBUG"))))
+    _end(_job, error, own or bool(os.environ.get("RLPLACE_DEBUG")))
 
 
 def _leave() -> None:
@@ -283,7 +271,7 @@ def _leave() -> None:
             _job.put(f"ended/{_job.rank}", {})
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     """At once: the interpreter's own end would wait for threads and connections that hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -291,11 +279,8 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _tell_torchrun(line: str, error: BaseException | None = None) -> None:
+def _tell_torchrun(line: str) -> None:
     """The summary of torchrun then has the line, too."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    trace = "" if error is None else "\n" + "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": line + trace, "timestamp": int(time.time())}, file)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        with contextlib.suppress(OSError):
+            ErrorHandler().record_exception(RlplaceError(line))

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.as_strategy import asks_for_strategy, strategy_of_plan
+from rlplace.runtime.distributed.as_strategy import strategy_of_plan
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
 from rlplace.runtime.distributed.job.training import Training, microbatch_of
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
@@ -163,7 +163,7 @@ def train(
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
     loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
-    if plan.strategy is None and asks_for_strategy(plan):
+    if plan.strategy is None and plan.older is not None:
         plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
     part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, mixed_precision=policy, **settings)
     reference = None

@@ -19,7 +19,7 @@ from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.as_strategy import asks_for_strategy
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.job.training import Training, check_strategy, microbatch_of, processes_needed
@@ -87,7 +87,7 @@ class PlanTimer:
         Raises:
             InputError: The plan cannot run here.
         """
-        if plan.strategy is None and asks_for_strategy(plan):
+        if plan.strategy is None and plan.older is not None:
             raise InputError("measure: the plan runs as a whole strategy; 'rlplace run' trains and times it")
         check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
@@ -132,13 +132,13 @@ class PlanTimer:
     def _step(self, training: Training, batch: Any) -> tuple[float, dict[str, float]]:
         """One step, its time on the slowest process and what this one did meanwhile."""
         dist.barrier()
-        training.recorder.on = True
+        activity.record(self.device)
         start_s = read_clock(self.device)
         training.step(batch)
         took = torch.tensor(read_clock(self.device) - start_s, dtype=torch.float64, device=self.device)
-        training.recorder.on = False
+        spent_s = activity.recorded()
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        return float(took), training.recorder.take()
+        return float(took), spent_s
 
     def _places(
         self, training: Training, plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float]

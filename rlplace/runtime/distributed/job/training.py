@@ -15,8 +15,8 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import recipe_of
 from rlplace.runtime.distributed.joint.replay import ReplayEngine, sleep_until
@@ -71,7 +71,6 @@ class Training:
         model: The distributed model.
         optimizer: Updates this process's parameters; None where nothing is computed.
         samples: Of a step.
-        recorder: Takes the intervals of steps of a placement, once it is switched on.
     """
 
     def __init__(
@@ -115,9 +114,6 @@ class Training:
         # Frozen parameters, too: they get no gradient and no update.
         self.optimizer = None if slept is not None else OPTIMIZERS[optimizer](self.model.parameter_groups(), lr=lr)
         self.samples = samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch
-        self.recorder = Recorder(device)
-        if isinstance(self.model, PlacedModel):
-            self.model.record(self.recorder)
         self._clip, self._autocast = clip, autocast
 
     def step(self, batch: Any) -> float:
@@ -129,11 +125,11 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         if self._clip is not None:
             self.model.clip_grad_norm_(self._clip)
-        self.recorder.mark("update")
+        activity.mark("update")
         if self.optimizer is not None:
             self.optimizer.step()
         elif isinstance(self.model, PlacedModel):
             engines = [engine for engine in self.model.engines() if isinstance(engine, ReplayEngine)]
             sleep_until(time.perf_counter() + sum(engine.update_s for engine in engines))
-        self.recorder.mark(None)
+        activity.mark(None)
         return float(loss.detach())

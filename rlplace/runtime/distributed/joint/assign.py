@@ -13,8 +13,9 @@ from functools import cached_property
 
 from torch import fx
 
+from rlplace.plan.device_map import closest, most_below
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.assign import Nearest, backward_devices, planned_devices
+from rlplace.runtime.distributed.graph.assign import backward_devices, planned_devices
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
 
@@ -64,7 +65,7 @@ def place_joint_graph(
         owners: Holders of the tensors that are in place already, by name.
     """
     planned, of_backward = planned_devices(plan), backward_devices(plan)
-    nearest = Nearest(planned)
+    below = most_below((name.rpartition("/")[0], device) for name, device in planned.items())
     device_of: dict[fx.Node, int] = {}
     home = min(planned.values())
     for node in joint.graph.nodes:
@@ -78,7 +79,7 @@ def place_joint_graph(
             before = [device_of[base] for base in map(base_of, node.all_input_nodes) if base in device_of]
             device_of[node] = before[-1] if before else home
         else:
-            here = planned[op] if op in planned else nearest(op)
+            here = planned[op] if op in planned else closest(below, op.rpartition("/")[0]) or 0
             device_of[node] = of_backward.get(op, here) if node.meta["backward"] else here
     return JointPlacement(joint, device_of, _owners(joint, device_of, of_backward, owners or {}, home))
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime import streams
-from rlplace.runtime.distributed.execution import wire
+from rlplace.runtime.distributed.execution import activity, wire
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.views import as_made, base_of, is_view_node, lay_out, results_of
 
@@ -126,7 +126,7 @@ class Emitter:
             self._post(next(posts))
             if self._wire is not None and phase != node.meta["backward"]:
                 phase = node.meta["backward"]
-                self.graph.call_function(wire.begin, (self._wire, "backward" if phase else "forward"))
+                self.graph.call_function(activity.mark, ("backward" if phase else "forward",))
             args, kwargs = pytree.tree_map(lambda value, here=here: self._operand(value, here), (node.args, dict(node.kwargs)))
             if node.target is _aten.as_strided.default:
                 args = (self.graph.call_function(lay_out, (args[0], _strides(node.args[0]))), *args[1:])

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import fx
 
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.recorder import Recorder
 from rlplace.runtime.distributed.execution.wire import Message, Wire
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.emit import Emitter
 from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.views import base_of, lay_out
-from rlplace.runtime.distributed.ranks import Ranks, group_of
+from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.tensors import Own
 
 
@@ -52,7 +51,6 @@ class Engine:
         ranks: Which process this is.
         parameters: The parameters that this rank owns, by name: those that it updates.
         buffers: Likewise buffers and constants.
-        recorder: Takes the intervals of a step, once it is switched on.
     """
 
     def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own) -> None:
@@ -65,7 +63,6 @@ class Engine:
         """
         own = own.holding(placement.joint.constants, ranks.device)
         self.placement, self.ranks, self.parameters, self.buffers = placement, ranks, own.parameters, own.buffers
-        self.recorder = Recorder(ranks.device)
         self._programs: dict[bool, Program] = {}
 
     def train(self, leaves: Sequence[Any], key: tuple[int, int]) -> torch.Tensor:
@@ -101,11 +98,9 @@ class Engine:
 
         Returns:
             The flat outputs of the model (its loss node last, when the graph has a loss function outside the model), on every
-            rank of the plan; nothing on the others.
+            rank.
         """
         found = self._run(leaves, False, (0, 0))
-        if self.ranks.replica is None:
-            return []
         return [self._everywhere(found.get(number), item) for number, item in enumerate(self._outputs())]
 
     def target_of(self, node: fx.Node) -> Any:
@@ -124,7 +119,7 @@ class Engine:
             return {}
         new = training not in self._programs
         program = self._programs[training] = self._program(training) if new else self._programs[training]
-        wire = Wire(ranks.rank, ranks.device, program.messages, self.recorder)
+        wire = Wire(ranks.rank, ranks.device, program.messages)
         if new:
             wire.connect()
         tensors = {**self.parameters, **self.buffers}
@@ -160,11 +155,10 @@ class Engine:
         return Program(emitter.module(results.values()), emitter.messages, tuple(results))
 
     def _everywhere(self, value: torch.Tensor | None, item: Any) -> Any:
-        """An output, which one process has made, on every process of the plan."""
+        """An output, which one process has made, on every process."""
         if not isinstance(item, fx.Node):
             return item
-        row, traced = self.ranks.replicas[0], item.meta["val"]
+        traced = item.meta["val"]
         found = torch.empty(traced.shape, dtype=traced.dtype, device=self.ranks.device) if value is None else value.contiguous()
-        if len(row) > 1:
-            dist.broadcast(found, self.placement.device_of[base_of(item)], group=group_of(row))
+        dist.broadcast(found, self.placement.device_of[base_of(item)])
         return found

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import gather_objects
-from rlplace.runtime.distributed.state.untrusted import check_setting
+from rlplace.runtime.distributed.state.untrusted import Optimizer, check_setting
 from rlplace.runtime.distributed.state.whole import gather_tensors, own_part, tensors_of
 
 Named = list[tuple[str, nn.Parameter]]
@@ -27,7 +27,7 @@ Named = list[tuple[str, nn.Parameter]]
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``."""
     flat: dict[str, Any] = {}
-    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
+    for group, named in _groups(model, optimizer):
         for name, parameter in named:
             flat |= {f"state.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
             flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
@@ -42,20 +42,21 @@ def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         parameter and key.
     """
     groups, numbers = [], {}
-    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
+    for group, named in _groups(model, optimizer):
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
         groups.append({"settings": settings, "parameters": [name for name, _ in named]})
         for name, parameter in named:
             state = optimizer.state.get(parameter, {})
-            numbers[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-    return {"groups": groups, "numbers": {name: found for name, found in numbers.items() if found}}
+            if found := {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}:
+                numbers[name] = found
+    return {"groups": groups, "numbers": numbers}
 
 
 def load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     index: Mapping[str, Any],
-    facts: Sequence[Mapping[str, Any]],
+    facts: Sequence[Optimizer],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Gives an optimizer the state of a checkpoint.
@@ -70,17 +71,16 @@ def load_optimizer(
     Raises:
         InputError: The checkpoint has no optimizer.
     """
-    numbers = {name: values for rank in facts for name, values in rank.get("numbers", {}).items()}
-    settings = [(group["settings"], set(group["parameters"])) for rank in facts for group in rank.get("groups", ())]
+    numbers = {name: values for rank in facts for name, values in rank.numbers.items()}
+    settings = [(group.settings, set(group.parameters)) for rank in facts for group in rank.groups]
     if not settings:
         raise InputError("checkpoint: it was saved without an optimizer; leave the optimizer out")
-    state: dict[str, dict[str, Any]] = {}
-    for name, parameter in (pair for named in _named_groups(model, optimizer) for pair in named):
-        prefix = f"optimizer.state.{name}."
-        state[name] = dict(numbers.get(name, {}))
-        for key, item in index.items():
-            if key.startswith(prefix) and isinstance(item, TensorStorageMetadata) and "." not in key[len(prefix) :]:
-                state[name][key[len(prefix) :]] = _empty(parameter, item)
+    parameters = {name: parameter for _, named in _groups(model, optimizer) for name, parameter in named}
+    state: dict[str, dict[str, Any]] = {name: dict(numbers.get(name, {})) for name in parameters}
+    for key, item in index.items():
+        name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
+        if key.startswith("optimizer.state.") and name in state and isinstance(item, TensorStorageMetadata):
+            state[name][field] = _empty(parameters[name], item)
     load({f"state.{name}.{key}": value for name, found in state.items() for key, value in tensors_of(found).items()})
     _set(model, optimizer, state, settings)
 
@@ -95,16 +95,16 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    named = _named_groups(model, optimizer)
     held = {
         (name, key): value
-        for name, parameter in (pair for group in named for pair in group)
+        for _, named in _groups(model, optimizer)
+        for name, parameter in named
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     tensors = tensors_of(held)
     everyone = gather_objects({at: value for at, value in held.items() if at not in tensors})
     values = {at: value for told in everyone for at, value in told.items()} | gather_tensors(tensors, model.ranks.device)
-    order = _whole_order(model, named)
+    order = _whole_order(model, optimizer)
     number = {name: index for index, name in enumerate(name for group in order for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for (name, key), value in values.items():
@@ -125,8 +125,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
     Raises:
         InputError: It has other groups, or was made over other parameters.
     """
-    named = _named_groups(model, optimizer)
-    order, saved = _whole_order(model, named), state["param_groups"]
+    order, saved = _whole_order(model, optimizer), state["param_groups"]
     sizes = [len(group["params"]) for group in saved]
     if sizes != [len(group) for group in order]:
         raise InputError(
@@ -138,10 +137,10 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
         for listed, group in zip(order, saved, strict=True)
         for name, index in zip(listed, group["params"], strict=True)
     }
-    shapes = {name: tuple(p.shape) for name, p in model.meta_model.named_parameters()}
     own = {
-        name: {k: _own(shapes[name], parameter, value) for k, value in state["state"].get(number[name], {}).items()}
-        for name, parameter in (pair for group in named for pair in group)
+        name: {key: _own(parameter, value) for key, value in state["state"].get(number[name], {}).items()}
+        for _, named in _groups(model, optimizer)
+        for name, parameter in named
     }
     _set(model, optimizer, own, [(group, set(listed)) for group, listed in zip(saved, order, strict=True)])
 
@@ -155,7 +154,7 @@ def _set(
     """Gives an optimizer state by the names of its parameters, and groups the settings of those that had the same ones."""
     numbered: dict[int, Mapping[str, Any]] = {}
     groups, taken = [], 0
-    for group, named in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
+    for group, named in _groups(model, optimizer):
         count = len(group["params"])
         if len({tuple(sorted(state[name])) for name, _ in named if state.get(name)}) > 1:
             raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
@@ -172,8 +171,8 @@ def _set(
         raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
 
 
-def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:
-    """An optimizer's parameters by group, each with the first of its names in the undistributed model.
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Named]]:
+    """An optimizer's groups, and the parameters of each with the first of their names in the undistributed model.
 
     The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
     """
@@ -181,27 +180,27 @@ def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Na
     if isinstance(model, DistributedModel):
         trained, nothing = model.trained(), model.nothing
     known = {id(parameter): name for name, parameter in trained}
-    groups: list[Named] = []
+    groups: list[tuple[dict[str, Any], Named]] = []
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter is not nothing]
         if any(id(parameter) not in known for parameter in parameters):
             raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
-        groups.append([(known[id(parameter)], parameter) for parameter in parameters])
+        groups.append((group, [(known[id(parameter)], parameter) for parameter in parameters]))
     return groups
 
 
-def _whole_order(model: DistributedModel, named: list[Named]) -> list[list[str]]:
+def _whole_order(model: DistributedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Names of all processes by group, each in the order of the model."""
-    everyone = gather_objects([[name for name, _ in group] for group in named])
-    listed = [{name for mine in everyone for name in mine[g]} for g in range(len(named))]
+    everyone = gather_objects([{name for name, _ in named} for _, named in _groups(model, optimizer)])
+    listed = [set().union(*group) for group in zip(*everyone, strict=True)]
     return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
 
 
-def _own(shape: tuple[int, ...], parameter: torch.Tensor, value: Any) -> Any:
+def _own(parameter: torch.Tensor, value: Any) -> Any:
     """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    return own_part(value, parameter) if tuple(value.shape) == shape else value
+    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
+        return own_part(value, parameter)
+    return value
 
 
 def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:

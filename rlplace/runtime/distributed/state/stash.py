@@ -12,7 +12,7 @@ from torch import nn
 class Stash:
     """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
 
-    As a context it clears the gradients that engines add to, and puts back afterwards what was there.
+    As a context it clears the gradients that engines add to, takes those that they made, and puts back what was there.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, copy: bool = False) -> None:
@@ -35,20 +35,10 @@ class Stash:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name, parameter in self._parameters.items():
             parameter.grad = self._before[name]
         self._before.clear()
-
-    def take(self, weight: float = 1.0) -> None:
-        """Moves the gradients, times `weight`, out of the parameters and adds them to those that wait."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
-            gradient, parameter.grad = parameter.grad, None
-            if weight != 1.0:
-                gradient.mul_(weight)
-            waiting = self._gradients.get(name)
-            self._gradients[name] = gradient if waiting is None else waiting.add_(gradient)
 
     def keep(self) -> None:
         """Takes the gradients that wait into memory of their own."""

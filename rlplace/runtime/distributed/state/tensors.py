@@ -60,10 +60,7 @@ def own_tensors(
     for name, tensor in everything.items():
         if rank not in owners_of[name]:
             continue
-        if tensor.is_meta:
-            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        else:
-            value = tensor.detach().to(device)
+        value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
         else:

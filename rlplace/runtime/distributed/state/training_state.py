@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlplace.errors import InputError, RlplaceError
-from rlplace.files import read_json, write_json
+from rlplace.files import read_record, write_json
+from rlplace.records import build
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
-from rlplace.runtime.distributed.state.untrusted import IndexReader, check_facts, check_index, check_scheduler, check_sizes
+from rlplace.runtime.distributed.state.untrusted import Facts, IndexReader, check_index, check_scheduler
 from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
 
 FORMAT = "rlplace.training"
@@ -149,12 +150,9 @@ def load_checkpoint(
         RlplaceError: It could not be read.
     """
     folder = _resolve(Path(path), model)
-    facts = read_json(folder / _FACTS, FORMAT, VERSION)
-    check_facts(facts, str(folder / _FACTS))
+    facts = read_record(folder / _FACTS, FORMAT, VERSION, partial(build, Facts, where="checkpoint"))
     with _one_line("read", folder):
-        reader = IndexReader(folder)
-        index = reader.read_metadata().state_dict_metadata
-        check_sizes(index, folder)
+        index = IndexReader(folder).read_metadata().state_dict_metadata
         state = tensors_of(model.state_dict())
         check_index(folder, index, _whole(model))
         fill = partial(_load, path=folder, model=model)
@@ -162,15 +160,15 @@ def load_checkpoint(
         model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         if optimizer is not None:
             fill_optimizer = partial(load_packed_whole, load=lambda tensors: fill({"optimizer": tensors}))
-            load_optimizer(model, optimizer, index, facts["optimizers"], fill_optimizer)
+            load_optimizer(model, optimizer, index, facts.optimizers, fill_optimizer)
     if scheduler is not None:
-        if facts["scheduler"] is None:
+        if facts.scheduler is None:
             raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
-        check_scheduler(facts["scheduler"], scheduler.state_dict(), str(folder / _FACTS))
-        scheduler.load_state_dict(facts["scheduler"])
-    if isinstance(model, DistributedModel) and facts["random"] is not None:
-        model.random_state = int(facts["random"]["seed"]), int(facts["random"]["step"])
-    return TrainingState(folder, int(facts["step"]), facts["extra"])
+        check_scheduler(facts.scheduler, scheduler.state_dict(), str(folder / _FACTS))
+        scheduler.load_state_dict(facts.scheduler)
+    if isinstance(model, DistributedModel) and facts.random is not None:
+        model.random_state = facts.random.seed, facts.random.step
+    return TrainingState(folder, facts.step, facts.extra)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

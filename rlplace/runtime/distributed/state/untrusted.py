@@ -23,80 +23,42 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from rlplace.errors import InputError, show
 from rlplace.files import read_bytes
-from rlplace.records import Record, build
+from rlplace.records import Record
 
 _Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-_Plain = bool | str | Annotated[float, Meta(gt=-1e300, lt=1e300)] | None
+_Plain = bool | str | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | Annotated[float, Meta(gt=-1e300, lt=1e300)] | None
 
 
-class _Random(Record, frozen=True):
+class Random(Record, frozen=True):
     """Where the streams of random ops continue."""
 
     seed: _Natural
     step: _Natural
 
 
-class _Group(Record, frozen=True):
+class Group(Record, frozen=True):
     """A group of an optimizer."""
 
     settings: dict[str, Any]
     parameters: list[str]
 
 
-class _Optimizer(Record, frozen=True):
+class Optimizer(Record, frozen=True):
     """What of one rank's optimizer is no tensor."""
 
-    groups: list[_Group] = msgspec.field(default_factory=list)
+    groups: list[Group] = msgspec.field(default_factory=list)
     numbers: dict[str, dict[str, _Plain]] = msgspec.field(default_factory=dict)
 
 
-class _Facts(Record, frozen=True):
+class Facts(Record, frozen=True):
     """What ``rlplace.json`` holds."""
 
     step: _Natural
     torch: Any
-    random: _Random | None
+    random: Random | None
     scheduler: dict[str, Any] | None
     extra: dict[str, Any]
-    optimizers: list[_Optimizer]
-
-
-def check_facts(facts: Mapping[str, Any], where: str) -> None:
-    """Checks ``rlplace.json``: its keys, and the types that loading relies on.
-
-    Args:
-        facts: Without its header.
-        where: The file.
-
-    Raises:
-        InputError: Names the key that is wrong.
-    """
-    build(_Facts, facts, where)
-
-
-def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
-    """Refuses an index that claims more bytes than its folder holds: its tensors would be allocated before they are missed.
-
-    Args:
-        index: Metadata by name.
-        folder: The checkpoint's folder.
-
-    Raises:
-        InputError: It claims more.
-    """
-    held = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    claimed = 0
-    for name, item in index.items():
-        if not isinstance(item, TensorStorageMetadata):
-            continue
-        sizes = [int(size) for size in item.size]
-        if min(sizes, default=0) < 0:
-            raise InputError(f"{folder}: tensor {show(name)} has a negative size")
-        claimed += math.prod(sizes) * int(item.properties.dtype.itemsize)
-    if claimed > held:
-        raise InputError(
-            f"{folder}: the index names {claimed} bytes of tensors, its files hold {held}; take an earlier checkpoint"
-        )
+    optimizers: list[Optimizer]
 
 
 def check_setting(saved: Any, present: Any, where: str) -> None:
@@ -157,17 +119,19 @@ def _member(owner: Any, name: str) -> Any:
     return owner[name]
 
 
-def _touch(index: Metadata) -> None:
-    """Reads every field that loading relies on: unpickling makes objects without them, or with others in their place."""
-    dict(index.storage_data)
+def _claimed_bytes(index: Metadata) -> int:
+    """Bytes of all tensors; reads every field that loading relies on, because unpickling may make objects without them."""
+    claimed = 0
     for name, item in dict(index.state_dict_metadata).items():
         if not isinstance(name, str):
             raise TypeError("a name that is no text")
         if isinstance(item, TensorStorageMetadata):
-            [int(size) for size in item.size]
+            sizes = [int(size) for size in item.size]
             [(list(chunk.offsets), list(chunk.sizes)) for chunk in item.chunks]
-            if not isinstance(item.properties.dtype, torch.dtype):
-                raise TypeError("a dtype that is none")
+            if min(sizes, default=0) < 0 or not isinstance(item.properties.dtype, torch.dtype):
+                raise TypeError("a negative size, or a dtype that is none")
+            claimed += math.prod(sizes) * item.properties.dtype.itemsize
+    return claimed
 
 
 class IndexReader(FileSystemReader):
@@ -186,29 +150,29 @@ class IndexReader(FileSystemReader):
         path = self._folder / ".metadata"
         try:
             index = _Unpickler(io.BytesIO(read_bytes(path))).load()
-            if isinstance(index, Metadata):
-                _touch(index)
+            claimed = _claimed_bytes(index) if isinstance(index, Metadata) else 0
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
         except Exception as error:  # a damaged pickle raises anything
             raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
         if not isinstance(index, Metadata):
             raise InputError(f"{path}: holds no index of tensors")
-        check_storage(index.storage_data, self._folder)
+        check_storage(index.storage_data, self._folder, claimed)
         index.storage_meta = getattr(index, "storage_meta", None) or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
 
 
-def check_storage(storage: Any, folder: Path) -> None:
+def check_storage(storage: Any, folder: Path, claimed: int = 0) -> None:
     """Refuses an index whose tensors lie in other folders, or in what is no file: a pipe would be waited for.
 
     Args:
         storage: Where each tensor is stored.
         folder: The checkpoint's folder.
+        claimed: Bytes of its tensors; they would be allocated before they are missed.
 
     Raises:
-        InputError: Naming the first such file.
+        InputError: Naming the first such file, or the files hold fewer bytes.
     """
     named = set()
     for entry in storage.values() if isinstance(storage, Mapping) else [None]:
@@ -219,6 +183,11 @@ def check_storage(storage: Any, folder: Path) -> None:
     for name in named:
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: is missing, or no regular file; take an earlier checkpoint")
+    held = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    if claimed > held:
+        raise InputError(
+            f"{folder}: the index names {claimed} bytes of tensors, its files hold {held}; take an earlier checkpoint"
+        )
 
 
 def check_index(path: Path, index: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:

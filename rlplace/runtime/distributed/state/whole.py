@@ -32,12 +32,15 @@ def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device) -> dict[Any, torch.Tensor]:
-    """The tensors of all ranks by name, on the CPU of rank 0 (empty elsewhere); every rank calls it.
+def gather_tensors(
+    own: Mapping[Any, torch.Tensor | None], device: torch.device, *, everywhere: bool = False
+) -> dict[Any, torch.Tensor]:
+    """The tensors of all ranks by name; every rank calls it.
 
     Args:
         own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
         device: Where the backend wants its tensors.
+        everywhere: On every rank, on its device. Otherwise on the CPU of rank 0, and empty on the others.
     """
     ranks = gather_objects({name: None if value is None else (value.shape, value.dtype) for name, value in own.items()})
     gathered: dict[Any, torch.Tensor] = {}
@@ -47,19 +50,19 @@ def gather_tensors(own: Mapping[Any, torch.Tensor | None], device: torch.device)
         value = own.get(name)
         if value is not None:
             value = whole_tensor(value)  # all that hold a part take part
-        if source is None or rank not in (0, source):
+        if source is None or not (everywhere or rank in (0, source)):
             continue
-        if source == 0:
-            assert value is not None
-            gathered[name] = value.detach().cpu().clone()
-        elif rank == 0:
-            shape, dtype = ranks[source][name]
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(buffer, source)
-            gathered[name] = buffer.cpu()
+        shape, dtype = ranks[source][name]
+        if rank == source and value is not None:
+            found = value.detach().to(device).contiguous()
         else:
-            assert value is not None
-            dist.send(value.detach().to(device).contiguous(), 0)
+            found = torch.empty(shape, dtype=dtype, device=device)
+        if everywhere:
+            dist.broadcast(found, source)
+        elif source != 0:
+            dist.recv(found, source) if rank == 0 else dist.send(found, 0)
+        if everywhere or rank == 0:
+            gathered[name] = found if everywhere else found.cpu() if source else found.cpu().clone()
     return gathered
 
 

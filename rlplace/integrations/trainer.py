@@ -195,7 +195,7 @@ def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any
     """Whether the model divides its loss by the number of labels that it is told: some take the keyword and ignore it."""
     args, kwargs = micro_batch(plan, example_inputs)
     graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
-    return bool(graph.node(graph.inputs[-1]).users)
+    return bool(graph.module.graph.find_nodes(op="placeholder")[-1].users)
 
 
 def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:

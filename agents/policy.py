@@ -59,14 +59,6 @@ class _Split(nn.Module):
         return features[:, -1:]
 
 
-def _build(policy: Any, lr_schedule: Schedule) -> None:
-    """Instead of SB3's layers for policy and value: nothing but the network."""
-    policy.mlp_extractor = _Split(policy.features_dim - 1)
-    policy.action_net = nn.Identity()
-    policy.value_net = nn.Identity()
-    policy.optimizer = policy.optimizer_class(policy.parameters(), lr=lr_schedule(1), **policy.optimizer_kwargs)
-
-
 class _NetworkPolicy:
     """What both policies share; it stands before SB3's class in their bases."""
 
@@ -91,8 +83,12 @@ class _NetworkPolicy:
             **options,
         )  # type: ignore[call-arg]
 
-    def _build(self, lr_schedule: Schedule) -> None:
-        _build(self, lr_schedule)
+    def _build(self: Any, lr_schedule: Schedule) -> None:
+        """Instead of SB3's layers for policy and value: nothing but the network."""
+        self.mlp_extractor = _Split(self.features_dim - 1)
+        self.action_net = nn.Identity()
+        self.value_net = nn.Identity()
+        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     @property
     def network(self: Any) -> PlacerNetwork:

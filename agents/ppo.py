@@ -99,7 +99,7 @@ def run_part(
     number: int,
     decisions: int,
     logs: Path,
-    tick: Callable[[int], None],
+    tick: Callable[[int], object],
 ) -> tuple[Part, dict[str, Any]]:
     """One part of PPO; changes the network.
 
@@ -133,7 +133,7 @@ def run_part(
 class _Watcher(BaseCallback):
     """Notes how episodes end."""
 
-    def __init__(self, tick: Callable[[int], None]) -> None:
+    def __init__(self, tick: Callable[[int], object]) -> None:
         super().__init__()
         self.ratios: list[float] = []
         self._tick = tick

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from tqdm import tqdm
 
 from rlplace.agents import ppo
 from rlplace.agents.card import card_of, versions
@@ -160,16 +161,7 @@ class _Run:
     def practise(self) -> None:
         """PPO; nothing where that is done already."""
         config = self.config
-        bar: Any = None
-        if self._progress_bar:
-            from tqdm import tqdm
-
-            bar = tqdm(total=config.steps, initial=self.decisions, unit="step", file=sys.stderr)
-
-        def tick(count: int) -> None:
-            if bar is not None:
-                bar.update(count)
-
+        bar = tqdm(total=config.steps, initial=self.decisions, unit="step", file=sys.stderr, disable=not self._progress_bar)
         while self.decisions < config.steps:
             begin_s = time.monotonic()
             first = _PPO_CASES + self.parts * config.part_cases if self.source.count is None else self.parts * config.part_cases
@@ -183,7 +175,7 @@ class _Run:
                 number=self.parts,
                 decisions=min(config.part, config.steps - self.decisions),
                 logs=self.out / "tensorboard" / f"part{self.parts}",
-                tick=tick,
+                tick=bar.update,
             )
             self._moments = moments
             self.decisions += part.decisions
@@ -195,8 +187,7 @@ class _Run:
                 f"{self.decisions}/{config.steps} decisions, {rate:.0f} a second after {ready_s - begin_s:.0f} s for the "
                 f"floors; step time {part.ratio:.4f} of best at the end of episodes"
             )
-        if bar is not None:
-            bar.close()
+        bar.close()
 
     def save(self, moments: dict[str, Any] | None) -> None:
         """Writes the checkpoint, and before it what a run goes on from, whole in one file."""

@@ -35,7 +35,6 @@ class Lifetimes:
         device: int32 [A].
         bytes: int64 [A].
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
-        tensor: int32 [A], -1 for temporaries.
         op_start: int64 [N], per op the number of events before it starts.
         peak_memory_bytes: int64 [D], of the simulation, with resident and reserved bytes.
     """
@@ -46,7 +45,6 @@ class Lifetimes:
     device: NDArray[np.int32]
     bytes: NDArray[np.int64]
     kind: NDArray[np.int8]
-    tensor: NDArray[np.int32]
     op_start: NDArray[np.int64]
     peak_memory_bytes: NDArray[np.int64]
 
@@ -83,7 +81,6 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
         device=np.array(run.item_device, dtype=np.int32),
         bytes=np.array(run.item_bytes, dtype=np.int64),
         kind=np.array(run.item_kind, dtype=np.int8),
-        tensor=np.array(run.item_tensor, dtype=np.int32),
         op_start=np.array(run.op_start, dtype=np.int64),
         peak_memory_bytes=np.array(run.peak, dtype=np.int64),
     )
@@ -103,7 +100,6 @@ class _Recorder(ReferenceRun):
         self.item_device: list[int] = []
         self.item_bytes: list[int] = []
         self.item_kind: list[int] = []
-        self.item_tensor: list[int] = []
         self.op_start = [0] * problem.num_ops
 
     def occupy(self, op: int, time: float) -> None:
@@ -111,37 +107,33 @@ class _Recorder(ReferenceRun):
         device = self.device[op]
         for tensor in self.outputs[op]:
             if self.size[tensor]:
-                self.copies[tensor, device] = self._begin(device, self.size[tensor], self.made_as[op], tensor)
+                self.copies[tensor, device] = self._begin(device, self.size[tensor], self.made_as[op])
         if self.temporary[op]:
-            self.scratch[op] = self._begin(device, self.temporary[op], TEMPORARY, -1)
+            self.scratch[op] = self._begin(device, self.temporary[op], TEMPORARY)
         super().occupy(op, time)
 
     def finish_op(self, op: int) -> None:
         if op in self.scratch:
-            self._finish(self.scratch.pop(op))
+            self._note(self.scratch.pop(op), False)
         super().finish_op(op)
 
     def start_transfer(self, tensor: int, source: int, destination: int) -> None:
         if self.size[tensor]:
-            self.copies[tensor, destination] = self._begin(destination, self.size[tensor], RECEIVED, tensor)
+            self.copies[tensor, destination] = self._begin(destination, self.size[tensor], RECEIVED)
         super().start_transfer(tensor, source, destination)
 
     def release(self, tensor: int, device: int) -> None:
         if (tensor, device) in self.copies:
-            self._finish(self.copies.pop((tensor, device)))
+            self._note(self.copies.pop((tensor, device)), False)
         super().release(tensor, device)
 
-    def _begin(self, device: int, size: int, kind: int, tensor: int) -> int:
+    def _begin(self, device: int, size: int, kind: int) -> int:
         number = len(self.item_device)
         self.item_device.append(device)
         self.item_bytes.append(size)
         self.item_kind.append(kind)
-        self.item_tensor.append(tensor)
         self._note(number, True)
         return number
-
-    def _finish(self, number: int) -> None:
-        self._note(number, False)
 
     def _note(self, number: int, starts: bool) -> None:
         self.item.append(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -17,7 +17,6 @@ FORMAT = "rlplace.plan_timings"
 VERSION = 1
 Mode = Literal["computed", "replayed"]
 """Whether the ops of a step ran, or slept as long as they were predicted to take while real tensors crossed the real links."""
-MODES: tuple[str, ...] = get_args(Mode)
 
 Seconds = Annotated[float, Meta(ge=0, lt=1e18)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -17,7 +17,6 @@ Status = Literal["done", "dropped", "out_of_memory", "crashed", "refused", "runn
 """How a trial ended. `dropped`: it was clear after few steps that the plan is slower than the best one, so its times are few.
 `refused`: no engine runs the plan. `running`: it has not ended, or the job ended with it."""
 
-STATUSES: tuple[str, ...] = get_args(Status)
 FAILED = ("out_of_memory", "crashed", "refused")
 
 MAX_GROUPS = 1 << 20

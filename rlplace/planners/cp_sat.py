@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
@@ -31,7 +33,7 @@ from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
-from rlplace.planners.dlplacer.realise import Realised, device_orders, realise
+from rlplace.planners.dlplacer.realise import Realised, expand_solution, ranked_orders, realise
 from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve_program
 from rlplace.problem import Problem
 
@@ -131,7 +133,8 @@ def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> 
     """The ways to run the solver's solutions, the best solutions and of each the plainest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
-        order = device_orders(instance, solution)
+        rank = expand_solution(instance, solution, instance.problem, np.arange(instance.num_tasks))
+        order = ranked_orders(instance.problem, solution.device_of_group, rank)
         ways += realise(evaluator, solution.device_of_group, solution.start, order)
         if min(way.rank for way in ways) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
             break

@@ -39,13 +39,6 @@ TensorRow = tuple[int, int, int, Sequence[int]]
 """Producer or -1, owner or -1, bytes and consumers of a tensor."""
 
 
-def tensor_rows(problem: Problem) -> list[TensorRow]:
-    """The tensors of a problem, in order of their numbers."""
-    ptr, consumers = problem.consumer_ptr.tolist(), problem.consumers.tolist()
-    columns = problem.tensor_producer.tolist(), problem.tensor_owner.tolist(), problem.tensor_bytes.tolist()
-    return [(*row, consumers[begin:end]) for *row, begin, end in zip(*columns, ptr[:-1], ptr[1:], strict=True)]
-
-
 def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
     """The fields of a `Problem` about its tensors."""
     producers, owners, sizes, consumers = zip(*rows, strict=True) if rows else ((), (), (), ())

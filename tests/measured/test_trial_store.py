@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -13,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trial_store_helpers import OTHER_PROBLEM, OTHER_SITE, PLACE, PROBLEM, SITE, begun, done, new_store, plan_number
 
-from rlplace.cost.timings import MODES, PlaceTiming
+from rlplace.cost.timings import Mode, PlaceTiming
 from rlplace.errors import InputError
 from rlplace.measured import database
 from rlplace.measured import store as store_module
 from rlplace.measured.rows import MAX_REASON
 from rlplace.measured.site import Site
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import FAILED, STATUSES, Trial
+from rlplace.measured.trial import FAILED, Status, Trial
 from rlplace.problem import problem_to_dict
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -33,7 +34,7 @@ PLACES = st.builds(PlaceTiming, st.integers(0, 4000), TEXT, SECONDS, SECONDS, SE
 
 @st.composite
 def trials(draw):
-    status = draw(st.sampled_from(STATUSES))
+    status = draw(st.sampled_from(get_args(Status)))
     timed = status in ("done", "dropped")
     return Trial(
         problem=PROBLEM.fingerprint,
@@ -44,7 +45,7 @@ def trials(draw):
         places=tuple(draw(st.lists(PLACES, max_size=3))),
         predicted_s=draw(st.none() | SECONDS),
         engine=draw(LINE),
-        mode=draw(st.sampled_from(MODES)),
+        mode=draw(st.sampled_from(get_args(Mode))),
         setup_s=draw(SECONDS),
         began_at=draw(SECONDS),
         reason=draw(LINE),

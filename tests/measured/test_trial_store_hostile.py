@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
+from typing import get_args
 
 import pytest
 from trial_store_helpers import PROBLEM, SITE, begun, done, new_store
@@ -13,7 +14,7 @@ from rlplace.measured import database, site
 from rlplace.measured import store as store_module
 from rlplace.measured.rows import COLUMNS, trial_to_row
 from rlplace.measured.store import TrialStore
-from rlplace.measured.trial import STATUSES
+from rlplace.measured.trial import Status
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def read_all(path):
         problems = {name: store.problem(name) for name in store.problems()}
         for trial in store.trials(include_running=True):
             assert trial_to_row(trial)[1] == trial
-            assert trial.status in STATUSES
+            assert trial.status in get_args(Status)
             problem = problems[trial.problem]
             assert len(trial.device_of_group) == problem.num_groups
             assert max(trial.device_of_group) < problem.num_devices

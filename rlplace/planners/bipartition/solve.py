@@ -17,7 +17,7 @@ Axes used below: L layers, W workers in pipeline order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,13 +96,11 @@ class Cuts:
     Attributes:
         forward, backward: W + 1 offsets into the layers, from 0 to L.
         bottleneck_s: The largest cost of a worker: the inverse of the throughput in steady state.
-        worker_s: W costs.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     bottleneck_s: float
-    worker_s: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def gap(self) -> int:
@@ -224,10 +222,10 @@ def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int],
 
 
 def price_cuts(forward: Sequence[int], backward: Sequence[int], arrays: tuple[Any, ...]) -> Cuts:
-    """Cuts with what each worker costs under them, inf where its memory does not suffice; see `kernel_arrays`."""
+    """Cuts with the largest cost of a worker under them, inf where its memory does not suffice; see `kernel_arrays`."""
     cost = np.empty(len(forward) - 1)
     kernels.worker_costs(np.array(forward), np.array(backward), *arrays, cost)
-    return Cuts(tuple(forward), tuple(backward), float(cost.max()), tuple(cost.tolist()))
+    return Cuts(tuple(forward), tuple(backward), float(cost.max()))
 
 
 def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:

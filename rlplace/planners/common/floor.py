@@ -54,7 +54,8 @@ def best_of(
     answers.sort(key=lambda a: a.score.objective_s)
     best = answers[0]
     # A repaired plan is rarely faster than it was before, so candidates that are already slower are not worth the calls.
-    open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < _limit(best)]
+    limit_s = best.score.step_time_s if best.score.feasible else float("inf")
+    open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < limit_s]
     open_.sort(key=lambda a: a.score.descent_s)
     for answer in open_[:repairs]:
         if deadline.passed():
@@ -64,10 +65,6 @@ def best_of(
         if repaired.score.objective_s < best.score.objective_s:
             best = repaired
     return best
-
-
-def _limit(best: Answer) -> float:
-    return best.score.step_time_s if best.score.feasible else float("inf")
 
 
 def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) -> PlacementPlan:

@@ -95,11 +95,18 @@ def mean_link(problem: Problem) -> tuple[float, float]:
 def mean_transfer_s(problem: Problem) -> NDArray[np.float64]:
     """float64 [T], seconds of every tensor over the mean link, or the mean of its own times."""
     latency, inverse = mean_link(problem)
-    seconds: NDArray[np.float64] = np.float64(latency) + problem.tensor_bytes.astype(np.float64) * inverse
+    size, count, fixed = tensor_traffic(problem)
+    return count * latency + size * inverse + fixed
+
+
+def tensor_traffic(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """float64 [T] each: bytes, and 1; 0 and 0 for a tensor with times of its own; and the mean of these, 0 for all others."""
+    size, count, fixed = problem.tensor_bytes.astype(np.float64), np.ones(problem.num_tensors), np.zeros(problem.num_tensors)
     apart = ~np.eye(problem.num_devices, dtype=bool)
     for tensor, table in problem.tensor_transfer_s.items():
-        seconds[tensor] = table[apart].mean() if apart.any() else 0.0
-    return seconds
+        size[tensor], count[tensor] = 0.0, 0.0
+        fixed[tensor] = table[apart].mean() if apart.any() else 0.0
+    return size, count, fixed
 
 
 def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float64]:
@@ -143,17 +150,9 @@ def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDAr
     # A tensor is sent once to a device, however many ops of a group read it there.
     _, first = np.unique(tensor[apart].astype(np.int64) * groups + target[apart], return_index=True)
     tensor, source, target = tensor[apart][first], source[apart][first], target[apart][first]
-    size = problem.tensor_bytes[tensor].astype(np.float64)
-    count = np.ones(len(tensor))
-    fixed = np.zeros(len(tensor))
-    if problem.tensor_transfer_s:
-        off = ~np.eye(problem.num_devices, dtype=bool)
-        for number, table in problem.tensor_transfer_s.items():
-            mine = tensor == number
-            size[mine], count[mine] = 0.0, 0.0
-            fixed[mine] = float(table[off].mean()) if off.any() else 0.0
     key, inverse = np.unique(source * groups + target, return_inverse=True)
-    sums = [np.bincount(inverse, weights=values, minlength=len(key)).astype(np.float64) for values in (size, count, fixed)]
+    columns = (values[tensor] for values in tensor_traffic(problem))
+    sums = [np.bincount(inverse, weights=values, minlength=len(key)).astype(np.float64) for values in columns]
     return (key // max(groups, 1)).astype(np.int32), (key % max(groups, 1)).astype(np.int32), sums[0], sums[1], sums[2]
 
 

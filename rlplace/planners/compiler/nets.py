@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.common.groupgraph import group_graph
+from rlplace.planners.common.groupgraph import group_graph, tensor_traffic
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 
@@ -70,13 +70,7 @@ def problem_nets(problem: Problem) -> Nets:
     apart = holder[tensor] != reader
     pairs = np.unique(tensor[apart] * groups + reader[apart])
     tensor, reader = pairs // max(groups, 1), pairs % max(groups, 1)
-    size, count = problem.tensor_bytes.astype(np.float64), np.ones(problem.num_tensors)
-    fixed = np.zeros(problem.num_tensors)
-    off = ~np.eye(problem.num_devices, dtype=bool)
-    for number, table in problem.tensor_transfer_s.items():
-        size[number], count[number] = 0.0, 0.0
-        fixed[number] = float(table[off].mean()) if off.any() else 0.0
-    return _joined(holder, tensor, reader, size, count, fixed)
+    return _joined(holder, tensor, reader, *tensor_traffic(problem))
 
 
 def _joined(

@@ -142,11 +142,7 @@ def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
             if most_s == np.inf:
                 break
             most_s = np.inf
-    return _numbers(graph, problem.num_groups)
-
-
-def _numbers(graph: _Graph, groups: int) -> NDArray[np.int32]:
-    node_of_group = np.empty(groups, dtype=np.int32)
+    node_of_group = np.empty(problem.num_groups, dtype=np.int32)
     for number, members in enumerate(sorted(sorted(node.members) for node in graph.nodes.values())):
         node_of_group[members] = number
     return node_of_group

@@ -71,14 +71,11 @@ def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part
         problem: The problem.
         part: int64 [N], coarse op of every op.
     """
-    inner, outer, end = np.argsort(problem.topological_order), np.argsort(coarse.order), _ends(coarse, solution)
+    devices = solution.device_of_group[coarse.group]
+    end = solution.start + coarse.duration[np.arange(coarse.num_tasks), devices]
+    inner, outer = np.argsort(problem.topological_order), np.argsort(coarse.order)
+    # An op of no time goes before one that starts with it, and what feeds it goes before it.
     return np.argsort(np.lexsort((inner, outer[part], end[part], solution.start[part])))
-
-
-def _ends(instance: Instance, solution: Solution) -> NDArray[np.int64]:
-    """int64 [K], ticks at which each task ends."""
-    devices = solution.device_of_group[instance.group]
-    return np.asarray(solution.start + instance.duration[np.arange(instance.num_tasks), devices])
 
 
 def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[int]]:
@@ -88,15 +85,4 @@ def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]
     for op in np.argsort(rank).tolist():
         if op not in apart:
             order[devices[problem.op_group[op]]].append(op)
-    return order
-
-
-def device_orders(instance: Instance, solution: Solution) -> list[list[int]]:
-    """Per device its ops by start; ops of collectives are left out."""
-    devices = solution.device_of_group[instance.group]
-    order: list[list[int]] = [[] for _ in instance.problem.devices]
-    # An op of no time goes before one that starts with it, and what feeds it goes before it.
-    for op in np.lexsort((np.argsort(instance.order), _ends(instance, solution), solution.start)).tolist():
-        if instance.occupies[op]:
-            order[devices[op]].append(op)
     return order

@@ -66,7 +66,7 @@ def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[
     """
     from rlplace.planners.pardnn import kernels
 
-    cluster, bottom = _no_cluster(graph), np.zeros(graph.num_nodes)
+    cluster, bottom = np.full(graph.num_nodes, -1, dtype=np.int32), np.zeros(graph.num_nodes)
     barred = graph.restricted
     wanted = len(graph.devices) if count is None else count
     primaries = int(kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, wanted, cluster, bottom))
@@ -150,10 +150,6 @@ def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
         share[part] = np.clip((done * (len(short) + 1)).astype(np.int64), 0, len(short))
     cluster[nodes] = np.array([longest, *short], dtype=np.int32)[share]
     return finish_clusters(graph, cluster, count, clusters.num_clusters + count - clusters.primaries)
-
-
-def _no_cluster(graph: NodeGraph) -> NDArray[np.int32]:
-    return np.full(graph.num_nodes, -1, dtype=np.int32)
 
 
 def _rounded(level_s: NDArray[np.float64]) -> NDArray[np.float64]:

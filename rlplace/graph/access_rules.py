@@ -45,18 +45,11 @@ def _linear(space: Space, args: Args, result: Any) -> bool:
     return bool(weight.dim() == 2)
 
 
-def _mm(space: Space, args: Args, result: Any) -> bool:
-    space.add(args[0], ["m", "k"])
-    space.add(args[1], ["k", "n"])
-    space.add(result, ["m", "n"])
-    return True
-
-
 def _addmm(space: Space, args: Args, result: Any) -> bool:
     bias = args[0]
     if bias.dim() in (1, 2):
         space.add(bias, ["m", "n"][2 - bias.dim() :] if bias.dim() == 1 or bias.shape[0] > 1 else ["", "n"])
-    return _mm(space, args[1:], result)
+    return _matmul(space, args[1:], result)
 
 
 def _matmul(space: Space, args: Args, result: Any) -> bool:
@@ -285,7 +278,7 @@ def _recurrent(space: Space, args: Args, result: Any) -> bool:
 
 
 RULES: dict[str, Rule] = {
-    "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
+    "linear": _linear, "mm": _matmul, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
     "scaled_dot_product_attention": _attention, "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention": _attention, "_scaled_dot_product_efficient_attention": _attention,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,

@@ -22,11 +22,7 @@ _MASKS = ("copy", "elementwise", "gather", "view", "reduction")
 
 def with_causal_attention(graph: OpGraph) -> OpGraph:
     """The graph with ``causal`` among the dimensions of attention ops whose mask compares positions with each other."""
-    makers: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    producers = graph.tensor_producer[graph.edge_tensor]
-    for maker, op in zip(producers.tolist(), graph.consumers.tolist(), strict=True):
-        if maker >= 0 and graph.op_phase[maker] == FORWARD:
-            makers[op].append(maker)
+    makers = graph.forward_inputs()
     # True: a triangle; False: made from positions alone, without one; None: anything else, such as activations.
     triangle: list[bool | None] = [None] * graph.num_ops
     weights = np.flatnonzero(graph.tensor_role == PARAMETER)

@@ -79,13 +79,6 @@ def quiet_logs() -> Iterator[None]:
             handler.removeFilter(_muted)
 
 
-@contextlib.contextmanager
-def quiet_prints() -> Iterator[None]:
-    """Drops what `torch.export` prints to stderr: the whole graph so far, when a forward depends on tensor values."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 class TransformedError(RuntimeError):
     """The forward calls a function of `torch.func`, whose exported nodes only run as a whole."""
 
@@ -127,7 +120,8 @@ def export_training_graph(
     with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        with quiet_logs(), quiet_prints(), refuse_recomputation():
+        # It prints the whole graph so far to stderr when a forward depends on tensor values.
+        with quiet_logs(), contextlib.redirect_stderr(io.StringIO()), refuse_recomputation():
             program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     _refuse_transforms(program.graph)
     module = program.module(check_guards=False)

@@ -154,6 +154,15 @@ class OpGraph:
         """int32 [E], the tensor of each entry of `consumers`."""
         return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
 
+    def forward_inputs(self) -> list[list[int]]:
+        """Per op the forward ops whose tensors it reads."""
+        inputs: list[list[int]] = [[] for _ in range(self.num_ops)]
+        makers = self.tensor_producer[self.edge_tensor]
+        made = (makers >= 0) & (self.op_phase[np.maximum(makers, 0)] == FORWARD)
+        for maker, op in zip(makers[made].tolist(), self.consumers[made].tolist(), strict=True):
+            inputs[op].append(maker)
+        return inputs
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON without `name` and `source`."""

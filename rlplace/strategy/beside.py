@@ -50,7 +50,6 @@ def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, t
         parts={name: parts[name] for name in PARTS},
         bottleneck=before + slowest.bottleneck,
         stage_busy_s=tuple(busy for one in alone for busy in one.stage_busy_s),
-        stage_memory_bytes=tuple(size for one in alone for size in one.stage_memory_bytes),
         executor=slowest.executor,
     )
 

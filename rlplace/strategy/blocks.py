@@ -52,7 +52,7 @@ def find_blocks(graph: OpGraph) -> Blocks:
             module.add(path).own.append((own, parameter.shape))
     for op in forward:
         module.add(graph.op_module[op])
-    inputs = _inputs(graph)
+    inputs = graph.forward_inputs()
     wanted = set(_chosen(module, "", graph, forward, inputs))
     inside = {op: found for op in forward if (found := _owner(graph.op_module[op], wanted)) is not None}
     names = tuple(dict.fromkeys(inside.values()))
@@ -166,16 +166,6 @@ def _owner(path: str, blocks: Iterable[str]) -> str | None:
             return path
         path = path.rpartition(".")[0]
     return "" if "" in blocks else None
-
-
-def _inputs(graph: OpGraph) -> list[list[int]]:
-    """Per op the forward ops whose tensors it reads."""
-    inputs: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    makers = graph.tensor_producer[graph.edge_tensor]
-    made = (makers >= 0) & (graph.op_phase[np.maximum(makers, 0)] == FORWARD)
-    for maker, op in zip(makers[made].tolist(), graph.consumers[made].tolist(), strict=True):
-        inputs[op].append(maker)
-    return inputs
 
 
 def _assign(graph: OpGraph, forward: list[int], inputs: list[list[int]], own: list[int], count: int) -> NDArray[np.int32]:

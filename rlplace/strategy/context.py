@@ -55,12 +55,11 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
     for tensor, sizes in indices.axes.items():
         if not held[tensor] and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes))):
             tensor_parts[tensor] = degree
-    made = _made(graph)
     for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
         reads = ops.reads[op] if ops.searched[op] else ops.views[op]
         if routed[op] or (_rows(ops, op) if op in indices.dims else any(tensor_parts[tensor] > 1 for tensor in reads)):
             op_parts[op] = degree
-        for tensor in made.get(op, ()):
+        for tensor in ops.makes[op]:
             if not held[tensor] and (routed[op] or tensor not in indices.axes):
                 tensor_parts[tensor] = op_parts[op]
     follows = (graph.op_phase != FORWARD) & (graph.op_phase != UPDATE) & (graph.op_forward >= 0)
@@ -119,10 +118,3 @@ def _attention(ops: ForwardOps) -> list[int]:
 def _rows(ops: ForwardOps, op: int) -> list[str]:
     """Dimensions of an op along the sequence."""
     return [name for name in ops.indices.dims.get(op, {}) if ops.runs(op, name) == ROW]
-
-
-def _made(graph: OpGraph) -> dict[int, list[int]]:
-    made: dict[int, list[int]] = {}
-    for tensor in np.flatnonzero(graph.tensor_producer >= 0).tolist():
-        made.setdefault(int(graph.tensor_producer[tensor]), []).append(tensor)
-    return made

@@ -50,11 +50,6 @@ class BlockCut:
     moves: tuple[tuple[int, int, int], ...]
 
 
-def whole_block(block: Block) -> BlockCut:
-    """The cut of a group of one device."""
-    return BlockCut(("",) * len(block.ops), (WHOLE,) * len(block.values), ())
-
-
 def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
     """The cut of least cost; None where no layout agrees with the borders.
 

@@ -130,10 +130,6 @@ class BatchCurve:
         """Statistical efficiency E(base) / E(batch) of a global batch relative to another one."""
         return self.epochs(base) / self.epochs(batch)
 
-    def covers(self, batch: float) -> bool:
-        """Whether `batch` lies within what was measured; a law covers every batch."""
-        return not self.points or self.points[0][0] <= batch <= self.points[-1][0]
-
     def save(self, path: str | Path) -> None:
         """Writes the curve as JSON, atomically."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}

@@ -52,7 +52,7 @@ class Evaluator:
         """Step time and memory with everything that a search or a person asks about them; raises as `score` does."""
         if draft.beside:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
-        frame, (result, answers, used, on_host, stage_out) = self._run(draft)
+        frame, (result, answers, used, on_host, stage_s) = self._run(draft)
         step, over = result.tolist()
         peaks, hosts = [0] * self.cluster.num_devices, [0.0] * (max(self.cluster.hosts) + 1)
         for size, devices in zip(used.ravel().tolist(), frame.devices, strict=True):
@@ -66,7 +66,7 @@ class Evaluator:
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
         spent = [*answers[busiest, : c.END].tolist(), 0.0, float(answers[busiest, c.UPDATE_S])]
         spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
-        busy = stage_out[0].tolist()
+        busy = stage_s.tolist()
         return Evaluation(
             step_time_s=step,
             passes_s=float(answers[:, c.END].max()) if step < math.inf else step,
@@ -77,7 +77,6 @@ class Evaluator:
             parts=dict(zip(PARTS, spent, strict=True)),
             bottleneck=max(stages, key=lambda stage: busy[stage]),
             stage_busy_s=tuple(busy),
-            stage_memory_bytes=tuple(math.ceil(size) for size in stage_out[1].tolist()),
         )
 
     def _run(self, draft: Draft) -> tuple[Frame, tuple[Floats, ...]]:
@@ -90,7 +89,7 @@ class Evaluator:
         if room is None:
             lanes, places, stages = shape
             room = self._room[shape] = (
-                np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros((2, stages)),
+                np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros(stages),
             )  # fmt: skip
         done = evaluate_packed(
             self._packer.costed.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,

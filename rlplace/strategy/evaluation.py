@@ -38,8 +38,6 @@ class Evaluation:
             a place of the slowest.
         bottleneck: The stage with most work on that place; stages of several pipelines count one after the other.
         stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
-        stage_memory_bytes: For each stage what it holds for itself at its worst: weights, gradients, optimizer state and the
-            activations of its micro-batches in flight.
         executor: Who says so: the block executor, or the op-level simulator.
     """
 
@@ -52,5 +50,4 @@ class Evaluation:
     parts: dict[str, float]
     bottleneck: int
     stage_busy_s: tuple[float, ...]
-    stage_memory_bytes: tuple[int, ...]
     executor: str = EXECUTOR

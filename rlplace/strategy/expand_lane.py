@@ -153,7 +153,7 @@ class LaneBuild:
         """Tensors of an earlier part; what the first half of a split backward has left of the forward ends with the second."""
         late, ops = lives.late & ((lives.half < 0) | (kind != "W")), self.stages[stage]
         start, size = first + lives.start[late], ops.passed.tensor_bytes[lives.tensor[late]]
-        end = lives.end[late] if kind != "W" else np.full(int(late.sum()), ops.part("W").rows - 1)
+        end = lives.end[late] if kind != "W" else np.full(int(late.sum()), len(ops.part("W").op) - 1)
         self.build.tensors(start, size, base + end)
 
     def _exchange(self, place: int, stage: int) -> None:

@@ -50,10 +50,7 @@ class ForwardOps:
             InputError: The graph does not say how its ops access tensors.
         """
         if graph.traced is None:
-            raise InputError(
-                "tensor layouts: this graph does not say along which dimensions its ops can be cut; capture the model again in "
-                "this process, and use the layout found there for graphs at other batch sizes"
-            )
+            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
         self.graph, self.indices, self._only = graph, graph.traced.indices, only
         maker, everything = graph.tensor_producer, np.arange(graph.num_ops)
         kind = np.array(graph.op_kind)

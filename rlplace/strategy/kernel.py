@@ -157,14 +157,9 @@ def pipeline(
 
 
 @inner
-def held_bytes(y, peaks, flights, leaving, actions, action_ptr, microbatches):
-    """Fills the most that the passes of each place hold, and of each stage the most micro-batches in flight.
-
-    As `reference_memory.device_bytes`.
-    """
-    left = np.full(len(flights), microbatches, dtype=np.int64)
-    in_flight = np.zeros(len(flights), dtype=np.int64)
-    flights[:] = 0
+def held_bytes(y, peaks, stages, leaving, actions, action_ptr, microbatches):
+    """Fills the most that the passes of each place hold, as `reference_memory.device_bytes`."""
+    left = np.full(stages, microbatches, dtype=np.int64)
     for p in range(len(peaks)):
         held, peak = 0.0, 0.0
         for a in range(action_ptr[p], action_ptr[p + 1]):
@@ -172,8 +167,6 @@ def held_bytes(y, peaks, flights, leaving, actions, action_ptr, microbatches):
             if kind == c.DO_F:
                 peak = max(peak, held + leaving[a] + y[s, k.FORWARD_PEAK])
                 held += y[s, k.KEEPS]
-                in_flight[s] += 1
-                flights[s] = max(flights[s], in_flight[s])
             elif kind != c.DO_W:
                 most = y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK]
                 peak = max(peak, held + leaving[a] - y[s, k.KEEPS] + most)
@@ -184,7 +177,6 @@ def held_bytes(y, peaks, flights, leaving, actions, action_ptr, microbatches):
                 held -= y[s, k.HALVES]
             if kind == c.DO_B or kind == c.DO_W:
                 held -= y[s, k.KEEPS]
-                in_flight[s] -= 1
                 left[s] -= 1
                 if left[s] == 0:
                     peak = max(peak, held + y[s, k.EXCHANGE_PEAK])
@@ -231,7 +223,7 @@ def _compile(stamp):
     def evaluate_packed(
         rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, way_ptr, way_channels,
         room_bytes, room_count, room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes,
-        result, answers, used, hosts, stage_out,
+        result, answers, used, hosts, stage_s,
     ):  # fmt: skip
         """Step time and memory of a packed draft.
 
@@ -239,7 +231,7 @@ def _compile(stamp):
         `packing.Frame`; bounds int64 [S + 1], recompute and offload uint8 [B]; from `tie_s` to `again_bytes` those of
         `packing.Ties`. The rest is filled: result float64 [2] with step time and bytes over capacity, answers float64
         [P, ANSWER], used float64 [L, P] with the bytes that devices hold beside reserved ones, hosts float64 [P] with the bytes
-        that each device has in its host's memory, stage_out float64 [2, S] with busy seconds and bytes.
+        that each device has in its host's memory, stage_s float64 [S] with busy seconds.
 
         Returns:
             False when `bounds` do not cut the blocks into these stages.
@@ -260,10 +252,9 @@ def _compile(stamp):
         works = np.zeros((lanes * count, c.ANSWER))
         busy = np.zeros(lanes * stages)
         peaks = np.zeros(count)
-        flights = np.ones(stages, dtype=np.int64)
         leaving = np.zeros(len(actions))
         answers[:] = 0.0
-        stage_out[:] = 0.0
+        stage_s[:] = 0.0
         hosts[:] = 0.0
         over, ended = 0.0, True
         for lane in range(lanes):
@@ -292,12 +283,10 @@ def _compile(stamp):
             first = lane * stages
             if stages > 1:
                 part = action_ptr[lane * count : (lane + 1) * count + 1]
-                held_bytes(y[first:], peaks, flights, leaving, actions, part, lane_microbatches[lane])
+                held_bytes(y[first:], peaks, stages, leaving, actions, part, lane_microbatches[lane])
                 used[lane] += peaks
             for s in range(stages):
-                stage_out[0, s] = max(stage_out[0, s], busy[first + s])
-                held = y[first + s, k.STATIC_BYTES] + flights[s] * y[first + s, k.KEEPS]
-                stage_out[1, s] = max(stage_out[1, s], held)
+                stage_s[s] = max(stage_s[s], busy[first + s])
             for p in range(count):
                 work = works[lane * count + p]
                 end, update = max(answers[p, c.END], work[c.END]), max(answers[p, c.UPDATE_S], work[c.UPDATE_S])

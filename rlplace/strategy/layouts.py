@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError, whole_number
 from rlplace.graph.opgraph import OpGraph
 from rlplace.strategy.block_graph import FoundBlock, found_blocks
-from rlplace.strategy.cut_block import Block, BlockCut, cut_block, whole_block
+from rlplace.strategy.cut_block import Block, BlockCut, cut_block
 from rlplace.strategy.cut_moves import WHOLE
 from rlplace.strategy.forward_ops import ForwardOps
 from rlplace.strategy.tensor_layout import TensorLayout, layout_of
@@ -56,25 +56,19 @@ class LayoutSearch:
             The layout. A block in which nothing can be cut is whole on every device.
 
         Raises:
-            InputError: `why_not` has a reason.
+            InputError: There is none; says why.
         """
-        whole_number(degree, "tensor_layouts: degree", 1)
+        whole_number(degree, "tensor_layouts: degree", 2)
         cuts, reason = self._search(degree, sequence_parallel)
         if reason is not None:
             raise InputError(f"tensor_layouts: {reason}")
         return layout_of(self.ops, cuts, degree)
-
-    def why_not(self, degree: int, *, sequence_parallel: bool = False) -> str | None:
-        """Why there is no layout; None where there is one."""
-        return self._search(degree, sequence_parallel)[1]
 
     def _search(self, degree: int, sequence_parallel: bool) -> tuple[list[tuple[FoundBlock, BlockCut | None]], str | None]:
         """All blocks with their cuts, and why not. Equal blocks are searched once."""
         if sequence_parallel not in self._blocks:
             self._blocks[sequence_parallel] = found_blocks(self.ops, sequence_parallel=sequence_parallel)
         found = self._blocks[sequence_parallel]
-        if degree == 1:
-            return [(item, whole_block(item.block)) for item in found], None
         known: dict[Block, BlockCut | None] = {}
         reasons: list[str] = []
         for item in found:

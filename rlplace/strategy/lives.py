@@ -64,7 +64,7 @@ class Lives:
     """
 
     def __init__(self, graph: OpGraph, blocks: Blocks) -> None:
-        self._of_op, self._count = blocks.of_op, len(blocks.names)
+        self._count = len(blocks.names)
         tensor, reader = graph.edge_tensor.astype(np.int64), graph.consumers.astype(np.int64)
         producer = graph.tensor_producer.astype(np.int64)
         inside = (producer[tensor] >= 0) & (graph.op_phase[reader] != UPDATE)

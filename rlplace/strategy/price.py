@@ -293,8 +293,6 @@ class PricedBlocks:
         return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
 
     def _search(self) -> LayoutSearch:
-        if self.graph.traced is None:
-            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
         return self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
 
     def _layouts(self, cut: Cut) -> tuple[TensorLayout, ...]:

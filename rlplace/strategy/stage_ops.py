@@ -46,11 +46,6 @@ class Part:
     first: Ints
     again: Ints
 
-    @property
-    def rows(self) -> int:
-        """L."""
-        return len(self.op)
-
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:

@@ -27,15 +27,6 @@ LONGEST = 100
 """Characters of a device's name; many devices have one together."""
 
 
-@dataclass
-class _Exchange:
-    """A collective to be: its ops, the channels that it holds and its phase."""
-
-    ops: list[int]
-    channels: tuple[int, ...]
-    phase: int
-
-
 class Run(NamedTuple):
     """Ops that a device runs one after another.
 
@@ -65,14 +56,14 @@ class StepBuild:
         waiting: For each device the ops that its next op waits for.
         last: For each device its last op, -1 before the first.
         runs: What devices run beside collectives with one another.
-        exchanges: Of these collectives, in the order of the problem's, the keys that `exchange` was given.
+        exchanges: Of these collectives, in the order of the problem's, by the keys that `exchange` was given, ops and channels.
     """
 
     devices: int
     waiting: list[list[int]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    exchanges: dict[Hashable, _Exchange] = field(default_factory=dict)
+    exchanges: dict[Hashable, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.waiting, self.last = [[] for _ in range(self.devices)], [-1] * self.devices
@@ -116,7 +107,7 @@ class StepBuild:
         """A device's op, after others, of the collective that all devices which give this key make together."""
         op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
         held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
-        self.exchanges.setdefault(key, _Exchange([], held, PHASE_OF_PART[part])).ops.append(op)
+        self.exchanges.setdefault(key, ([], held))[0].append(op)
         for before in after:
             self.edge(before, op)
         return op
@@ -156,8 +147,7 @@ class StepBuild:
         counts = [len(item[0]) for item in self._ops]
         seconds = np.concatenate([item[0] for item in self._ops])
         device, phase = (np.repeat([item[at] for item in self._ops], counts) for at in (2, 3))
-        collectives = [item.ops for item in self.exchanges.values()]
-        members = np.array([op for ops in collectives for op in ops], dtype=np.int64)
+        members = np.array([op for ops, _ in self.exchanges.values() for op in ops], dtype=np.int64)
         kinds = np.full(self._count, "", dtype=object)
         kinds[members] = COLLECTIVE
         edges = np.array(self._edges, dtype=np.int64).reshape(-1, 3)
@@ -188,6 +178,6 @@ class StepBuild:
             consumer_ptr=ptr,
             consumers=consumers.astype(np.int32),
             op_kind=tuple(kinds.tolist()),
-            collectives=tuple(Collective(tuple(item.ops), item.channels) for item in self.exchanges.values()),
+            collectives=tuple(Collective(tuple(ops), channels) for ops, channels in self.exchanges.values()),
         )  # fmt: skip
         return problem, [np.concatenate(rows).tolist() if rows else [] for rows in self._order]

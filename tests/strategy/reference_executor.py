@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from reference_blocks import Block, place_blocks
-from reference_memory import device_bytes, host_bytes, stage_bytes
+from reference_memory import device_bytes, host_bytes
 from reference_stages import Work, exchange_s, single_stage, stage_action
 
 from rlplace.actions import Action
@@ -39,7 +39,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     places = range(len(draft.places))
     works: list[Work] = [Work() for _ in places]
     ends, updates = [0.0 for _ in places], [[0.0] for _ in places]
-    stage_busy, stage_memory = [0.0] * draft.stages, [0.0] * draft.stages
+    stage_busy = [0.0] * draft.stages
     peaks, hosts = [0.0] * cluster.num_devices, [0.0] * (max(cluster.hosts) + 1)
     ways = traffic.ways(borders(draft))
     together = lanes(draft)
@@ -53,7 +53,6 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
         done, busy_of, sends = pipeline(draft, together, rows_of, ways)
     for lane, rows, ran, busy, leaving in zip(together, rows_of, done, busy_of, sends, strict=True):
         stage_busy = [max(pair) for pair in zip(stage_busy, busy, strict=True)]
-        stage_memory = [max(pair) for pair in zip(stage_memory, stage_bytes(draft, lane, rows), strict=True)]
         for place in places:
             own = draft.blocks_of(place)
             ends[place] = max(ends[place], ran[place].end_s)
@@ -89,7 +88,6 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
         parts=dict(zip(PARTS, spent, strict=True)),
         bottleneck=max(stages, key=lambda stage: stage_busy[stage]),
         stage_busy_s=tuple(stage_busy),
-        stage_memory_bytes=tuple(math.ceil(size) for size in stage_memory),
     )
 
 

@@ -55,24 +55,6 @@ def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], 
     return total + peak
 
 
-def stage_bytes(draft: Draft, lane: Lane, rows: Sequence[Sequence[Block]]) -> list[float]:
-    """For each stage what it holds for itself, with the activations of its micro-batches in flight."""
-    found = []
-    actions = stage_actions(draft, lane.microbatches)
-    for stage, inside in enumerate(draft.ranges):
-        place = draft.place_of_stage[stage]
-        blocks = rows[place]
-        total = sum(static_bytes(block, draft.stages, lane.microbatches) for block in blocks[inside.start : inside.stop])
-        in_flight, most = 0, 0
-        for other, kind, _ in actions[place]:
-            if other == stage:
-                in_flight += 1 if kind == "F" else -1 if kind in "BW" else 0
-                most = max(most, in_flight)
-        total += received_bytes(draft, stage, lane.microbatches, blocks)
-        found.append(total + most * _pass_bytes(draft, stage, lane.microbatches, blocks)[0])
-    return found
-
-
 def host_bytes(block: Block) -> float:
     """What of a block a device has in its host's memory."""
     if block.offload == FULL_OFFLOAD:

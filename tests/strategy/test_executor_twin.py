@@ -19,7 +19,7 @@ from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.traffic import SIZES, Traffic, table_s
 
-FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "stage_memory_bytes", "peak_memory_bytes", "host_bytes")
+FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
 PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}
 
 

@@ -176,7 +176,7 @@ def _reshape(space: Space, source: torch.Tensor, output: torch.Tensor) -> bool:
         return False
     names = numbered("d", len(common))
     for tensor in (source, output):
-        space.add(_refined(tensor, common), names)
+        space.add(tensor.view(common), names)  # needs no copy
     return True
 
 
@@ -192,8 +192,3 @@ def _common_shape(left: Sequence[int], right: Sequence[int]) -> list[int] | None
     if any(high % low for low, high in pairwise(ordered)):
         return None
     return [high // low for low, high in pairwise(ordered)][::-1] or None
-
-
-def _refined(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor seen in a finer row-major shape, which needs no copy."""
-    return tensor.view([int(size) for size in shape])

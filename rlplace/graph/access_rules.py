@@ -236,21 +236,13 @@ def _loss(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _concatenate(space: Space, args: Args, result: Any) -> bool:
+def _joined(space: Space, args: Args, result: Any) -> bool:
+    """Tensors one after another along an axis, of their own or of the result alone."""
     dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
     names = ["" if i == dim else f"d{i}" for i in range(result.dim())]
     for tensor in tensors_of(args[0]):
-        space.add(tensor, names)
+        space.add(tensor, names if tensor.dim() == result.dim() else names[:dim] + names[dim + 1 :])
     space.add(result, names)
-    return True
-
-
-def _stack(space: Space, args: Args, result: Any) -> bool:
-    dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
-    names = [f"d{i}" for i in range(result.dim()) if i != dim]
-    for tensor in tensors_of(args[0]):
-        space.add(tensor, names)
-    space.add(result, [*names[:dim], "", *names[dim:]])
     return True
 
 
@@ -293,7 +285,7 @@ RULES: dict[str, Rule] = {
     "mse_loss": _loss, "l1_loss": _loss, "smooth_l1_loss": _loss, "huber_loss": _loss,
     "binary_cross_entropy_with_logits": _loss,
     **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "arange"), _made_up),
-    "cat": _concatenate, "concat": _concatenate, "stack": _stack,
+    "cat": _joined, "concat": _joined, "stack": _joined,
     "pad": _pad, "constant_pad_nd": _pad,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip

@@ -9,7 +9,6 @@ dimension need it before they can go on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from rlplace.graph.access import Access, Names, Use
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
 from rlplace.graph.indices import Layouts, Traced
-from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph, Parameter
+from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 from rlplace.graph.tensors import TensorRow, Tensors
 from rlplace.problem.order import UnionFind, components, topological_order
@@ -57,7 +56,7 @@ def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
             names.append(f"{record.name}/update")
             targets.append("optimizer")
             modules.append(record.name.rpartition(".")[0])
-            flops[index] += assembly.optimizer[0] * _elements(record)
+            flops[index] += assembly.optimizer[0] * prod(record.shape)
             moved[index] += int(assembly.optimizer[1] * record.size_bytes) + 2 * record.optimizer_bytes
             dtypes[-1] = record.dtype
             continue
@@ -125,10 +124,6 @@ def _composed(assembly: Assembly, index: int) -> Access | None:
         return None
     created = frozenset(s for i in assembly.ops[FORWARD_OF, index].events for s in assembly.events[i].creates)
     return composed(known, created)
-
-
-def _elements(record: Parameter) -> int:
-    return math.prod(record.shape)
 
 
 def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:

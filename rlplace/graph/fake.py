@@ -16,6 +16,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -110,11 +111,8 @@ def any_dtype_grouped_mm() -> Iterator[None]:
         flat = (mat_a.dim() == 2) != (mat_b.dim() == 2)
         return mat_a.new_empty((rows, columns) if flat else (groups, rows, columns))
 
-    registrations._meta_grouped_mm_common = shape_rule
-    try:
+    with mock.patch.object(registrations, "_meta_grouped_mm_common", shape_rule):
         yield
-    finally:
-        registrations._meta_grouped_mm_common = original
 
 
 DEVICES = ("cuda", "cpu")

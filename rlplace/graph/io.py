@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -11,26 +10,11 @@ import numpy as np
 from msgspec import Meta
 
 from rlplace.errors import InputError
-from rlplace.files import check_header, read_record
 from rlplace.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, OpKind, Parameter, Phase, TensorRole
 from rlplace.records import Record, Whole, build, plain
 
 FORMAT = "rlplace.graph"
 VERSION = 1
-
-
-def load_graph(path: str | Path) -> OpGraph:
-    """Reads and checks a graph file.
-
-    Raises:
-        InputError: The file is missing, malformed, newer than this code, or describes an impossible graph.
-    """
-    return read_record(path, FORMAT, VERSION, _parse)
-
-
-def graph_from_dict(data: dict[str, Any]) -> OpGraph:
-    """Builds a graph from parsed JSON, with the same checks as `load_graph`."""
-    return _parse(check_header(data, FORMAT, VERSION, where="graph"))
 
 
 def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
@@ -122,7 +106,8 @@ class _Graph(Record, frozen=True):
     source: dict[str, Any] | None = None
 
 
-def _parse(data: dict[str, Any]) -> OpGraph:
+def graph_from_dict(data: dict[str, Any]) -> OpGraph:
+    """Builds and checks the graph of a file without its header."""
     graph = build(_Graph, data, "graph")
     ops, tensors = graph.ops, graph.tensors
     _check_lengths(ops, "ops")

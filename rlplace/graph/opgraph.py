@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.files import fingerprint, write_json
+from rlplace.files import fingerprint, read_record, write_json
 from rlplace.records import Bytes, Record
 
 if TYPE_CHECKING:
@@ -178,7 +178,11 @@ class OpGraph:
 
     @staticmethod
     def load(path: str | Path) -> OpGraph:
-        """Reads and checks a graph file."""
-        from rlplace.graph.io import load_graph
+        """Reads and checks a graph file.
 
-        return load_graph(path)
+        Raises:
+            InputError: The file is missing, malformed, newer than this code, or describes an impossible graph.
+        """
+        from rlplace.graph.io import FORMAT, VERSION, graph_from_dict
+
+        return read_record(path, FORMAT, VERSION, graph_from_dict)

@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 from rlplace.graph.opgraph import INPUT, OpGraph
 
 
+def picked(graph: OpGraph, ops: NDArray[Any]) -> dict[str, Any]:
+    """The fields that have an entry an op (sizes of named dimensions apart), of these ops."""
+    names = (item.name for item in dataclasses.fields(graph) if item.name.startswith("op_") and item.name != "op_dims")
+    fields = {name: values for name in names if (values := getattr(graph, name)) is not None}
+    numbers = ops.tolist()
+    return {key: tuple(row[op] for op in numbers) if isinstance(row, tuple) else row[ops] for key, row in fields.items()}
+
+
 def part_of(graph: OpGraph, ops: NDArray[Any]) -> tuple[OpGraph, NDArray[np.int64]]:
     """The graph of some ops.
 
@@ -30,13 +38,7 @@ def part_of(graph: OpGraph, ops: NDArray[Any]) -> tuple[OpGraph, NDArray[np.int6
     readers = np.bincount(graph.edge_tensor[inside], minlength=graph.num_tensors)
     tensors = np.flatnonzero((producer >= 0) | (readers > 0))
     foreign = (producer < 0) & (graph.tensor_producer >= 0)
-    picked = ops.tolist()
-    per_op = {item.name: getattr(graph, item.name) for item in dataclasses.fields(graph) if item.name.startswith("op_")}
-    changes: dict[str, Any] = {
-        name: tuple(values[op] for op in picked) if isinstance(values, tuple) else values[ops]
-        for name, values in per_op.items()
-        if name != "op_dims" and values is not None
-    }
+    changes = picked(graph, ops)
     changes["op_forward"] = np.where(changes["op_forward"] >= 0, number[changes["op_forward"]], -1).astype(np.int32)
     return dataclasses.replace(
         graph,

@@ -17,6 +17,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.library import Library
@@ -99,10 +100,9 @@ def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *o
         parameters: Weights of all layers and directions, in torch's order.
         options: has_biases, num_layers, dropout, train, bidirectional, batch_first.
     """
-    has_biases, layers, dropout, train, bidirectional, batch_first = options
+    _, layers, dropout, train, bidirectional, batch_first = options
     directions = 2 if bidirectional else 1
     each = len(parameters) // (layers * directions)
-    del has_biases
     hidden, cell = (states[0], states[1]) if kind == "lstm" else (states, None)
     value = inputs.transpose(0, 1) if batch_first else inputs
     last_hidden, last_cell = [], []
@@ -135,9 +135,6 @@ def quick_recurrent_shapes() -> Iterator[None]:
     """Lets export find the output shapes of a recurrent layer without unrolling it over time."""
     from torch._decomp import decompositions
 
-    names = ("one_layer_lstm", "one_layer_rnn")
-    originals = {name: getattr(decompositions, name) for name in names if hasattr(decompositions, name)}
-
     def lstm(inp: Any, hidden: Any, params: Any, has_biases: Any, reverse: bool = False) -> Any:
         hx, cx = hidden[0], hidden[1]
         return inp.new_empty((*inp.shape[:2], hx.shape[-1])), (hx.new_empty(hx.shape), cx.new_empty(cx.shape))
@@ -146,13 +143,8 @@ def quick_recurrent_shapes() -> Iterator[None]:
         return inp.new_empty((*inp.shape[:2], hidden.shape[-1])), hidden.new_empty(hidden.shape)
 
     quick = {"one_layer_lstm": lstm, "one_layer_rnn": rnn}
-    for name in originals:
-        setattr(decompositions, name, quick[name])
-    try:
+    with mock.patch.multiple(decompositions, **{name: rule for name, rule in quick.items() if hasattr(decompositions, name)}):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(decompositions, name, original)
 
 
 def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any) -> Any:

@@ -108,19 +108,14 @@ def _check_structure(small: OpGraph, large: OpGraph) -> None:
     ):
         if a != b:
             raise InputError(f"rescale: the graphs at {sizes} have {a} and {b} {what}; {hint}")
-    for name in _EQUAL:
-        differ = np.flatnonzero(np.asarray(getattr(small, name)) != np.asarray(getattr(large, name)))
+    for name in (*_EQUAL, "op_target"):
+        a_ops, b_ops = (np.asarray(getattr(graph, name)) for graph in (small, large))
+        differ = np.flatnonzero((a_ops != b_ops) & ((small.op_phase == FORWARD) | (name != "op_target")))
         if len(differ):
             op = int(differ[0])
             raise InputError(
                 f"rescale: op {small.op_names[op][:80]!r} differs in {name} between {sizes}: "
-                f"{show(_plain(getattr(small, name)[op]))} and {show(_plain(getattr(large, name)[op]))}; {hint}"
-            )
-    forward = np.flatnonzero(small.op_phase == FORWARD).tolist()
-    for op in forward:
-        if small.op_target[op] != large.op_target[op]:
-            raise InputError(
-                f"rescale: op {small.op_names[op][:80]!r} is {small.op_target[op]} and {large.op_target[op]} at {sizes}; {hint}"
+                f"{show(a_ops[op].item())} and {show(b_ops[op].item())}; {hint}"
             )
     for a_parameter, b_parameter in zip(small.parameters, large.parameters, strict=True):
         if a_parameter != b_parameter:
@@ -133,7 +128,3 @@ def _check_structure(small: OpGraph, large: OpGraph) -> None:
     if known[0] != known[1]:
         op = min(op for op in known[0].keys() | known[1].keys() if known[0].get(op) != known[1].get(op))
         raise InputError(f"rescale: op {small.op_names[op][:80]!r} has other named dimensions at {sizes}; {hint}")
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

@@ -11,46 +11,34 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
+from unittest import mock
 
 import torch
 
 MaybeTensor = Optional[torch.Tensor]  # noqa: UP045 (torch reads schemas off annotations, older versions only in this spelling)
-_PLACES = (("transformers.models.mamba.modeling_mamba", "mamba_selective_scan"),)
+_TYPE, _MODULE, _NAME = "mamba", "transformers.models.mamba.modeling_mamba", "mamba_selective_scan"
 
 
-def _step_sizes(step: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step sizes before and after the softplus."""
-    raw = step if bias is None else step + bias.to(step.dtype)[..., None]
-    return raw, torch.nn.functional.softplus(raw) if softplus else raw
-
-
-def _states(inputs: torch.Tensor, size: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """The recurrence state = exp(size a) state + size b input; [B, D, N] per token, the initial zeros first."""
-    states = [inputs.new_zeros((inputs.shape[0], inputs.shape[1], a.shape[-1]))]
-    for token in range(inputs.shape[-1]):
-        now = size[:, :, token, None]
-        drive = now * b[:, None, :, token].float() * inputs[:, :, token, None].float()
-        states.append(torch.exp(a * now) * states[-1] + drive)
-    return states
-
-
-def _read(states: list[torch.Tensor], c: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Output c state of every token, [B, D, L]."""
-    outputs = [torch.matmul(state.to(dtype), c[:, :, token, None])[..., 0] for token, state in enumerate(states[1:])]
-    return torch.stack(outputs, dim=-1)
-
-
-@torch.library.custom_op("rlplace::selective_scan", mutates_args=())
-def selective_scan(
+def _scan(
     inputs: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     d: MaybeTensor, gate: MaybeTensor, bias: MaybeTensor, softplus: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Selective scan; shapes are inputs, step, gate [B, D, L]; a [D, N]; b, c [B, N, L]; d, bias [D]."""
-    _, size = _step_sizes(step, bias, softplus)
-    result = _read(_states(inputs, size, a, b), c, inputs.dtype)
+    size = step if bias is None else step + bias.to(step.dtype)[..., None]
+    size = torch.nn.functional.softplus(size) if softplus else size
+    state, outputs = inputs.new_zeros((inputs.shape[0], inputs.shape[1], a.shape[-1])), []
+    for token in range(inputs.shape[-1]):  # state = exp(size a) state + size b input, output c state
+        now = size[:, :, token, None]
+        drive = now * b[:, None, :, token].float() * inputs[:, :, token, None].float()
+        state = torch.exp(a * now) * state + drive
+        outputs.append(torch.matmul(state.to(inputs.dtype), c[:, :, token, None])[..., 0])
+    result = torch.stack(outputs, dim=-1)
     if d is not None:
         result = result + inputs * d[None, :, None]
     return result if gate is None else result * torch.nn.functional.silu(gate)
+
+
+selective_scan = torch.library.custom_op("rlplace::selective_scan", _scan, mutates_args=())
 
 
 @torch.library.custom_op("rlplace::selective_scan_backward", mutates_args=())
@@ -59,42 +47,14 @@ def selective_scan_backward(
     d: MaybeTensor, gate: MaybeTensor, bias: MaybeTensor, softplus: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Gradients of the tensors that are given, in order; the states are computed again, as the fused kernel does."""
-    raw, size = _step_sizes(step, bias, softplus)
-    states = _states(inputs, size, a, b)
-    of_gate = None
-    if gate is not None:
-        ungated = _read(states, c, inputs.dtype)
-        if d is not None:
-            ungated = ungated + inputs * d[None, :, None]
-        share = torch.sigmoid(gate)
-        of_gate = gradient * ungated * share * (1 + gate * (1 - share))
-        gradient = gradient * gate * share
-    of_inputs = gradient * d[None, :, None] if d is not None else torch.zeros_like(inputs)
-    of_size, of_a = torch.zeros_like(size), torch.zeros_like(a)
-    of_b, of_c = torch.zeros_like(b), torch.zeros_like(c)
-    flow = torch.zeros_like(states[0])
-    for token in reversed(range(inputs.shape[-1])):
-        now, value = size[:, :, token, None], inputs[:, :, token, None]
-        above = gradient[:, :, token, None]
-        of_c[:, :, token] = (above * states[token + 1]).sum(1)
-        flow = flow + above * c[:, None, :, token]
-        decay = torch.exp(a * now)
-        through_decay = flow * states[token] * decay
-        through_drive = (flow * b[:, None, :, token]).sum(-1)
-        of_a += (through_decay * now).sum(0)
-        of_b[:, :, token] = (flow * now * value).sum(1)
-        of_size[:, :, token] = (through_decay * a).sum(-1) + through_drive * value[..., 0]
-        of_inputs[:, :, token] += through_drive * now[..., 0]
-        flow = flow * decay
-    of_step = of_size * torch.sigmoid(raw) if softplus else of_size
-    optional = (
-        (d, (gradient * inputs).sum((0, 2))),
-        (gate, of_gate),
-        (bias, of_step.sum((0, 2))),
-    )
-    present = [(tensor, value) for tensor, value in optional if tensor is not None and value is not None]
-    pairs = [(inputs, of_inputs), (step, of_step), (a, of_a), (b, of_b), (c, of_c), *present]
-    return [value.to(tensor.dtype).clone(memory_format=torch.contiguous_format) for tensor, value in pairs]
+    operands = (inputs, step, a, b, c, d, gate, bias)
+
+    def of_given(*given: torch.Tensor) -> torch.Tensor:
+        rest = iter(given)
+        return _scan(*(None if tensor is None else next(rest) for tensor in operands), softplus)  # type: ignore[arg-type]
+
+    _, gradients = torch.func.vjp(of_given, *(tensor for tensor in operands if tensor is not None))
+    return [value.clone(memory_format=torch.contiguous_format) for value in gradients(gradient)]
 
 
 @selective_scan.register_fake
@@ -127,28 +87,18 @@ def keeps_whole(module_type: str) -> bool:
     """Whether the scan of a transformers type is kept whole with the installed version of the library."""
     import importlib
 
-    for place, name in _PLACES:
-        if place.split(".")[2] == module_type:
-            with contextlib.suppress(ImportError):
-                return hasattr(importlib.import_module(place), name)
+    with contextlib.suppress(ImportError):
+        return module_type == _TYPE and hasattr(importlib.import_module(_MODULE), _NAME)
     return False
 
 
 @contextlib.contextmanager
 def whole_scans() -> Iterator[None]:
-    """Replaces the scan functions of the libraries that are loaded."""
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = []
-    for place, name in _PLACES:
-        module = sys.modules.get(place)
-        original = getattr(module, name, None)
-        if module is not None and original is not None:
-            setattr(module, name, _replacement(original))
-            replaced.append((module, name, original))
-    try:
+    """Replaces the library's scan where it is loaded."""
+    module = sys.modules.get(_MODULE)
+    original = getattr(module, _NAME, None)
+    with mock.patch.object(module, _NAME, _replacement(original)) if original is not None else contextlib.nullcontext():
         yield
-    finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:

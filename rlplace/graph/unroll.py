@@ -50,19 +50,16 @@ def repeated_lists(model: nn.Module) -> dict[str, int]:
     """Outermost lists of modules that look alike but for the first and the last: path to length; none where it saves little."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < LEAST or _inside(path, found):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < LEAST:
             continue
-        if path and len({_looks(item) for item in list(module)[1:-1]}) == 1:
+        inside = path.startswith(tuple(f"{item}." for item in found))
+        if path and not inside and len({_looks(item) for item in list(module)[1:-1]}) == 1:
             found[path] = len(module)
     return found if sum(found.values()) - HELD * len(found) >= WORTH else {}
 
 
 def _looks(module: nn.Module) -> tuple[Any, ...]:
     return type(module), *((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
-
-
-def _inside(path: str, lists: Iterable[str]) -> bool:
-    return any(path.startswith(f"{item}.") for item in lists)
 
 
 def shortened(model: nn.Module, lists: Iterable[str]) -> nn.Module:

@@ -14,13 +14,13 @@ in-place write.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import ACTIVATION, BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
+from rlplace.graph.part import picked
 
 _PRODUCTS = ("gemm", "conv", "bmm")  # dX needs W but not X, dW needs X but not W
 _HALVES = (*_PRODUCTS, "recurrent", "module")  # as much arithmetic for the input as the forward took
@@ -70,11 +70,7 @@ def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
     consumers = np.concatenate([consumers, second[ties]])
     order = np.lexsort((consumers, tensor))
     sizes = np.bincount(tensor, minlength=count + len(ties))
-    per_op: dict[str, Any] = {
-        item.name: _pick(getattr(graph, item.name), origin)
-        for item in dataclasses.fields(graph)
-        if item.name.startswith("op_") and item.name != "op_dims"
-    }
+    per_op = picked(graph, origin)
     per_op["op_names"] = tuple(
         f"{name}_weight" if weight else name for name, weight in zip(per_op["op_names"], is_weight.tolist(), strict=True)
     )
@@ -100,13 +96,6 @@ def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
         traced=None,  # its op numbers are those before the split
     )
     return result, origin
-
-
-def _pick(values: Any, origin: NDArray[np.int32]) -> Any:
-    """A per-op field of the new graph."""
-    if isinstance(values, tuple):
-        return tuple(values[op] for op in origin.tolist())
-    return None if values is None else values[origin]
 
 
 def part_times(whole_s: NDArray[np.float64], parts_s: NDArray[np.float64], origin: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -14,13 +14,12 @@ E(B) = E_min (1 + B / B_crit), with E_min = b / samples per epoch and B_crit = b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from msgspec import Meta
 
 from rlplace.errors import InputError
@@ -86,32 +85,6 @@ class BatchCurve:
         least = _positive(samples, "updates samples") / _positive(samples_per_epoch, "samples_per_epoch")
         return BatchCurve(min_epochs=least, critical_batch=critical, name=name)
 
-    @staticmethod
-    def fit(batches: Sequence[float], epochs: Sequence[float], *, name: str = "") -> BatchCurve:
-        """The law E_min (1 + B / B_crit) that fits measured epochs best, by relative least squares.
-
-        Args:
-            batches: Global batches in samples, at least two different ones.
-            epochs: Epochs to the same quality at each of them.
-            name: For people.
-
-        Raises:
-            InputError: Too few batches, or epochs that grow faster than the batch, which the law cannot: give points instead.
-        """
-        if len(batches) != len(epochs) or len(set(batches)) < 2:
-            raise InputError("batch curve: a fit needs the epochs of at least two different batches")
-        size = np.array([_positive(b, "batch") for b in batches])
-        seen = np.array([_positive(e, "epochs") for e in epochs])
-        # Columns 1 / E and B / E against ones: relative errors count, so that the costly end does not decide alone.
-        scale = size.max()
-        (base, slope), *_ = np.linalg.lstsq(np.stack([1.0 / seen, size / scale / seen], axis=1), np.ones(len(seen)), rcond=None)
-        if slope <= 1e-12 * base:
-            flat = float((1.0 / seen).sum() / (1.0 / seen**2).sum())
-            return BatchCurve(min_epochs=flat, critical_batch=math.inf, name=name)
-        if base <= 0:
-            raise InputError("batch curve: these epochs grow faster than the batch, the law does not fit; give them as points")
-        return BatchCurve(min_epochs=float(base), critical_batch=float(base / slope * scale), name=name)
-
     def epochs(self, batch: float) -> float:
         """Epochs that a global batch of `batch` samples needs."""
         _positive(batch, "batch")
@@ -125,10 +98,6 @@ class BatchCurve:
         if batch > last[0]:
             return last[1] * (batch / last[0]) ** max(slope, 0.0)
         return high[1] if batch == high[0] else low[1] * (batch / low[0]) ** slope
-
-    def efficiency(self, batch: float, base: float) -> float:
-        """Statistical efficiency E(base) / E(batch) of a global batch relative to another one."""
-        return self.epochs(base) / self.epochs(batch)
 
     def save(self, path: str | Path) -> None:
         """Writes the curve as JSON, atomically."""

@@ -117,7 +117,8 @@ def find_experts(graph: OpGraph) -> Experts:
         if len(parameter.shape) == 3:
             held[number] = parameter.shape[0]
             of_module.setdefault(parameter.name.rpartition(".")[0], []).append(op)
-    inside = np.array([any(_within(path, module) for module in of_module) for path in graph.op_module], dtype=bool)
+    modules = tuple(f"{module}." for module in of_module)
+    inside = np.array([f"{path}.".startswith(modules) for path in graph.op_module], dtype=bool)
     ahead = inside & (graph.op_phase == FORWARD)
     behind = (graph.op_phase != FORWARD) & (graph.op_phase != UPDATE) & (graph.op_forward >= 0)
     routed = ahead | (behind & ahead[np.maximum(graph.op_forward, 0)])
@@ -127,10 +128,6 @@ def find_experts(graph: OpGraph) -> Experts:
     leaves = (made >= 0) & routed[np.maximum(made, 0)] & ~routed[readers] & (graph.op_phase[readers] != UPDATE)
     sent = tuple(_ends(graph, min(ops), max(ops)) for ops in of_module.values())
     return Experts(graph, held, routed, products, sent, np.unique(tensors[leaves]).astype(np.int64))
-
-
-def _within(path: str, module: str) -> bool:
-    return path == module or path.startswith(f"{module}.")
 
 
 def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -108,9 +108,7 @@ class Packer:
         self.costed = Rows(self.costs, self.cluster, self.traffic)
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
-        self._ints: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._places: dict[tuple[int, ...], Floats] = {}
-        self._roomy: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
         self._ties: dict[object, Ties] = {}
         self._lists: dict[object, tuple[NDArray[np.int32], list[int]]] = {}
         self._action_bytes = 0
@@ -162,9 +160,9 @@ class Packer:
         return Frame(
             seats=seats,
             alike=alike,
-            stage_place=self._kept_ints(draft.place_of_stage),
+            stage_place=np.array(draft.place_of_stage, dtype=np.int64),
             places=self._places_of(draft, seats),
-            microbatches=self._kept_ints(counts),
+            microbatches=np.array(counts, dtype=np.int64),
             row=np.array([list(map(costed.number, places, seats, passes)) for _, passes in differ], dtype=np.int64),
             actions=actions,
             action_ptr=action_ptr,
@@ -186,12 +184,6 @@ class Packer:
             return lanes(draft)
         samples = draft.microbatch[0] * draft.data_degree
         return [Lane(draft.microbatches[0], tuple([((samples // place.data_degree, place.devices),) for place in places]))]
-
-    def _kept_ints(self, values: tuple[int, ...]) -> NDArray[np.int64]:
-        """The values, made once."""
-        if values not in self._ints:
-            self._ints[values] = np.array(values, dtype=np.int64)
-        return self._ints[values]
 
     def _places_of(self, draft: Draft, seats: tuple[int, ...]) -> Floats:
         """float64 [P, PLACE]; places that are alike have rows that are."""
@@ -220,11 +212,8 @@ class Packer:
             key: tuple[tuple[tuple[float, int], ...], ...] = tuple([((self._one_room, len(own)),) for own in devices])
         else:
             key = tuple([tuple(Counter([self._room[device] for device in own]).items()) for own in devices])
-        if key not in self._roomy:
-            flat = [pair for room in key for pair in room]
-            sizes, counts = np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64)
-            self._roomy[key] = sizes, counts, _starts(key)
-        return self._roomy[key]
+        flat = [pair for room in key for pair in room]
+        return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(key)
 
     def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -196,7 +197,7 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
 
 def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried]:
     """Neighbours that fit, and are not much slower; with what blocks choose fitted anew, or as it is where that is better."""
-    yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, ends=1 + thorough)))
+    yield from filter(attrgetter("fits"), map(tries.score, other_choices(tries, at.draft, ends=1 + thorough)))
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
         if thorough and found is not None and any(found.draft.recompute + found.draft.offload):
@@ -205,11 +206,7 @@ def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterat
         if found is not None and found.step_s < at.step_s * SLACK:
             yield found
     if thorough:
-        yield from filter(_fits, map(tries.score, other_choices(tries, at.draft, (3,))))
-
-
-def _fits(tried: Tried) -> bool:
-    return tried.fits
+        yield from filter(attrgetter("fits"), map(tries.score, other_choices(tries, at.draft, (3,))))
 
 
 def starts(tries: Tries) -> Iterator[Tried]:

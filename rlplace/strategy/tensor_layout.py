@@ -91,7 +91,8 @@ class _Layout:
         for op in np.flatnonzero(follows).tolist():
             if int(graph.op_forward[op]) in self.op_dims:
                 self.op_dims[op] = self.op_dims[int(graph.op_forward[op])]
-        parts = self._parameters()
+        parts = np.ones(len(graph.parameters), dtype=np.int32)
+        parts[graph.tensor_parameter[np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)]] = self.degree
         updates = np.flatnonzero(graph.op_phase == UPDATE)
         self.op_parts[updates] = parts[graph.op_parameter[updates]]
         self._tensors(parts)
@@ -142,12 +143,6 @@ class _Layout:
             while rest and pieces >= rest[0]:
                 pieces //= rest.pop(0)
         return pieces
-
-    def _parameters(self) -> NDArray[np.int32]:
-        """Parts of every parameter."""
-        graph, parts = self.graph, np.ones(len(self.graph.parameters), dtype=np.int32)
-        parts[graph.tensor_parameter[np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)]] = self.degree
-        return parts
 
     def _views(self) -> None:
         """Views of cut tensors, whose backward ops may be work, are cut as well."""

@@ -13,7 +13,7 @@ from rlplace.errors import InputError
 from rlplace.graph import OpGraph
 from rlplace.graph.capture import capture
 from rlplace.graph.inputs import MAX_PARTS, describe_inputs, described_inputs, with_samples
-from rlplace.graph.io import graph_from_dict, graph_to_dict
+from rlplace.graph.io import FORMAT, VERSION, graph_from_dict, graph_to_dict
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def graph():
 
 @pytest.fixture
 def data(graph):
-    return json.loads(json.dumps(graph_to_dict(graph)))
+    rest = json.loads(json.dumps(graph_to_dict(graph)))
+    assert rest.pop("format") == FORMAT and rest.pop("version") == VERSION
+    return rest
 
 
 def test_round_trip(graph, tmp_path):

@@ -102,7 +102,7 @@ def test_structures_that_differ_are_refused():
             rescale(small, large, many)
     with pytest.raises(InputError, match="op '0/linear' differs in op_names between 2 and 4 samples: '0/linear' and '0/other'"):
         rescale(small, replace(large, op_names=("0/other", *large.op_names[1:])), 8)
-    with pytest.raises(InputError, match=r"is aten\.linear\.default and aten\.mm\.default at 2 and 4 samples"):
+    with pytest.raises(InputError, match=r"op_target between 2 and 4 samples: 'aten\.linear\.default' and 'aten\.mm\.default'"):
         rescale(small, replace(large, op_target=("aten.mm.default", *large.op_target[1:])), 8)
     with pytest.raises(InputError, match="tensor_role differs"):
         role = large.tensor_role.copy()

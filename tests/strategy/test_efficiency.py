@@ -3,10 +3,7 @@
 import json
 import math
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlplace.errors import InputError
 from rlplace.strategy.efficiency import BatchCurve
@@ -17,7 +14,6 @@ STEP = BatchCurve(points=((64, 10.0), (1024, 10.0), (2048, 20.0)))
 def test_law_of_the_critical_batch():
     curve = BatchCurve(min_epochs=10.0, critical_batch=1000.0)
     assert curve.epochs(1000) == 20.0 and curve.epochs(500) == 15.0
-    assert curve.efficiency(1000, 500) == pytest.approx(0.75)
     assert BatchCurve(min_epochs=10.0, critical_batch=math.inf).epochs(1e9) == 10.0
 
 
@@ -45,29 +41,6 @@ def test_outside_the_points_epochs_never_shrink():
 
 def test_points_may_come_in_any_order():
     assert BatchCurve(points=((2048, 20.0), (64, 10.0), (1024, 10.0))) == STEP
-
-
-@given(least=st.floats(0.1, 1e3), critical=st.floats(10, 1e6))
-def test_fit_recovers_the_law(least, critical):
-    law = BatchCurve(min_epochs=least, critical_batch=critical)
-    batches = [critical / 8, critical / 2, critical, 4 * critical]
-    found = BatchCurve.fit(batches, [law.epochs(b) for b in batches])
-    assert found.min_epochs == pytest.approx(least, rel=1e-6)
-    assert found.critical_batch == pytest.approx(critical, rel=1e-6)
-
-
-def test_fit_of_noisy_and_of_flat_epochs():
-    rng = np.random.default_rng(0)
-    batches = [2.0**k for k in range(6, 15)]
-    noisy = [8.0 * (1 + b / 4096) * rng.uniform(0.97, 1.03) for b in batches]
-    found = BatchCurve.fit(batches, noisy)
-    assert found.min_epochs == pytest.approx(8.0, rel=0.03) and found.critical_batch == pytest.approx(4096, rel=0.1)
-    flat = BatchCurve.fit([64, 128, 256], [7.0, 7.0, 6.9])
-    assert flat.critical_batch == math.inf and 6.9 < flat.epochs(64) < 7.0
-    with pytest.raises(InputError, match="grow faster than the batch"):
-        BatchCurve.fit([64, 128, 256], [1.0, 4.0, 16.0])
-    with pytest.raises(InputError, match="two different batches"):
-        BatchCurve.fit([64, 64], [1.0, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_what_the_degree_does_not_divide_is_refused_with_the_reason():
     graph = captured("llama")
     _, blocks = blocks_of(graph)
     assert tensor_layouts(graph, blocks, 4).modules
-    with pytest.raises(InputError, match="8 does not divide the 4 .*heads"):
+    with pytest.raises(InputError, match=r"8 does not divide the 4 .*heads"):
         tensor_layouts(graph, blocks, 8)
     vit = captured("vit")
     with pytest.raises(InputError, match="17 positions"):

@@ -121,7 +121,6 @@ class EagerRecorder(Recorder):
         super().__init__()
         self.by_module = by_module
         self.path: list[str] = []
-        self.leaf: list[bool] = []
         self.guesses: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
         self._open = False
@@ -130,7 +129,6 @@ class EagerRecorder(Recorder):
     def enter_module(self, path: str, name: str, is_leaf: bool) -> None:
         """A module call begins."""
         self.path.append(path)
-        self.leaf.append(is_leaf)
         if self.by_module and self._active:
             self._open = False
             if is_leaf:
@@ -139,7 +137,6 @@ class EagerRecorder(Recorder):
     def leave_module(self) -> None:
         """The innermost module call ends."""
         self.path.pop()
-        self.leaf.pop()
         if self.by_module:
             self._open = False
 

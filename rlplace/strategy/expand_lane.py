@@ -36,8 +36,7 @@ class LaneBuild:
             cuts = sorted({(kind_of[device], samples) for samples, devices in lane.replicas[place] for device in devices})
             cut = draft.places[place].cut
             passed = slowest([costs.pass_ops(kind, cut(samples), whole.split) for kind, samples in cuts])
-            last = stage == draft.stages - 1
-            self.stages.append(StageOps(step, passed, inside, draft.recompute, last=last))
+            self.stages.append(StageOps(step, passed, inside, draft.recompute))
         self.collective_s = [self._collective_s(stage) for stage in range(draft.stages)]
         self.left = [lane.microbatches] * draft.stages
         self.arrived: dict[tuple[int, str, int], int] = {}  # what a stage waits for: the op that sends it

@@ -40,7 +40,7 @@ class PassBuild:
         gathered = [block for block in self.blocks if self._gathers(self.rows[block])]
         reduced = [block for block in self.blocks if self._reduces(self.rows[block])]
         part, build, buckets = self.part, self.build, self._buckets()
-        self.seconds = np.where(part.compute, self.seconds * (1.0 + SLOWDOWN * self._under(buckets)), self.seconds)
+        self.seconds = np.where(part.op >= 0, self.seconds * (1.0 + SLOWDOWN * self._under(buckets)), self.seconds)
         self._slow_down(gathered, reduced)
         temporary = self.ops.temporary_bytes(self.kind)
         each = [block for block in gathered if self.rows[block].keeping == EACH_PASS or self.kind == "F"]
@@ -78,7 +78,7 @@ class PassBuild:
             if behind in reduced:
                 moving += self.rows[behind].reduce_s + self.rows[behind].copies_s
             inside = np.arange(self.part.begins[block], self.part.ends[block])
-            inside = inside[self.part.compute[inside]]
+            inside = inside[self.part.op[inside] >= 0]
             compute = float(self.seconds[inside].sum())
             if compute > 0.0:
                 self.seconds[inside] *= 1.0 + SLOWDOWN * min(compute, moving) / compute
@@ -166,7 +166,7 @@ class PassBuild:
 
     def _under(self, buckets: list[tuple[int, float]]) -> float:
         """The share of the backward that runs beside all buckets but the last."""
-        compute = float(self.seconds[self.part.compute].sum())
+        compute = float(self.seconds[self.part.op >= 0].sum())
         under = sum(self._bucket_s(size) for _, size in buckets[:-1])
         return min(under, compute) / compute if compute > 0.0 else 0.0
 

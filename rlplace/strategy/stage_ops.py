@@ -32,7 +32,6 @@ class Part:
         block: int64 [L].
         collective: int64 [L], index into `PassOps.collectives`, -1 for ops.
         begins, ends: Row of the marks of each block.
-        compute: bool [L], rows that a collective beside them slows.
         first: int64 [N], row of each op, -1 where it has none here.
         again: int64 [N], row of its second run.
     """
@@ -42,7 +41,6 @@ class Part:
     collective: Ints
     begins: dict[int, int]
     ends: dict[int, int]
-    compute: NDArray[np.bool_]
     first: Ints
     again: Ints
 
@@ -76,13 +74,11 @@ class StageOps:
         passed: What they take.
         blocks: Blocks of the stage.
         recompute: For each block of the model what runs again.
-        last: Whether no stage comes after it.
     """
 
-    def __init__(self, step: StepOps, passed: PassOps, blocks: range, recompute: Sequence[int], *, last: bool) -> None:
-        self.step, self.passed, self.blocks, self.last = step, passed, blocks, last
-        how = np.array(list(recompute), dtype=np.int64)
-        self._how = how
+    def __init__(self, step: StepOps, passed: PassOps, blocks: range, recompute: Sequence[int]) -> None:
+        self.step, self.passed, self.blocks = step, passed, blocks
+        self._how = how = np.array(list(recompute), dtype=np.int64)
         self.inside = (step.block >= blocks.start) & (step.block < blocks.stop)
         every = np.arange(len(step.block))
         self._again = step.again[how[step.block], every] & self.inside
@@ -124,15 +120,13 @@ class StageOps:
         op = np.concatenate([none, clones, own, np.full(len(move), -1), none])[order]
         collective = np.full(len(order), -1)
         collective[len(marks) + len(clones) + len(own) : len(order) - len(marks)] = move[:, 0]
-        second = np.zeros(len(order), dtype=bool)
-        second[len(marks) : len(marks) + len(clones)] = True
         row = np.argsort(order)
         first, again = np.full((2, count), -1, dtype=np.int64)
         first[own] = row[len(marks) + len(clones) : len(marks) + len(clones) + len(own)]
         again[clones] = row[len(marks) : len(marks) + len(clones)]
         begins = dict(zip(marks.tolist(), row[: len(marks)].tolist(), strict=True))
         ends = dict(zip(marks.tolist(), row[len(order) - len(marks) :].tolist(), strict=True))
-        return Part(op, block[order], collective[order], begins, ends, op >= 0, first, again)
+        return Part(op, block[order], collective[order], begins, ends, first, again)
 
     def _runs(self, kind: str, when: int, block: int) -> bool:
         """Whether a part runs a collective: those of the forward also where all of it runs again."""

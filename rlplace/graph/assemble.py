@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlplace.graph.kinds import base_name, kind_of
 from rlplace.graph.opgraph import Parameter
-from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, NOBODY, OUTSIDE, UPDATE_OF, Event, Recorder
+from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, NOBODY, OUTSIDE, UPDATE_OF, Event
+
+if TYPE_CHECKING:
+    from rlplace.graph.recording import Recording
 
 Key = tuple[str, int]
 """An op before it has a number: phase of `record` and label or parameter index."""
@@ -45,12 +48,11 @@ class _Op:
 class Assembly:
     """Intermediate state: events by op, storages by who touches them."""
 
-    recorder: Recorder
-    leaves: Sequence[Leaf]
+    recording: Recording
     optimizer: tuple[float, float]
 
     def __post_init__(self) -> None:
-        self.events = self.recorder.events
+        self.events, self.leaves = self.recording.events, self.recording.leaves
         self.creator = {s: i for i, event in enumerate(self.events) for s in event.creates}
         self.owner_of_event: list[Key | None] = [
             None if event.phase in (NOBODY, OUTSIDE) else (event.phase, event.owner) for event in self.events
@@ -125,7 +127,7 @@ class Assembly:
         return []
 
     def _collect_ops(self) -> dict[Key, _Op]:
-        ops: dict[Key, _Op] = {(FORWARD_OF, label): _Op() for label in range(len(self.recorder.labels))}
+        ops: dict[Key, _Op] = {(FORWARD_OF, label): _Op() for label in range(len(self.recording.labels))}
         for index, (event, key) in enumerate(zip(self.events, self.owner_of_event, strict=True)):
             if key is None:
                 continue
@@ -182,7 +184,7 @@ class Assembly:
     def kind(self, key: Key) -> str:
         if key[0] == UPDATE_OF:
             return "optimizer"
-        label = self.recorder.labels[key[1]]
+        label = self.recording.labels[key[1]]
         if label.whole:
             return "module"
         whole = kind_of(base_name(label.target))

@@ -35,7 +35,7 @@ def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
     tensors = Tensors(assembly)
     order = _execution_order(assembly, tensors)
     number = {key: index for index, key in enumerate(order)}
-    labels = assembly.recorder.labels
+    labels = assembly.recording.labels
     names, targets, modules, dtypes = [], [], [], []
     phase = np.zeros(len(order), dtype=np.int8)
     forward = np.full(len(order), -1, dtype=np.int32)
@@ -107,7 +107,7 @@ def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow
     """The accesses of all forward ops; None when there are none, as at module granularity."""
     accesses = {
         number[FORWARD_OF, index]: access
-        for index, label in enumerate(assembly.recorder.labels)
+        for index, label in enumerate(assembly.recording.labels)
         if not label.whole and (access := label.access or _composed(assembly, index)) is not None
     }
     if not accesses:
@@ -118,7 +118,7 @@ def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow
 
 def _composed(assembly: Assembly, index: int) -> Access | None:
     """The access of a label that no rule knows, from those of the ATen ops that it ran."""
-    parts = assembly.recorder.labels[index].parts
+    parts = assembly.recording.labels[index].parts
     known = [part for part in parts or () if part is not None]
     if not known or len(known) < len(parts or ()):
         return None
@@ -137,7 +137,7 @@ def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
     edges = np.array([(number[a], number[b]) for a, b in set(tensors.edges())], dtype=np.int64).reshape(-1, 2)
     order, stuck = topological_order(edges[:, 0], edges[:, 1], len(keys), key=np.arange(len(keys)))
     if stuck is not None:
-        raise CyclicStepError(f"op {assembly.recorder.labels[keys[stuck][1]].name} waits on a cycle")
+        raise CyclicStepError(f"op {assembly.recording.labels[keys[stuck][1]].name} waits on a cycle")
     return [keys[index] for index in order] + sorted(key for key in assembly.ops if key[0] == UPDATE_OF)
 
 

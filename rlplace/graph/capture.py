@@ -141,7 +141,7 @@ def _capture_with(
 
     recording, guesses = _recorded(method, step, seen)
     rule = OPTIMIZERS[step.optimizer]
-    assembly = Assembly(recording.recorder(), recording.leaves, (rule.flops, rule.weight_traffic))
+    assembly = Assembly(recording, (rule.flops, rule.weight_traffic))
     described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
     notes = [*earlier, *_notes(recording.leaves, assembly.unattributed)]
     if guesses:

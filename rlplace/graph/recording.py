@@ -11,7 +11,7 @@ import msgspec
 
 from rlplace.graph.access import Access, Use
 from rlplace.graph.assemble import Leaf
-from rlplace.graph.record import UPDATE_OF, Event, Label, Recorder
+from rlplace.graph.record import UPDATE_OF, Event, Label
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Recording:
     """One recorded step, complete or forward only.
 
     Attributes:
-        labels: As in `Recorder`.
+        labels: As in `rlplace.graph.record.Recorder`.
         events: Likewise.
         storages: Likewise.
         leaves: Parameters and buffers; leaf i has storage i.
@@ -33,12 +33,6 @@ class Recording:
     leaves: list[Leaf]
     given: int
     nodes: frozenset[str] = frozenset()
-
-    def recorder(self) -> Recorder:
-        """A recorder that has recorded this."""
-        recorder = Recorder()
-        recorder.labels, recorder.events, recorder.storages = self.labels, self.events, self.storages
-        return recorder
 
 
 Reference = tuple[str, int]

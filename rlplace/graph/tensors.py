@@ -29,7 +29,7 @@ class Tensors:
         self.made: list[tuple[Key, int, tuple[Key, ...]]] = []
         self.ordering: dict[Key, dict[Key, None]] = {}
         self._inner: dict[Key, list[int]] = {}
-        for storage in range(len(assembly.recorder.storages)):
+        for storage in range(len(assembly.recording.storages)):
             self._add(storage)
 
     def _add(self, storage: int) -> None:
@@ -80,7 +80,7 @@ class Tensors:
                     last[storage] = position
         change: dict[float, int] = {}
         for storage, position in first.items():
-            size = int(self.assembly.recorder.storages[storage].nbytes())
+            size = int(self.assembly.recording.storages[storage].nbytes())
             change[position] = change.get(position, 0) + size
             change[last[storage] + 0.5] = change.get(last[storage] + 0.5, 0) - size
         live = peak = 0
@@ -102,12 +102,12 @@ class Tensors:
             role = BUFFER if leaf.record.is_buffer else PARAMETER
             rows.append(TensorRow(role, index, -1, leaf.record.size_bytes, users, leaf.storage if is_first else -1))
         for storage, keys in self.external:
-            size = int(self.assembly.recorder.storages[storage].nbytes())
+            size = int(self.assembly.recording.storages[storage].nbytes())
             if storage not in leaf_of_storage and keys:
                 rows.append(TensorRow(INPUT, -1, -1, size, sorted(number[key] for key in keys), storage))
         merged: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         for producer, storage, keys_of in self.made:
-            size = int(self.assembly.recorder.storages[storage].nbytes())
+            size = int(self.assembly.recording.storages[storage].nbytes())
             users = sorted(number[key] for key in keys_of)
             edge = number[producer], tuple(users)
             # What an op saves for its own backward op has one lifetime and never travels: one tensor.

@@ -51,7 +51,8 @@ def gather(
         InputError: The folder holds labels of other cases, or others of the same.
     """
     check_labels(source, folder, states=states, moves=moves, seed=seed)
-    wanted = [number for number in range(cases) if not _file(folder, number).exists() and not _none(folder, number).exists()]
+    endings = ("safetensors", "none")
+    wanted = [number for number in range(cases) if not any(_file(folder, number, ending).exists() for ending in endings)]
     processes = min(processes or usable_cores(), max(1, len(wanted)))
     begin_s = time.monotonic()
     if wanted:
@@ -111,7 +112,7 @@ def _collect(work: tuple[int, str, int, int, int]) -> int:
     case = _source.case(number if _source.count is None else number % _source.count)
     labels = collect_labels(case, states=states, moves=moves, seed=seed + number)
     if labels is None:
-        _none(Path(folder), number).touch()
+        _file(Path(folder), number, "none").touch()
     else:
         labels.save(_file(Path(folder), number))
     return number
@@ -124,10 +125,6 @@ def _tell(count: int, wanted: int, begin_s: float, moves: int, report: Callable[
         report(f"{count}/{wanted} cases, about {count * moves / seconds:,.0f} labels a second, {left:.0f} s left")
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}.safetensors"
-
-
-def _none(folder: Path, number: int) -> Path:
-    """Stands for a case that has no labels."""
-    return folder / f"{number:05d}.none"
+def _file(folder: Path, number: int, ending: str = "safetensors") -> Path:
+    """The labels of a case; with the ending ``none`` it stands for a case that has none."""
+    return folder / f"{number:05d}.{ending}"

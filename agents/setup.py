@@ -30,11 +30,10 @@ from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Evaluator, Score
 from rlplace.planners.common.repair import legalize
-from rlplace.planners.common.search import Start
+from rlplace.planners.common.search import Start, start_devices
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
-from rlplace.simulator.inputs import check_devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,7 @@ def set_up(
         except InfeasibleError as error:
             reason = error
     else:
-        given = start_devices(problem, start)
+        given = start_devices(problem, start, "agent")
         first = legalize(problem, given)
         order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, given) else None
         line = simulate(problem, first, priority=order)
@@ -130,15 +129,6 @@ def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if value is not None:
             whole_number(value, f"agent: {name}")
-
-
-def start_devices(problem: Problem, start: Start) -> NDArray[np.int32]:
-    """int32 [G] of a given start."""
-    given = start.device_of_group if isinstance(start, PlacementPlan) else start
-    try:
-        return check_devices(given, (problem.num_groups,), problem)
-    except InputError as error:
-        raise InputError(f"agent: start must be a plan or name a device for every group: {error}") from None
 
 
 _ROUNDS = 6  # of learning

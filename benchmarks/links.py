@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.fabrics import FIT_BREAKS_MB, FIT_SIZES_MB, MB
+from rlplace.cluster.fabrics import FIT_BREAKS_MB, MB
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.fabric import Curve, bus_factor
 from rlplace.runtime.measured_cluster import fit_collective_curve
 
 GIB = 1 << 30
 CLUSTERS = {"a100": "a100-80g:8", "v100": "v100:8"}
+FIT_SIZES_MB = (1, 4, 8, 32, 128, 512, 1024)  # of the published tables, that the fit sees; all others test it
 OTHER_SPLITS_MB = ((1, 8, 32, 128, 1024), (1, 4, 16, 64, 256, 1024), (1, 2, 4, 8, 16, 32, 128, 512, 1024))
 REQUIRED = {("v100", 8): (6.0, 17.0)}
 # (cluster, collective, devices, published bus bandwidth in GB/s, source); 8 GiB messages

@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self, belief: Belief) -> None:
         self._belief = belief
-        self._simulator = belief.simulator()
+        self._simulator = Simulator(belief.problem)
         self._plans: dict[tuple[int, ...], float] = {}
         self.calls = 0
 
@@ -167,10 +167,6 @@ class Belief:
             return get_planner("best")(self.problem).device_of_group
         except InfeasibleError:
             return self.incumbent
-
-    def simulator(self) -> Simulator:
-        """Of the corrected problem."""
-        return Simulator(self.problem)
 
 
 class Proposer(Protocol):

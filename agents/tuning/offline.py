@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.network import PlacerNetwork
@@ -50,16 +49,6 @@ class Measurements:
     site: str
     mode: str
     trials: tuple[Trial, ...]
-
-    @property
-    def plans(self) -> NDArray[np.int32]:
-        """int32 [P, G]."""
-        return np.array([trial.device_of_group for trial in self.trials], dtype=np.int32)
-
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """float64 [P], median step times."""
-        return np.array([trial.median_s for trial in self.trials])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +139,10 @@ def finetune_offline(
 
 def _corrected_lesson(measured: Measurements, fit: Fit, seed: int) -> Lesson:
     problem = corrected(measured.problem, fit.correction)
-    plans = measured.plans[np.argsort(measured.seconds)[:_FASTEST]]
+    fastest = np.argsort([trial.median_s for trial in measured.trials])[:_FASTEST]
+    plans = [np.array(measured.trials[number].device_of_group, dtype=np.int32) for number in fastest]
     instance = make_instance(problem, floor=plans[0], compute_floor=False)
-    return price_moves(instance, list(plans), states=_STATES, seed=seed)
+    return price_moves(instance, plans, states=_STATES, seed=seed)
 
 
 def _rehearsal(count: int, seed: int, report: Callable[[str], None]) -> list[Lesson]:

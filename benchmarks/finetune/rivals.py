@@ -21,6 +21,7 @@ from rlplace.agents.tuning.proposer import Residual
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
 from rlplace.planners.random_plans import candidates
+from rlplace.simulator import Simulator
 
 FASTEST: Value = lambda plans, step_s: step_s  # noqa: E731
 FLOOR_EVERY = 6
@@ -84,7 +85,7 @@ class BayesProposer:
     def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
         rng = np.random.default_rng([self._seed, number])
         residual = Residual(belief.plans, np.log(belief.seconds / belief.fit.predicted_s), belief.noise)
-        simulator = belief.simulator()
+        simulator = Simulator(belief.problem)
         best = float(np.log(belief.seconds[belief.best]))
 
         def improvement(plans: NDArray[np.int32]) -> NDArray[np.float64]:

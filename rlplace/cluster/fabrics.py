@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from rlplace.problem.fabric import Basis, Curve, Fabric, Piece, joined_curve
 
 MB = 1 << 20
-FIT_SIZES_MB = (1, 4, 8, 32, 128, 512, 1024)
-"""Message sizes of the published tables that the fit sees; all others test it."""
 FIT_BREAKS_MB = (0, 4, 32)
 """Where small, medium and large messages begin."""
 

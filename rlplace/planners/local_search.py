@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from random import Random
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.planners.common.bottleneck import propose
+from rlplace.planners.common.bottleneck import Move, ranked_moves
 from rlplace.planners.common.search import MoveMaker, Search
 
 
@@ -56,7 +56,7 @@ SETTINGS = LocalSearchSettings
 def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
     """Spends the search's budget; `seed` is that of the kicks."""
     moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
-    explored: set[tuple[int, ...]] = set()
+    explored: set[bytes] = set()
     while moves.movable and search.progress() < 1.0:
         _descend(search, moves, explored, settings)
         if search.score.objective_s > search.best_score.objective_s:
@@ -69,7 +69,7 @@ def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
                     search.accept(kick, score)
 
 
-def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], settings: LocalSearchSettings) -> None:
+def _descend(search: Search, moves: MoveMaker, explored: set[bytes], settings: LocalSearchSettings) -> None:
     """Improves until neither guided nor random moves do, or the budget is spent.
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.
@@ -77,8 +77,12 @@ def _descend(search: Search, moves: MoveMaker, explored: set[tuple[int, ...]], s
     improved = True
     while improved and search.progress() < 1.0:
         improved = False
-        here = tuple(search.devices)
-        guided = propose(search.evaluator, search.devices, limit=settings.tries) if here not in explored else []
+        here = search.assignment.tobytes()
+        guided: list[Move] = []
+        if here not in explored:
+            line = search.evaluator.timeline(search.assignment)
+            ranked = ranked_moves(search.evaluator.problem, line, search.assignment, limit=settings.tries)
+            guided = [move for _, move in ranked]
         explored.add(here)
         for index in range(len(guided) + settings.random_tries):
             if search.progress() >= 1.0:

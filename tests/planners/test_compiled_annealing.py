@@ -9,7 +9,7 @@ import pytest
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.planners import get_planner, run_planner
 from rlplace.planners.annealing import annealing as annealing_file
-from rlplace.planners.annealing.annealing import COOLING, RETURNS, AnnealingSettings, run_annealing
+from rlplace.planners.annealing.annealing import COOLING, RETURNS, AnnealingSettings, spend
 from rlplace.planners.brkga.brkga import BARRED, Decoder, encode, mix
 from rlplace.planners.common import evaluate, movekernels
 from rlplace.planners.common.evaluate import Evaluator, count_calls
@@ -61,7 +61,7 @@ def test_the_compiled_loop_is_the_python_loop(setting):
         search = Search(problem, "annealing", start, calls=200, time_limit_s=None)
         moves = MoveMaker(problem, 5)
         if compiled:
-            run_annealing(search, moves, AnnealingSettings(0.05))
+            spend(search, 5, AnnealingSettings(0.05))
         else:
             anneal_in_python(search, moves, 200, 0.05, 200 // RETURNS)
         assert search.used() == 200
@@ -122,7 +122,7 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
         for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
             search = Search(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
-            run_annealing(search, MoveMaker(problem, 0), AnnealingSettings())
+            spend(search, 0, AnnealingSettings())
             assert promised[0] == 0.0
             assert promised[1:] == pytest.approx([expected] * (len(promised) - 1), rel=2e-3)
             assert search.used() == pytest.approx(expected, abs=11)
@@ -141,7 +141,7 @@ def test_returns_keep_a_hot_search_near_its_best_assignment():
     at_end = []
     for returns in (0, 10):
         search = Search(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
-        run_annealing(search, MoveMaker(problem, 5), AnnealingSettings(10.0, 1.0, returns))
+        spend(search, 5, AnnealingSettings(10.0, 1.0, returns))
         at_end.append(search.score.step_time_s / search.best_score.step_time_s)
     assert at_end[0] > 1.05
     assert at_end[1] == 1.0

@@ -154,7 +154,7 @@ def test_bad_options():
             with pytest.raises(InputError, match=f"{name}: calls"):
                 get_planner(name)(problem, calls=calls)
         for start in ([0, 1, 2, 0], [0, -1, 0, 0], [0.5, 0, 0, 0]):
-            with pytest.raises(InputError, match="start: devices"):
+            with pytest.raises(InputError, match=f"{name}: start must"):
                 get_planner(name)(problem, calls=1, start=start)
 
 

@@ -64,11 +64,6 @@ class AnnealingSettings:
 SETTINGS = AnnealingSettings
 
 
-def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
-    """Spends the search's budget; `seed` is that of the moves."""
-    run_annealing(search, MoveMaker(search.evaluator.problem, seed), settings)
-
-
 def default_temperature(calls: float, groups: int) -> float:
     """Start temperature for a budget of calls, tuned on the validation split; see docs/planners/annealing.md."""
     return min(0.02, 0.01 * (calls / (64 * groups)) ** 1.2)
@@ -80,13 +75,14 @@ def warm_up() -> None:
     problem = random_problem(0, 6, 3, memory_factor=1.0)
     with uncounted():
         search = Search(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
-        run_annealing(search, MoveMaker(problem, 0), AnnealingSettings())
+        spend(search, 0, AnnealingSettings())
 
 
-def run_annealing(search: Search, moves: MoveMaker, settings: AnnealingSettings) -> None:
-    """Spends the search's budget."""
+def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
+    """Spends the search's budget; `seed` is that of the moves."""
     from rlplace.planners.annealing.kernels import anneal
 
+    moves = MoveMaker(search.evaluator.problem, seed)
     hot, cooling, returns = settings.start_temperature, settings.cooling, settings.returns
     groups = search.evaluator.problem.num_groups
     simulation, trial = search.evaluator.simulator.compiled

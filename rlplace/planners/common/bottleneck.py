@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import kernels
-from rlplace.planners.common.evaluate import Assignment, Evaluator
+from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.common.repair import traffic
@@ -14,19 +14,6 @@ from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
 Move = list[tuple[int, int]]
-
-
-def propose(evaluator: Evaluator, devices: list[int], *, limit: int) -> list[Move]:
-    """The most promising moves from an assignment; costs one simulator call.
-
-    Args:
-        evaluator: Simulates the assignment.
-        devices: Device of every group.
-        limit: Most moves to return.
-    """
-    assignment = np.asarray(devices, dtype=np.int32)
-    ranked = ranked_moves(evaluator.problem, evaluator.timeline(assignment), assignment, limit=limit)
-    return [move for _, move in ranked]
 
 
 def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, limit: int) -> list[tuple[float, Move]]:

@@ -114,7 +114,8 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
     # The estimate of what a move frees can be off either way, so a second try moves twice as much.
     for factor in (1.0, 2.0):
         devices = current.devices.copy()
-        load = _load(problem, graph, devices)
+        seconds = graph.time_s[np.arange(len(devices)), devices]
+        load = np.bincount(devices, weights=seconds, minlength=problem.num_devices).astype(np.float64)
         left = room.copy()
         moved = 0
         for device in np.argsort(-over, kind="stable"):
@@ -129,11 +130,6 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
         if answer.score.objective_s < current.score.objective_s:
             return answer
     return None
-
-
-def _load(problem: Problem, graph: GroupGraph, devices: Assignment) -> NDArray[np.float64]:
-    seconds = graph.time_s[np.arange(len(devices)), devices]
-    return np.bincount(devices, weights=seconds, minlength=problem.num_devices).astype(np.float64)
 
 
 def _try_moves(

@@ -78,12 +78,20 @@ CALLS = 4096
 Start = PlacementPlan | Sequence[int] | NDArray[Any] | None
 
 
+def start_devices(problem: Problem, start: Start, planner: str) -> Assignment:
+    """int32 [G] of a given start."""
+    given = start.device_of_group if isinstance(start, PlacementPlan) else start
+    try:
+        return check_devices(given, (problem.num_groups,), problem)
+    except InputError as error:
+        raise InputError(f"{planner}: start must be a plan or name a device for every group: {error}") from None
+
+
 class Search:
     """A search from the floor, or from a given plan, within a budget of simulator calls and seconds.
 
     Attributes:
-        devices: Current assignment as a list.
-        assignment: The same as int32 [G]; compiled loops that change it call `settle`.
+        assignment: int32 [G], the current one; compiled loops that change it call `settle`.
         score: Its score.
         best_devices: int32 [G], the best assignment so far.
         best_score: Its score.
@@ -105,28 +113,20 @@ class Search:
         warm_up()
         self.deadline = Deadline(time_limit_s)
         self.evaluator = Evaluator(problem)
-        self.starts = self._start(problem, start)
+        self.starts = self._start(problem, start, planner)
         answer = self.starts[0]
         self.calls = CALLS if calls is None and time_limit_s is None else calls
         self._first = self.evaluator.calls
         self._began_s = self.deadline.left_s()
         self.assignment = answer.devices.copy()
-        self.devices: list[int] = answer.devices.tolist()
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
 
-    def _start(self, problem: Problem, start: Start) -> list[Answer]:
+    def _start(self, problem: Problem, start: Start, planner: str) -> list[Answer]:
         if start is None:  # the first candidate is always looked at
             answers = [answer for _, answer in floor_answers(problem, self.evaluator, self.deadline)]
             return sorted(answers, key=lambda answer: answer.score.objective_s)
-        devices = start.device_of_group if isinstance(start, PlacementPlan) else np.asarray(start)
-        if devices.shape != (problem.num_groups,):
-            raise InputError(f"start has {devices.shape} entries, the problem {problem.num_groups} groups")
-        try:
-            devices = check_devices(devices, (problem.num_groups,), problem)
-        except InputError as error:
-            raise InputError(f"start: devices of groups: {error}") from None
-        return [self.evaluator.answer(legalize(problem, devices))]
+        return [self.evaluator.answer(legalize(problem, start_devices(problem, start, planner)))]
 
     def used(self) -> int:
         """Simulator calls after the floor."""
@@ -144,13 +144,13 @@ class Search:
 
     def evaluate(self, move: list[tuple[int, int]]) -> Score:
         """Scores the current assignment with a move applied; nothing is kept but a new best answer."""
+        before = self.assignment.copy()
         for group, device in move:
             self.assignment[group] = device
         score = self.evaluator.score(self.assignment)
         if score.objective_s < self.best_score.objective_s:
             self.best_devices, self.best_score = self.assignment.copy(), score
-        for group, _ in move:
-            self.assignment[group] = self.devices[group]
+        self.assignment[:] = before
         return score
 
     def evaluate_many(self, devices: NDArray[np.int32]) -> list[Score]:
@@ -164,18 +164,16 @@ class Search:
     def accept(self, move: list[tuple[int, int]], score: Score) -> None:
         """Makes a move that was evaluated."""
         for group, device in move:
-            self.assignment[group] = self.devices[group] = device
+            self.assignment[group] = device
         self.score = score
 
     def settle(self, score: Score, best_devices: Assignment, best_score: Score) -> None:
         """Takes over what a compiled loop found: it has changed `assignment`, whose score is given."""
-        self.devices = self.assignment.tolist()
         self.score, self.best_devices, self.best_score = score, best_devices, best_score
 
     def restart(self) -> None:
         """Goes back to the best assignment."""
         self.assignment[:] = self.best_devices
-        self.devices = self.best_devices.tolist()
         self.score = self.best_score
 
     def answer(self) -> Answer:

@@ -149,21 +149,20 @@ def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
 
 
 def _presplit(graph: _Graph, problem: Problem) -> None:
-    """Joins runs of a depth-first topological order: pieces of equal work, without cycles since all edges point one way."""
-    order, most_s = _order(graph, problem), graph.work_s / PRESPLIT
+    """Joins runs of a depth-first topological order: pieces of equal work, without cycles since all edges point one way.
+
+    Nodes that nothing comes before are in the order of the group graph, the others in that of their numbers.
+    """
+    position = np.argsort(group_graph(problem).order)
+    later = np.array([len(graph.before[u]) > 0 for u in range(problem.num_groups)])
+    order = graph.depth_first(np.argsort(np.lexsort((np.where(later, np.arange(problem.num_groups), position), later))))
+    most_s = graph.work_s / PRESPLIT
     current = order[0]
     for group in order[1:]:
         if graph.fits(current, group, most_s):
             graph.join(current, group)
         else:
             current = group
-
-
-def _order(graph: _Graph, problem: Problem) -> list[int]:
-    """Depth first; nodes that nothing comes before in the order of the group graph, the others by their numbers."""
-    position = np.argsort(group_graph(problem).order)
-    later = np.array([len(graph.before[u]) > 0 for u in range(problem.num_groups)])
-    return graph.depth_first(np.argsort(np.lexsort((np.where(later, np.arange(problem.num_groups), position), later))))
 
 
 def _join_tiny(graph: _Graph, count: int) -> None:

@@ -142,7 +142,7 @@ def quick_recurrent_shapes() -> Iterator[None]:
     def rnn(inp: Any, hidden: Any, params: Any, has_biases: Any, hidden_fn: Any, reverse: bool = False) -> Any:
         return inp.new_empty((*inp.shape[:2], hidden.shape[-1])), hidden.new_empty(hidden.shape)
 
-    quick = {"one_layer_lstm": lstm, "one_layer_rnn": rnn}
+    quick: dict[str, Any] = {"one_layer_lstm": lstm, "one_layer_rnn": rnn}
     with mock.patch.multiple(decompositions, **{name: rule for name, rule in quick.items() if hasattr(decompositions, name)}):
         yield
 

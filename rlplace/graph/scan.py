@@ -51,9 +51,10 @@ def selective_scan_backward(
 
     def of_given(*given: torch.Tensor) -> torch.Tensor:
         rest = iter(given)
-        return _scan(*(None if tensor is None else next(rest) for tensor in operands), softplus)  # type: ignore[arg-type]
+        own: list[Any] = [*(None if tensor is None else next(rest) for tensor in operands), softplus]
+        return _scan(*own)
 
-    _, gradients = torch.func.vjp(of_given, *(tensor for tensor in operands if tensor is not None))
+    gradients = torch.func.vjp(of_given, *(tensor for tensor in operands if tensor is not None))[1]
     return [value.clone(memory_format=torch.contiguous_format) for value in gradients(gradient)]
 
 

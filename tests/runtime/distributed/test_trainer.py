@@ -331,7 +331,7 @@ def test_a_plan_that_does_not_describe_inputs_asks_for_them():
         micro_batch(plan, None)
     assert micro_batch(plan, torch.ones(2))[0][0].shape == (2,)
     assert micro_batch(plan, {"x": 3}) == ((), {"x": 3})
-    with pytest.raises(InputError, match="a str"):
+    with pytest.raises(InputError, match="found str"):
         micro_batch(plan, "x")
 
 

@@ -180,11 +180,11 @@ def test_a_belief_knows_all_trials():
     assert np.array_equal(belief.incumbent, belief.plans[belief.seconds.argmin()])
     assert simulate(belief.problem, belief.floor).feasible
     store, cluster = TrialStore(None), SimulatedCluster(PROBLEM)
-    for run in ("a", "b"):
-        isolated = Campaign(PROBLEM, cluster, store=store, run=run, isolated=True)
-        for plan in random_plans(PROBLEM, 3):
-            isolated.measure(plan)
-    assert len(believe(Campaign(PROBLEM, cluster, store=store, run="c")).plans) == 3, "plans are distinct"
+    campaign = Campaign(PROBLEM, cluster, store=store, run="a")
+    for plan in random_plans(PROBLEM, 3):
+        campaign.measure(plan)
+    assert campaign.time_again() is not None and len(campaign.trials) == 4
+    assert len(believe(Campaign(PROBLEM, cluster, store=store, run="b")).plans) == 3, "plans are distinct"
     failing = Campaign(PROBLEM, SimulatedCluster(PROBLEM, fails=lambda plan: "crashed"))
     failing.measure(random_plans(PROBLEM, 1)[0])
     assert believe(failing) is None
@@ -310,7 +310,7 @@ def test_measurements_of_a_file(log):
     assert {found.problem.fingerprint for found in sets} == {trial.problem for trial in trials} and len(sets) == 2
     for found in sets:
         timed = [t for t in trials if t.problem == found.problem.fingerprint and t.timed]
-        assert len(found.trials) == len({t.device_of_group for t in timed}) == len(found.plans) == len(found.seconds)
+        assert len(found.trials) == len({t.device_of_group for t in timed})
         assert sum(len(t.step_s) for t in found.trials) == sum(len(t.step_s) for t in timed), "repeated timings count"
         assert not any(trial.device_of_group for trial in found.trials if trial.status == "crashed")
 

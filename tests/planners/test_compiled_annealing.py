@@ -68,7 +68,9 @@ def test_the_compiled_loop_is_the_python_loop(setting):
         again = Evaluator(problem)
         assert again.score(search.assignment) == search.score
         assert again.score(search.best_devices) == search.best_score
-        found.append((search.devices, search.best_devices.tolist(), search.score, search.best_score, int(moves.state[0])))
+        found.append(
+            (search.assignment.tolist(), search.best_devices.tolist(), search.score, search.best_score, int(moves.state[0]))
+        )
     assert found[0] == found[1]
     assert found[0][1] != start
 

@@ -114,7 +114,7 @@ def test_search_starts_where_it_is_told():
     start = np.zeros(30, dtype=np.int32)
     plan = get_planner("local_search")(problem, calls=0, start=start)
     np.testing.assert_array_equal(plan.device_of_group, start)
-    with pytest.raises(InputError, match="start has"):
+    with pytest.raises(InputError, match="start must be a plan or name a device"):
         get_planner("annealing")(problem, start=[0, 1])
 
 

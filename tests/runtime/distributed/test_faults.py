@@ -178,6 +178,22 @@ def test_leaves_early(tmp_path):
     assert re.search(rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0 \(stage 0, {HOST}\) wait", line)
 
 
+def test_torchrun_never_reads_half_a_word(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    faults._tell_torchrun("rank 1 is gone")
+    whole = file.read_text()
+    assert "rank 1 is gone" in json.loads(whole)["message"]["message"]
+
+    def cut_off(data, target):
+        target.write("{")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(json, "dump", cut_off)
+    faults._tell_torchrun("rank 2 is gone")
+    assert file.read_text() == whole
+
+
 def test_what_is_whose_fault():
     assert faults.is_out_of_memory(
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")

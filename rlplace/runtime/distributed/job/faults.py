@@ -44,6 +44,7 @@ _STORE_S, _GRACE_S, _DYING_S = 60.0, 4.0, 60.0
 host loses its connections before it is seen to be gone, on a busy machine long before."""
 
 _TERMINATED, _PARENT_DIED = 128 + signal.SIGTERM, 1
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _GONE = "is gone: it was killed or has crashed"
 
 
@@ -279,8 +280,16 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+class _LastWord(ErrorHandler):
+    """torch's, beside the file that torchrun reads: one that is empty for a moment ends torchrun instead of a restart."""
+
+    def _get_error_file_path(self) -> str:
+        return os.environ[_ERROR_FILE] + ".part"
+
+
 def _tell_torchrun(line: str) -> None:
     """The summary of torchrun then has the line, too."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if _ERROR_FILE in os.environ:
         with contextlib.suppress(OSError):
-            ErrorHandler().record_exception(RlplaceError(line))
+            _LastWord().record_exception(RlplaceError(line))
+            os.replace(os.environ[_ERROR_FILE] + ".part", os.environ[_ERROR_FILE])

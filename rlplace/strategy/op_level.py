@@ -106,6 +106,8 @@ class OpLevel:
     def checked(self, answer: Answer) -> Answer:
         """The same answer with the figures of the first of its drafts, and of its rivals; none announced that does not fit.
 
+        What is not checked is never before the best of what is.
+
         Raises:
             InfeasibleError: Nothing fits.
         """
@@ -117,17 +119,17 @@ class OpLevel:
                 "block by block; use more or larger devices, a smaller batch, or a wider space",
                 short_bytes=int(short),
             )
-        seen = {tried.draft for tried in leaders} | {draft for draft, said in self._known.items() if not said.feasible}
-        ranked = sorted(leaders, key=lambda tried: tried.key)
-        ranked += [tried for tried in answer.ranked if tried.draft not in seen]
+        ranked = [*leaders, *(tried for tried in answer.ranked if tried.draft not in self._known)]
         self._tasks = 0
         of_kinds = {
             kind: self._rival(tried, (other for other in ranked if kind_of(other.draft) == kind))
             for kind, tried in sorted(answer.of_kinds.items(), key=lambda item: item[1].key)
         }
         uniform = None if answer.uniform is None else self._rival(answer.uniform, ())
-        best = ranked[0].step_s
-        ranked = [tried for tried in ranked if tried.draft in self._known or tried.step_s >= best]
+        checked = [self._tried(tried) for tried in answer.ranked if tried.draft in self._known]
+        checked = sorted((tried for tried in checked if tried.fits), key=lambda tried: tried.key)
+        others = [tried for tried in answer.ranked if tried.draft not in self._known and tried.step_s >= checked[0].step_s]
+        ranked = sorted([*checked, *others], key=lambda tried: tried.key)
         return dataclasses.replace(answer, ranked=tuple(ranked), uniform=uniform, of_kinds=of_kinds)
 
     def _rival(self, tried: Tried, others: Iterable[Tried]) -> Tried:

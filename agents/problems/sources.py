@@ -91,7 +91,7 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def set_made_by(folder: str | Path) -> dict[str, str] | None:
-    """What made the cases of a folder: nothing known ({}) where their index is of another version, None without any cases."""
+    """What made the cases of a folder: {} where their index cannot be read, None where there is none."""
     folder = Path(folder)
     if not (folder / INDEX).is_file():
         return None

@@ -24,6 +24,7 @@ from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evalu
 from rlplace.planners.common.floor import finish
 from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
+from rlplace.zoo.options import guessed
 
 RIVALS = ("annealing", "local_search", "brkga", "random")
 _BATCH = 16
@@ -70,17 +71,8 @@ def _options(items: Sequence[str], text: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals or not key.isidentifier():
             raise InputError(f"method {show(text)}: expected option=value after its name, found {show(item)}")
-        options[key] = _value(value)
+        options[key] = guessed(value)
     return options
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def place_of(method: Method) -> Callable[..., PlacementPlan]:

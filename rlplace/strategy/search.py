@@ -134,8 +134,7 @@ def try_published(tries: Tries) -> Iterator[Tried | None]:
     """
     for draft in published_starts(tries.question):
         if tries.spent() < PUBLISHED_PART:
-            best_s = tries.best.step_s if tries.best is not None and tries.fitting() else math.inf
-            yield fitted(tries, draft, 1.2 * best_s)
+            yield fitted(tries, draft, 1.2 * tries.best_s)
 
 
 def _explore(tries: Tries) -> None:

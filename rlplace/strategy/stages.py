@@ -24,7 +24,7 @@ from rlplace.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, kind_numbers
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.fit import fitted
-from rlplace.strategy.savings import estimates, exchange_s, inside_s
+from rlplace.strategy.savings import Floats, estimates, exchange_s, inside_s
 from rlplace.strategy.shares import divisors, equal_shares
 from rlplace.strategy.tries import Question, Tried, Tries
 
@@ -43,8 +43,6 @@ MOST_SPREADS = 16
 
 TRIED = 40
 """Drafts of the table that are evaluated, those first that it finds the quickest."""
-
-Floats = NDArray[np.float64]
 
 
 def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
@@ -75,8 +73,7 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
                     found.setdefault(draft, step_s)
     for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
         for schedule in question.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
-            best_s = tries.best.step_s if tries.best is not None and tries.fitting() else np.inf
-            yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * best_s)
+            yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * tries.best_s)
 
 
 def orders(question: Question) -> list[tuple[int, ...]]:

@@ -133,6 +133,11 @@ class Tries:
         """Whether something fits."""
         return self.best is not None and self.best.fits
 
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best that fits; inf where nothing does."""
+        return self.best.step_s if self.best is not None and self.best.fits else math.inf
+
     def spent(self) -> float:
         """The part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
         left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)

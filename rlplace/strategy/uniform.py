@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, plain_draft
-from rlplace.strategy.savings import estimates, exchange_s, in_flight, inside_s
+from rlplace.strategy.savings import Floats, estimates, exchange_s, in_flight, inside_s
 from rlplace.strategy.shapes import Shape, device_sets, shapes, stage_order
 from rlplace.strategy.shares import equal_shares, unlike_shares
 from rlplace.strategy.space import Space
@@ -61,10 +60,7 @@ class Option:
         return _draft(self.shape, self.sizes, self.counts, balance)
 
 
-Floats = NDArray[np.float64]
-
-
-class Spread(NamedTuple):
+class _Spread(NamedTuple):
     """How a batch is spread over replicas and micro-batches, as drafts say it; where stages begin; see `Option.bound_s`."""
 
     sizes: tuple[int, ...]
@@ -83,7 +79,7 @@ class Options:
 
     def __init__(self, question: Question, balance: Balance) -> None:
         self._question, self._balance = dataclasses.replace(question, space=_runnable(question)), balance
-        self._spreads: dict[object, list[Spread]] = {}
+        self._spreads: dict[object, list[_Spread]] = {}
         self._sums: dict[object, tuple[Floats, float]] = {}
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
@@ -106,7 +102,7 @@ class Options:
         for spread in self._spreads[key]:
             yield Option(shape, spread.sizes, spread.counts, spread.bound_s, *self._estimate(shape, spread, order))
 
-    def _estimate(self, shape: Shape, spread: Spread, order: tuple[int, ...]) -> tuple[float, float]:
+    def _estimate(self, shape: Shape, spread: _Spread, order: tuple[int, ...]) -> tuple[float, float]:
         """`Option.expected_s` and `Option.short_bytes`."""
         count = max(spread.counts)
         running, working = self._running(shape, spread)
@@ -122,7 +118,7 @@ class Options:
         times = {2: (1 + count) / 2, 3: 1.5 * count}.get(shape.axes.sharding, 1)
         return max(passes_s, times * float(exchanged_s.max())), float((short - spare).max())
 
-    def _running(self, shape: Shape, spread: Spread) -> tuple[Floats, float]:
+    def _running(self, shape: Shape, spread: _Spread) -> tuple[Floats, float]:
         """Running sums over blocks, float64 [6, B + 1], and bytes that a pass holds for a moment.
 
         Bytes held all step, kept of a micro-batch, of these saved by running again; seconds of a micro-batch for that, and for
@@ -162,7 +158,7 @@ class Options:
             self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
         return self._rooms[key]
 
-    def _equal(self, shape: Shape, order: tuple[int, ...], split: bool) -> Iterator[Spread]:
+    def _equal(self, shape: Shape, order: tuple[int, ...], split: bool) -> Iterator[_Spread]:
         question, balance = self._question, self._balance
         kinds = balance.kinds(shape.devices, shape.places)
         for sizes, counts in equal_shares(question.batch, shape.axes.data_degree, question.space):
@@ -177,9 +173,9 @@ class Options:
             paced_s = counts[0] * stages.total_s / shape.places
             if shape.chunks == 1 and not split:
                 paced_s = stages.paced_s(counts[0])
-            yield Spread(sizes, counts, stages.bounds, max(first_s, paced_s))
+            yield _Spread(sizes, counts, stages.bounds, max(first_s, paced_s))
 
-    def _unlike(self, shape: Shape) -> Iterator[Spread]:
+    def _unlike(self, shape: Shape) -> Iterator[_Spread]:
         """For unlike devices, and for few replicas among which the batch does not divide."""
         question, balance = self._question, self._balance
         axes, degree = shape.axes, shape.axes.data_degree
@@ -193,7 +189,7 @@ class Options:
             if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
                 draft = _draft(shape, sizes, counts, balance)
                 taken_s = balance.replicas_s(draft) * np.array(counts)
-                yield Spread(sizes, counts, draft.bounds, float(taken_s.max()) / shape.places)
+                yield _Spread(sizes, counts, draft.bounds, float(taken_s.max()) / shape.places)
 
 
 @lru_cache

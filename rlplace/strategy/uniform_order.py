@@ -6,7 +6,6 @@ may fit come first, the quickest by an estimate before others; what has a bound 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 from rlplace.strategy.cuts import Balance
@@ -54,9 +53,8 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
         for one in [option, *firsts[number // TURN :][: number % TURN == 0]]:
             if id(one) not in looked_at:
                 looked_at.add(id(one))
-                below_s = tries.best.step_s if tries.best is not None and tries.fitting() else math.inf
-                if one.bound_s < below_s:
-                    yield fitted(tries, one.draft(balance), below_s)
+                if one.bound_s < tries.best_s:
+                    yield fitted(tries, one.draft(balance), tries.best_s)
 
 
 def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:

@@ -68,7 +68,7 @@ def _parse(text: str, default: Any, where: str) -> Any:
         like = default[0] if default else None
         return type(default)(_parse(item, like, where) for item in text.split("/"))
     if default is None:
-        return _guess(text)
+        return guessed(text)
     raise InputError(f"{where}: cannot be given as text (it is a {type(default).__name__})")
 
 
@@ -90,7 +90,8 @@ def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
     return value
 
 
-def _guess(text: str) -> Any:
+def guessed(text: str) -> Any:
+    """A number, a truth value, None or text, whichever it looks like."""
     lower = text.lower()
     if lower in ("none", "null"):
         return None

@@ -114,8 +114,10 @@ def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
 
 def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
     """Floating-point tensors in another dtype; None leaves all as they are."""
+    if dtype is None:
+        return dict(batch)
     made: dict[str, Any] = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: leaf.to(dtype or leaf.dtype) if leaf.is_floating_point() else leaf, dict(batch)
+        torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, dict(batch)
     )
     return made
 

@@ -157,9 +157,8 @@ def train(
         check_graph(plan)
     broadcast_object(None)  # the others wait for the check
     policy, known = None, recipe
-    if (
-        plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST
-    ):  # priced as gathered and reduced in the dtype of the plan
+    # Weights of master copies are priced as gathered, and their gradients as reduced, in the dtype of the plan.
+    if plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST:
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
     loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))

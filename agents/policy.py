@@ -6,7 +6,7 @@ Only `_build` is overridden: SB3's feature extractor becomes the whole network, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -83,12 +83,13 @@ class _NetworkPolicy:
             **options,
         )  # type: ignore[call-arg]
 
-    def _build(self: Any, lr_schedule: Schedule) -> None:
+    def _build(self, lr_schedule: Schedule) -> None:
         """Instead of SB3's layers for policy and value: nothing but the network."""
-        self.mlp_extractor = _Split(self.features_dim - 1)
-        self.action_net = nn.Identity()
-        self.value_net = nn.Identity()
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+        policy = cast(Any, self)
+        policy.mlp_extractor = _Split(policy.features_dim - 1)
+        policy.action_net = nn.Identity()
+        policy.value_net = nn.Identity()
+        policy.optimizer = policy.optimizer_class(policy.parameters(), lr=lr_schedule(1), **policy.optimizer_kwargs)
 
     @property
     def network(self: Any) -> PlacerNetwork:

@@ -7,14 +7,15 @@
 
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
 buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the
-load of the machine does not matter while it is far below those times. Three things are as on a GPU and
-other than torch does them on a processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block
-computes, and a reduce-scatter moves the bytes of one, not of an all-reduce. Needs root.
+load of the machine does not matter while it is far below those times. Predictions know the links and collectives that
+`rlplace measure --links` finds between the hosts, and nothing of the steps. Two things are as on a GPU and other than torch does
+them on a processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block computes. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.schedule import SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Place, plain_draft
-from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
+from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
 
 HOSTS, BATCH, SEQ, STEPS = 4, 16, 16, 3
@@ -117,6 +118,14 @@ def captured(model: str) -> tuple[Any, ...]:
     return (*graphs, *what_runs(loaded.module, loaded.example_inputs))
 
 
+@cache
+def links_of(rate: str, slower: float) -> Any:
+    """The hosts with the links and collectives that are measured between them."""
+    host = cpu_kind(1, 1 << 40, "sleeper")
+    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate) / slower)) as hosts:
+        return measure_cluster(hosts, kinds=[host] * HOSTS)
+
+
 def asked(model: str, rate: str, slower: float) -> Any:
     """The planner's question for a model on the hosts."""
     from rlplace.strategy.plan import ask
@@ -128,7 +137,7 @@ def asked(model: str, rate: str, slower: float) -> Any:
         memory_bandwidth_bytes_per_s=BYTES_PER_S / slower,
         **{name: getattr(host, name) * slower for name in ("launch_s", "gemm_half_s", "bandwidth_half_s")},
     )
-    cluster = cluster_of(HostsSpec(HOSTS, parse_rate(rate) / slower), kinds=[kind] * HOSTS)
+    cluster = dataclasses.replace(links_of(rate, slower), kinds=(kind,) * HOSTS)
     first, other, why_not, only = captured(model)
     return ask(first, cluster, BATCH, other=other, why_not=why_not, only=only)
 
@@ -215,8 +224,8 @@ class Sleeper:
             if taken is None:
                 made.register_hook(lambda gradient: self.pay(backward_s_now(), self.clock()))
             else:
-                entered: list[float] = []
-                made.register_hook(lambda gradient: entered.append(self.clock()))
+                entered: list[float] = []  # after the hooks of the tensor, in one of which the next block sleeps
+                made.grad_fn.register_prehook(lambda gradients: entered.append(self.clock()))
                 taken.register_hook(lambda gradient: self.pay(backward_s_now(), entered.pop() if entered else self.clock()))
 
         block.register_forward_pre_hook(before, with_kwargs=True)
@@ -290,8 +299,7 @@ def as_a_gpu() -> None:
     from torch.distributed.pipelining import PipelineStage
 
     def scatter(output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        moved = torch.empty_like(input)  # the messages of a ring's reduce-scatter; gloo would reduce everything everywhere
-        PENDING.append(dist.all_gather_single(moved, output, group=group, async_op=True))
+        PENDING.append(dist.reduce_scatter_tensor(output, input, group=group, async_op=True))
 
     def reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
         PENDING.append(dist.all_reduce(tensor, group=group, async_op=True))

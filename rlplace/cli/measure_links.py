@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
     """What was measured, and the fits, as plain data."""
+    from rlplace.runtime.measure_links import KINDS
     from rlplace.runtime.measured_cluster import fit_pairs
 
     latency, bandwidth, error = fit_pairs(times)
@@ -54,10 +55,13 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
         for j in range(len(names))
         if i != j
     ]
-    groups = [
-        {"devices": [names[rank] for rank in ranks], "seconds": [float(value) for value in seconds]}
-        for ranks, seconds in zip(times.groups, times.group_s, strict=True)
-    ]
+    groups = {
+        kind: [
+            {"devices": [names[rank] for rank in ranks], "seconds": seconds}
+            for ranks, seconds in zip(times.groups, by_group.tolist(), strict=True)
+        ]
+        for kind, by_group in zip(KINDS, times.group_s, strict=True)
+    }
     devices = [
         {"name": name, "host": host, "driver": driver}
         for name, host, driver in zip(names, times.hosts, times.drivers, strict=True)
@@ -67,12 +71,14 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
         "devices": devices,
         "pair_bytes": list(times.pair_bytes),
         "pairs": pairs,
-        "all_reduce_bytes": list(times.group_bytes),
-        "all_reduce": groups,
+        "collective_bytes": list(times.group_bytes),
+        **groups,
     }
 
 
 def _show(facts: dict[str, Any]) -> None:
+    from rlplace.runtime.measure_links import KINDS
+
     rows = [
         [
             f"{pair['from']} -> {pair['to']}",
@@ -85,11 +91,15 @@ def _show(facts: dict[str, Any]) -> None:
     print_table(["pair", "latency us", "GB/s", "fit error %"], rows)
     print()
     rows = [
-        [f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}"]
+        [
+            kind.replace("_", "-"),
+            f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}",
+        ]
         + [f"{value * 1e3:.3f}" for value in group["seconds"]]
-        for group in facts["all_reduce"]
+        for kind in KINDS
+        for group in facts[kind]
     ]
-    print_table(["all-reduce, ms", *(_size(size) for size in facts["all_reduce_bytes"])], rows)
+    print_table(["collective, ms", "devices", *(_size(size) for size in facts["collective_bytes"])], rows)
 
 
 def _size(size_bytes: int) -> str:

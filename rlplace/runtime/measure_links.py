@@ -1,8 +1,8 @@
-"""Times the links of a cluster under torchrun: every ordered pair by send and receive, and all-reduce by group size.
+"""Times the links of a cluster under torchrun: every ordered pair by send and receive, and collectives by group size.
 
 Every pair and every group is timed alone while all other processes wait. A transfer is timed on its sender, from the send to
 the receipt of an empty answer, less the time of such an answer (half the round trip of two empty messages), so that the two
-directions of a pair are told apart. An all-reduce lasts until its slowest member is done. Medians over repeats after a
+directions of a pair are told apart. A collective lasts until its slowest member is done. Medians over repeats after a
 warm-up; the number of repeats shrinks where the time limit asks for it.
 """
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, MissingError, RlplaceError
+from rlplace.problem.fabric import CollectiveKind
 from rlplace.runtime.distributed.ranks import gather_objects, one_line, start_group
 from rlplace.runtime.environment import own_device, read_clock
 
@@ -28,7 +29,9 @@ GROUP_SIZES = {
     "cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
     "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 23, 1 << 25, 1 << 27, 1 << 29),
 }
-"""Bytes of the tensors that a group reduces, by device type."""
+"""Bytes of the whole tensors of collectives, by device type."""
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives that are timed."""
 _WARMUP = 3
 _TIMEOUT_S = 300
 
@@ -47,7 +50,7 @@ class LinkTimes:
         pair_s: float64 [W, W, P], seconds from sender to receiver; the diagonal is 0.
         groups: Ranks of each of G groups.
         group_bytes: S message sizes.
-        group_s: float64 [G, S], seconds of an all-reduce.
+        group_s: float64 [K, G, S], seconds of each of `KINDS`.
     """
 
     backend: str
@@ -120,11 +123,12 @@ def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> 
             answer = bench.exchange(sender, receiver, 0, budget_s) / 2
             sent = np.array([bench.exchange(sender, receiver, size, budget_s) for size in pair_bytes])
             pair_s[sender, receiver] = np.maximum(sent - answer, 0.25 * sent)
-    group_s = np.zeros((len(groups), len(group_bytes)))
-    budget_s = 0.4 * time_limit_s / len(groups) / len(group_bytes)
-    for ranks, group, row in zip(groups, members, group_s, strict=True):
-        say(f"all-reduce over {len(ranks)} devices of {'all hosts' if len(set(hosts)) > 1 else hosts[ranks[0]]}")
-        row[:] = [bench.all_reduce(ranks, group, size, budget_s) for size in group_bytes]
+    group_s = np.zeros((len(KINDS), len(groups), len(group_bytes)))
+    budget_s = 0.4 * time_limit_s / group_s.size
+    for number, (ranks, group) in enumerate(zip(groups, members, strict=True)):
+        say(f"collectives over {len(ranks)} devices of {' and '.join(dict.fromkeys(hosts[rank] for rank in ranks))}")
+        for row, kind in zip(group_s[:, number], KINDS, strict=True):
+            row[:] = [bench.collective(kind, ranks, group, size, budget_s) for size in group_bytes]
     return LinkTimes(
         backend=str(dist.get_backend()),
         hosts=hosts,
@@ -160,12 +164,21 @@ class _Bench:
 
         return self._median(once if self.rank in (sender, receiver) else None, (sender,), budget_s)
 
-    def all_reduce(self, ranks: Sequence[int], group: dist.ProcessGroup, size_bytes: int, budget_s: float) -> float:
-        """Seconds until the slowest member of a group has the sum of a message."""
-        message = self.buffer[: size_bytes // 4].clone() if self.rank in ranks else self.empty
+    def collective(
+        self, kind: CollectiveKind, ranks: Sequence[int], group: dist.ProcessGroup, size_bytes: int, budget_s: float
+    ) -> float:
+        """Seconds until the slowest member of a group is done with a tensor of so many bytes in all."""
+        share = size_bytes // 4 // len(ranks)
+        whole = self.buffer[: share * len(ranks)].clone() if self.rank in ranks else self.empty
+        part = self.buffer[:share].clone()
 
         def once() -> None:
-            dist.all_reduce(message, group=group)
+            if kind == "all_reduce":
+                dist.all_reduce(whole, group=group)
+            elif kind == "all_gather":
+                dist.all_gather_into_tensor(whole, part, group=group)
+            else:
+                dist.reduce_scatter_tensor(part, whole, group=group)
 
         return self._median(once if self.rank in ranks else None, ranks, budget_s, group)
 
@@ -193,19 +206,16 @@ class _Bench:
 
 
 def group_ranks(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of the groups that are measured: on every host its first 2, 4, 8, ... devices and all of them; then everybody."""
-    groups: list[tuple[int, ...]] = []
-    for host in dict.fromkeys(hosts):
-        ranks = tuple(rank for rank, name in enumerate(hosts) if name == host)
-        size = 2
-        while size < len(ranks):
-            groups.append(ranks[:size])
-            size *= 2
-        if len(ranks) > 1:
-            groups.append(ranks)
-    if len(set(hosts)) > 1:
-        groups.append(tuple(range(len(hosts))))
-    return tuple(groups)
+    """Ranks of the groups that are measured: of every host its first 2, 4, 8, ... devices and all of them; then everybody.
+
+    Hosts with one device each are measured together as the devices of one host are.
+    """
+    everybody = tuple(range(len(hosts)))
+    by_host = [tuple(rank for rank in everybody if hosts[rank] == host) for host in dict.fromkeys(hosts)]
+    groups = []
+    for ranks in [everybody] if max(map(len, by_host)) == 1 else by_host:
+        groups += [*(ranks[: 1 << power] for power in range(1, len(ranks).bit_length())), ranks]
+    return tuple(dict.fromkeys(ranks for ranks in [*groups, everybody] if len(ranks) > 1))
 
 
 def _describe(device: torch.device) -> dict[str, str | int]:

@@ -14,7 +14,7 @@ from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.errors import InputError, MissingError
 from rlplace.problem.fabric import CollectiveKind, Curve, Fabric, bus_factor, joined_curve
-from rlplace.runtime.measure_links import LinkTimes
+from rlplace.runtime.measure_links import KINDS, LinkTimes
 
 BREAKS = (0, 1 << 18, 1 << 23)
 """Where small, medium and large messages begin: latency, protocol, bandwidth."""
@@ -66,13 +66,13 @@ def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
     """A fabric for every host with several devices, and one for all of them together where there are several hosts."""
     source = f"rlplace measure --links over {times.backend}"
     curves: dict[tuple[int, ...], list[Curve]] = {}
-    hosts = sorted(set(host_of))
-    members = {host: tuple(rank for rank, h in enumerate(host_of) if h == host) for host in hosts}
-    for ranks, seconds in zip(times.groups, times.group_s, strict=True):
-        inside = {host_of[rank] for rank in ranks}
-        key = members[inside.pop()] if len(inside) == 1 else ranks
-        curves.setdefault(key, []).append(
-            fit_collective_curve(times.group_bytes, seconds, kind="all_reduce", group_size=len(ranks), breaks=BREAKS)
+    everybody = tuple(range(len(host_of)))
+    for number, ranks in enumerate(times.groups):
+        own = {host_of[rank] for rank in ranks}
+        members = everybody if len(own) > 1 else tuple(rank for rank in everybody if host_of[rank] in own)
+        curves.setdefault(members, []).extend(
+            fit_collective_curve(times.group_bytes, seconds, kind=kind, group_size=len(ranks), breaks=BREAKS)
+            for kind, seconds in zip(KINDS, times.group_s[:, number], strict=True)
         )
     return tuple(Fabric(devices, tuple(fitted), "measured", source) for devices, fitted in curves.items())
 

@@ -12,7 +12,7 @@ from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError, MissingError
 from rlplace.problem.collectives import collective_s
-from rlplace.runtime.measure_links import LinkTimes, group_ranks, measure_links
+from rlplace.runtime.measure_links import KINDS, LinkTimes, group_ranks, measure_links
 from rlplace.runtime.measured_cluster import cluster_from, fit_pairs
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -27,7 +27,13 @@ def link_times(hosts=("a", "a", "a", "b", "b", "b"), driver="NVIDIA A100-SXM4-80
     pair_s = np.where(same[..., None], 1e-5 + size / 100e9, 3e-5 + size / 10e9)
     pair_s[np.arange(count), np.arange(count)] = 0
     groups = group_ranks(hosts)
-    group_s = np.array([[1e-5 * len(g) + 2 * (len(g) - 1) / len(g) * s / 80e9 for s in GROUP_SIZES] for g in groups])
+    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1.5}
+    group_s = np.array(
+        [
+            [[1e-5 * len(g) + rounds[kind] * (len(g) - 1) / len(g) * s / 80e9 for s in GROUP_SIZES] for g in groups]
+            for kind in KINDS
+        ]
+    )
     memories = (memory,) * count if isinstance(memory, int) else memory
     return LinkTimes(
         "nccl", tuple(hosts), (driver,) * count, memories, (cores,) * count, SIZES, pair_s, groups, GROUP_SIZES, group_s
@@ -39,6 +45,7 @@ def test_groups_are_prefixes_of_hosts_and_everybody():
     assert group_ranks(["a", "a", "a"]) == ((0, 1), (0, 1, 2))
     assert group_ranks(["a", "b", "a", "b"]) == ((0, 2), (1, 3), (0, 1, 2, 3))
     assert group_ranks(["a", "b"]) == ((0, 1),)
+    assert group_ranks(["a", "b", "c", "d"]) == ((0, 1), (0, 1, 2, 3))
 
 
 def test_ideal_times_give_their_own_latency_and_bandwidth(tmp_path):
@@ -53,9 +60,10 @@ def test_ideal_times_give_their_own_latency_and_bandwidth(tmp_path):
     assert fit_pairs(times)[2].max() < 1e-9
     assert [f.devices for f in cluster.links.fabrics] == [(0, 1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]
     assert {f.basis for f in cluster.links.fabrics} == {"measured"}
-    for ranks, seconds in zip(times.groups, times.group_s, strict=True):
-        found = collective_s(cluster.links, "all_reduce", ranks, np.array(GROUP_SIZES, dtype=np.float64))
-        assert found == pytest.approx(seconds, rel=1e-6)
+    for kind, by_group in zip(KINDS, times.group_s, strict=True):
+        for ranks, seconds in zip(times.groups, by_group, strict=True):
+            found = collective_s(cluster.links, kind, ranks, np.array(GROUP_SIZES, dtype=np.float64))
+            assert found == pytest.approx(seconds, rel=1e-6)
     cluster.save(tmp_path / "c.toml")
     assert Cluster.load(tmp_path / "c.toml").fingerprint == cluster.fingerprint
 
@@ -108,7 +116,8 @@ def test_two_processes_of_this_machine(tmp_path):
     assert all(0 < s < 10 for p in facts["pairs"] for s in p["seconds"])
     cluster = Cluster.load(out)
     assert (cluster.links.bandwidth_bytes_per_s[~np.eye(2, dtype=bool)] > 1e6).all()
-    assert cluster.links.fabrics[0].devices == (0, 1)
+    (fabric,) = cluster.links.fabrics
+    assert fabric.devices == (0, 1) and [curve.kind for curve in fabric.curves] == list(KINDS)
     assert "pairs from device 0 of 2" in done.stderr
     model = "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=64"
     assert main(["place", model, "--seq", "8", "--cluster", str(out), "--planner", "best", "--json"]) == 0

@@ -108,6 +108,25 @@ def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
     return busiest_channel_s_per_byte(links, every) / alone if 0.0 < alone < math.inf else 1.0
 
 
+def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
+    """Whether collectives in some groups and collectives in others use a channel together: a network card, a port, a bus.
+
+    Args:
+        links: Links of D devices.
+        groups: Device numbers of groups; those of one device use nothing.
+        others: Likewise.
+    """
+    channels = links.effective_channels
+    used: list[set[int]] = []
+    for several in (groups, others):
+        rings = [
+            _ring_hops(links, group, _parts(links, group))
+            for group in (_checked(links, own) for own in several if len(own) > 1)
+        ]
+        used.append({channel for hops in rings for i, j in hops for channel in channels[i][j]})
+    return not used[0].isdisjoint(used[1])
+
+
 def _ring_hops(
     links: Links, group: tuple[int, ...], parts: list[tuple[Fabric | None, tuple[int, ...]]]
 ) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ class LaneBuild:
         draft, costs = whole.draft, whole.costs
         self.whole, self.build, self.draft, self.number, self.lane = whole, whole.build, draft, number, lane
         self.rows = placed_blocks(draft, lane, whole.packer)
+        self.meets = [whole.traffic.meets(place) for place in draft.places]
         step = costs.step_ops(whole.split)
         kind_of = kind_numbers(costs, whole.cluster)
         self.stages = []
@@ -167,13 +168,16 @@ class LaneBuild:
                 before = reduced
                 build.waiting[device] += [reduced, copied]
 
-    def reduce(self, place: int, block: int, row: Block, when: str, after: list[int], *, hold: bool = False) -> int:
+    def reduce(
+        self, place: int, block: int, row: Block, when: str, after: list[int], times: float = 1.0, *, hold: bool = False
+    ) -> int:
         key, name = ("reduce", place, block, when), f"reduce{when}.{block}@{self.device(place)}"
         held = int(row.buffer_bytes) if hold else 0
-        return self.build.exchange(key, self.device(place), name, row.reduce_s, [("shard", place)], "B", after, held)
+        return self.build.exchange(key, self.device(place), name, row.reduce_s * times, [("shard", place)], "B", after, held)
 
-    def copy(self, place: int, block: int, row: Block, when: str, after: list[int]) -> int:
+    def copy(self, place: int, block: int, row: Block, when: str, after: list[int], times: float = 1.0) -> int:
         if row.copies_s == 0.0:
             return after[0]
         key, name = ("copies", place, block, when), f"copies{when}.{block}@{self.device(place)}"
-        return self.build.exchange(key, self.device(place), name, row.copies_s, [("replicate", place)], "B", after)
+        channels = [(axis, place) for axis in ("replicate", *(["shard"] if self.meets[place][1] else []))]
+        return self.build.exchange(key, self.device(place), name, row.copies_s * times, channels, "B", after)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlplace.strategy.meshes import copy_groups
 from rlplace.strategy.placed_blocks import Block
-from rlplace.strategy.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN
+from rlplace.strategy.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.step_build import GATHER, Run
 from rlplace.strategy.traffic import table_s
 
@@ -34,14 +34,15 @@ class PassBuild:
             self.blocks.reverse()
         self.last = kind in "BW" and lane.left[stage] == 1
         self.copied: list[int] = []  # collectives over copies
+        self.meets_blocks, self.meets_copies = lane.meets[self.place]
 
     def run(self) -> int:
         """Adds it; the number of its first op."""
         gathered = [block for block in self.blocks if self._gathers(self.rows[block])]
         reduced = [block for block in self.blocks if self._reduces(self.rows[block])]
         part, build, buckets = self.part, self.build, self._buckets()
-        self.seconds = np.where(part.op >= 0, self.seconds * (1.0 + SLOWDOWN * self._under(buckets)), self.seconds)
-        self._slow_down(gathered, reduced)
+        self._slow_down(np.arange(len(part.op)), sum(self._bucket_s(size) for _, size in buckets[:-1]))
+        beside = self._beside_blocks(gathered, reduced)
         temporary = self.ops.temporary_bytes(self.kind)
         each = [block for block in gathered if self.rows[block].keeping == EACH_PASS or self.kind == "F"]
         temporary[[part.begins[block] for block in each]] = [int(self.rows[block].weight_bytes) for block in each]
@@ -52,7 +53,7 @@ class PassBuild:
         labels = self.ops.labels(self.kind) if self.lane.whole.named else None
         base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
         build.runs.append(Run(self.device, self.kind, self.stage, self.microbatch, base, part))
-        self._beside(base, first_wait, set(gathered), set(reduced))
+        self._beside(base, first_wait, set(gathered), set(reduced), beside)
         self._send_buckets(base, buckets)
         return base
 
@@ -67,8 +68,9 @@ class PassBuild:
         each = row.keeping in (EACH_BACKWARD, EACH_PASS) or (self.last and row.keeping == ONCE)
         return self.single and self.kind != "F" and each
 
-    def _slow_down(self, gathered: list[int], reduced: list[int]) -> None:
-        """A block's ops are slower beside what moves: the next block's parameters, the gradient of the one before."""
+    def _beside_blocks(self, gathered: list[int], reduced: list[int]) -> dict[int, float]:
+        """Slows blocks beside what moves, the next one's parameters and the gradient of the one before; factors on that."""
+        times = {}
         for index, block in enumerate(self.blocks):
             behind, ahead = (
                 self.blocks[index - 1] if index else -1,
@@ -77,19 +79,26 @@ class PassBuild:
             moving = self.rows[ahead].gather_s if ahead in gathered else 0.0
             if behind in reduced:
                 moving += self.rows[behind].reduce_s + self.rows[behind].copies_s
-            inside = np.arange(self.part.begins[block], self.part.ends[block])
-            inside = inside[self.part.op[inside] >= 0]
-            compute = float(self.seconds[inside].sum())
-            if compute > 0.0:
-                self.seconds[inside] *= 1.0 + SLOWDOWN * min(compute, moving) / compute
+            times[block] = self._slow_down(np.arange(self.part.begins[block], self.part.ends[block]), moving)
+        return times
 
-    def _gather(self, block: int, after: list[int]) -> int:
+    def _slow_down(self, rows: NDArray[np.int64], moving_s: float) -> float:
+        """Slows ops and collectives beside what moves for so long; the factor on that."""
+        ops, inside = rows[self.part.op[rows] >= 0], rows[self.part.collective[rows] >= 0]
+        compute, tensor = float(self.seconds[ops].sum()), float(self.seconds[inside].sum())
+        held_up = at_once_s(self.meets_blocks, compute, tensor, moving_s)
+        if compute > 0.0:
+            self.seconds[ops] *= 1.0 + SLOWDOWN * min(compute, moving_s) / compute
+        self.seconds[inside] *= wider(tensor, held_up)
+        return wider(moving_s, held_up)
+
+    def _gather(self, block: int, after: list[int], times: float = 1.0) -> int:
         """Gathers the parameters of a block, which are there until its pass is over."""
         row, when = self.rows[block], f"{self.kind}{self.microbatch}"
         key, name = (GATHER, self.place, block, when), f"gather{when}.{block}@{self.device}"
-        return self.build.exchange(key, self.device, name, row.gather_s, [("shard", self.place)], self.kind, after)
+        return self.build.exchange(key, self.device, name, row.gather_s * times, [("shard", self.place)], self.kind, after)
 
-    def _beside(self, base: int, first_wait: int, gathered: set[int], reduced: set[int]) -> None:
+    def _beside(self, base: int, first_wait: int, gathered: set[int], reduced: set[int], times: dict[int, float]) -> None:
         """Collectives beside the blocks: the next one's parameters, in the backward the last one's gradient before these."""
         build, part, waits = self.build, self.part, [first_wait]
         for index, block in enumerate(self.blocks):
@@ -101,29 +110,37 @@ class PassBuild:
             waits, after = [], [begin]
             behind = self.blocks[index - 1] if index else -1
             if behind in reduced:
-                waits.append(self._reduce(behind, base))
+                waits.append(self._reduce(behind, base, times[block]))
                 build.edge(waits[-1], end)  # torch keeps one gradient that is being reduced
                 after = [begin, waits[-1]]
             ahead = self.blocks[index + 1] if index + 1 < len(self.blocks) else -1
             if ahead in gathered:
-                waits.append(self._gather(ahead, after))
+                waits.append(self._gather(ahead, after, times[block]))
+            if behind in reduced:
+                self._copy(behind, waits if self.meets_copies else waits[:1], times[block])
             if self.kind != "F":
                 self._hold_gradient(block, base)
         if self.kind != "F":
             if self.blocks[-1] in reduced:
                 waits.append(self._reduce(self.blocks[-1], base))
+                self._copy(self.blocks[-1], waits[-1:])
             build.waiting[self.device] += waits + self.copied
         else:
             build.waiting[self.device] += waits
 
-    def _reduce(self, block: int, base: int) -> int:
-        """The gradient of a block leaves as soon as the block is done, its share goes on to the copies."""
-        row, lane, when = self.rows[block], self.lane, str(self.microbatch) if self.rows[block].keeping != ONCE else ""
-        end = base + self.part.ends[block]
-        op = lane.reduce(self.place, block, row, when, [])
-        self.build.edge(end, op, int(row.buffer_bytes))
-        self.copied.append(lane.copy(self.place, block, row, when, [op]))
+    def _reduce(self, block: int, base: int, times: float = 1.0) -> int:
+        """The gradient of a block leaves as soon as the block is done."""
+        row = self.rows[block]
+        op = self.lane.reduce(self.place, block, row, self._when(block), [], times)
+        self.build.edge(base + self.part.ends[block], op, int(row.buffer_bytes))
         return op
+
+    def _copy(self, block: int, after: list[int], times: float = 1.0) -> None:
+        """Its share goes on to the copies."""
+        self.copied.append(self.lane.copy(self.place, block, self.rows[block], self._when(block), after, times))
+
+    def _when(self, block: int) -> str:
+        return str(self.microbatch) if self.rows[block].keeping != ONCE else ""
 
     def _hold_gradient(self, block: int, base: int) -> None:
         """The unsharded gradient of a block grows while it runs, where it is not there all step long."""
@@ -163,12 +180,6 @@ class PassBuild:
     def _bucket_s(self, size_bytes: float) -> float:
         place = self.lane.draft.places[self.place]
         return table_s(self.lane.whole.traffic.table("all_reduce", copy_groups(place)), size_bytes)
-
-    def _under(self, buckets: list[tuple[int, float]]) -> float:
-        """The share of the backward that runs beside all buckets but the last."""
-        compute = float(self.seconds[self.part.op >= 0].sum())
-        under = sum(self._bucket_s(size) for _, size in buckets[:-1])
-        return min(under, compute) / compute if compute > 0.0 else 0.0
 
     def _send_buckets(self, base: int, buckets: list[tuple[int, float]]) -> None:
         for number, (row, size) in enumerate(buckets):

@@ -269,11 +269,10 @@ def _compile(stamp):
                     works[lane * count + p, c.UPDATE_S] += x[b, k.UPDATE]
                     if lane == 0:
                         hosts[p] += x[b, k.HOST]
-                k.prepare_stage(x, y[first:], s, bounds[s], bounds[s + 1], rows[row[p]], stages, microbatches)
+                k.prepare_stage(x, y[first:], s, bounds[s], bounds[s + 1], rows[row[p]], places[p], stages, microbatches)
                 used[lane, p] += y[first + s, k.STATIC_BYTES]
             if stages == 1:
-                table = tables[int(places[0, c.REDUCE_TABLE])]
-                used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, microbatches, table)
+                used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, microbatches, places[0], tables)
         if stages > 1:
             ended = pipeline(
                 y, works, busy, leaving, actions, action_ptr, stage_place, rows, row_of, bounds, ways, way_ptr, way_channels,

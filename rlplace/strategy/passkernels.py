@@ -15,7 +15,9 @@ from rlplace.strategy.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKE
 
 table_s = inner(traffic.table_s)
 keeping = inner(rules.keeping)
-beside_s = inner(rules.beside_s)
+at_once_s = inner(rules.at_once_s)
+slowed_s = inner(rules.slowed_s)
+wider = inner(rules.wider)
 hidden_buckets = inner(rules.hidden_buckets)
 
 # A block on its place in one lane, float64 [B, BLOCK].
@@ -104,7 +106,7 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
 
 
 @inner
-def forward_s(x, begin, end, first):
+def forward_s(x, begin, end, first, place):
     """As `reference_stages.forward_s`."""
     seconds = 0.0
     for b in range(begin - 1, end):
@@ -113,7 +115,11 @@ def forward_s(x, begin, end, first):
             how = x[b + 1, HOW]
             if how == EACH_PASS or (first and (how == ONCE or how == EACH_BACKWARD)):
                 gather = x[b + 1, GATHER]
-        seconds += gather if b < begin else beside_s(x[b, FORWARD], x[b, FORWARD_TENSOR], gather, 0.0)
+        if b < begin:
+            seconds += gather
+        else:
+            held_up = at_once_s(place[c.MEETS_BLOCKS], x[b, FORWARD], x[b, FORWARD_TENSOR], gather)
+            seconds += max(slowed_s(x[b, FORWARD], x[b, FORWARD_TENSOR], gather, held_up), gather + held_up)
     return seconds
 
 
@@ -125,8 +131,9 @@ def reduces(x, b, last):
 
 
 @inner
-def backward_s(x, begin, end, last, table):
+def backward_s(x, begin, end, last, place, tables):
     """As `reference_stages.backward_s`."""
+    table = tables[int(place[c.REDUCE_TABLE])]
     total, compute = 0.0, 0.0
     for b in range(end - 1, begin - 1, -1):
         total += x[b, BUCKETS] if last else 0.0
@@ -140,12 +147,21 @@ def backward_s(x, begin, end, last, table):
     sent, filled, limit = 0.0, 0.0, FIRST_BUCKET
     reduced, following = 0.0, 0.0
     for b in range(end - 1, begin - 1, -1):
-        start = time
-        sent = max(sent, start + reduced) + following
+        start, own, tensor = time, x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR]
         waits = reduced
         if b > begin and x[b - 1, HOW] == EACH_PASS:
             waits += x[b - 1, GATHER]
-        time = start + beside_s(x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR], waits, following)
+        held_up = at_once_s(place[c.MEETS_BLOCKS], own, tensor, waits + following)
+        times = wider(waits + following, held_up)
+        moved = start + waits * times
+        if place[c.MEETS_COPIES] > 0.0:
+            moved += max(0.0, sent - start)
+            sent = moved + following * times
+        else:
+            sent = max(sent, start + reduced * times) + following * times
+        time = start + slowed_s(own, tensor, waits + following, held_up)
+        if waits > 0.0:
+            time = max(time, moved)
         left = x[b, BUCKETS] if last else 0.0
         done = 0.0
         while left > 0.0:
@@ -158,11 +174,13 @@ def backward_s(x, begin, end, last, table):
         reduced, following = (x[b, REDUCE], x[b, COPIES]) if reduces(x, b, last) else (0.0, 0.0)
     if filled > 0.0:
         sent = max(sent, time) + table_s(table, filled)
+    if place[c.MEETS_COPIES] > 0.0:
+        return max(sent, time) + reduced + following
     return max(sent, time + reduced) + following
 
 
 @inner
-def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
+def prepare_stage(x, y, s, begin, end, row, place, stages, microbatches):
     """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference_stages.stage_action`."""
     single = stages == 1
     kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -211,17 +229,20 @@ def prepare_stage(x, y, s, begin, end, row, stages, microbatches):
         for b in range(end - 1, begin - 1, -1):
             if x[b, HOW] != WHOLE:
                 reduced += x[b, REDUCE]
-                copied = max(copied, reduced) + x[b, COPIES]
+                if place[c.MEETS_COPIES] > 0.0:
+                    reduced += x[b, COPIES]
+                else:
+                    copied = max(copied, reduced) + x[b, COPIES]
         y[s, EXCHANGE_S] = max(reduced, copied)
-        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True) - y[s, FORWARD_C] - y[s, FORWARD_T])
+        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True, place) - y[s, FORWARD_C] - y[s, FORWARD_T])
 
 
 @inner
-def single_stage(x, y, work, busy, count, microbatches, table):
+def single_stage(x, y, work, busy, count, microbatches, place, tables):
     """As `reference_stages.single_stage`; returns the most that passes hold."""
     again = microbatches - 1
-    forward = forward_s(x, 0, count, True) + again * forward_s(x, 0, count, False)
-    backward = backward_s(x, 0, count, True, table) + again * backward_s(x, 0, count, False, table)
+    forward = forward_s(x, 0, count, True, place) + again * forward_s(x, 0, count, False, place)
+    backward = backward_s(x, 0, count, True, place, tables) + again * backward_s(x, 0, count, False, place, tables)
     gathered, reduced = 0.0, 0.0
     for b in range(count):
         gathered += x[b, GATHER] if x[b, HOW] == EACH_PASS else 0.0

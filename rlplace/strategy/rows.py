@@ -70,6 +70,7 @@ class Rows:
             row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
+            row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
             row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
             self._place[seat] = row
         return self._place[seat]

@@ -31,17 +31,30 @@ def keeping(sharding: int, offload: int, stages: int, copies: int) -> int:
     return EACH_PASS if sharding == 0 and offload == FULL_OFFLOAD else sharding
 
 
-def beside_s(compute_s: float, tensor_s: float, waits_s: float, goes_on_s: float) -> float:
-    """Seconds of a pass of a block while its neighbours' parameters and gradients move.
+def at_once_s(meets: float, compute_s: float, tensor_s: float, moving_s: float) -> float:
+    """Seconds by which collectives inside blocks and what moves beside these blocks hold each other up.
+
+    Where both use one channel, each gets half of it while both want it: what moves finds collectives inside the blocks on the
+    channel for their part of the blocks' time.
 
     Args:
-        compute_s: Ops.
-        tensor_s: Collectives inside the block, which block its ops.
-        waits_s: Communication that the next block waits for.
-        goes_on_s: Communication that may outlast the block.
+        meets: 1 where they use a channel together, else 0.
+        compute_s: Ops of the blocks.
+        tensor_s: Collectives inside the blocks, which block their ops.
+        moving_s: Communication beside the blocks.
     """
-    slowed_s = compute_s + tensor_s + SLOWDOWN * min(compute_s, waits_s + goes_on_s)
-    return max(slowed_s, waits_s)
+    inside_s = compute_s + tensor_s
+    return meets * tensor_s * (min(moving_s, inside_s) / inside_s) if inside_s > 0.0 else 0.0
+
+
+def slowed_s(compute_s: float, tensor_s: float, moving_s: float, held_up_s: float) -> float:
+    """Seconds of a pass of a block while its neighbours' parameters and gradients move for `moving_s`; see `at_once_s`."""
+    return compute_s + tensor_s + held_up_s + SLOWDOWN * min(compute_s, moving_s)
+
+
+def wider(moving_s: float, held_up_s: float) -> float:
+    """Factor on communication beside a block; see `at_once_s`."""
+    return 1.0 + held_up_s / moving_s if moving_s > 0.0 else 1.0
 
 
 def hidden_buckets(gradient_bytes: float) -> float:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention
+from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
 from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats
 from rlplace.strategy.drafts import Place
-from rlplace.strategy.meshes import Groups, tensor_groups
+from rlplace.strategy.meshes import Groups, copy_groups, share_groups, tensor_groups
 from rlplace.strategy.seats import Seats
 
 Pairs = tuple[tuple[int, int], ...]
@@ -104,6 +104,14 @@ class Traffic:
                 times = [collective_s(self.links, kind, group, sizes) for group in distinct_groups]
                 self._numbers[kind, alike] = self._kept(np.max(times, axis=0))
         return [self._numbers[kind, alike] for kind in kinds]
+
+    def meets(self, place: Place) -> tuple[bool, bool]:
+        """Whether collectives inside blocks, and sums over copies, use a channel over which a place shares its weights."""
+        if not place.sharding:
+            return False, False
+        inside = [group for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL) for group in tensor_groups(place, kind)]
+        shares = share_groups(place)
+        return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
 
     def tables_inside(self, place: Place) -> tuple[int, ...]:
         """Number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside blocks."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlplace.cluster import Cluster
+from rlplace.problem.collectives import ring_order
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.meshes import (
@@ -53,6 +54,8 @@ class Block:
     halved_bytes: float = 0.0  # kept from the first half of a split backward to the second
     remade_bytes: float = 0.0  # the most that running again holds in a second half
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
+    meets_blocks: bool = False  # collectives inside blocks use a channel of the exchange of weights and gradients
+    meets_copies: bool = False  # so do sums over copies
 
 
 def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> list[Block]:
@@ -67,6 +70,7 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
             _add_pass(blocks, draft, place, kind, samples, costs, traffic)
             plain = np.maximum(plain, costs.passes(kind, place.cut(samples)).working_bytes[:2, NONE])
     whole = _without_ties(draft, index, costs)
+    meets = _meets(place, cluster)
     share, expert_share, copies = float(share_degree(place)), float(expert_share_degree(place)), copy_degree(place)
     gather, scatter = (traffic.table(kind, share_groups(place)) for kind in ("all_gather", "reduce_scatter"))
     expert_gather, expert_scatter = (
@@ -79,6 +83,7 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
         forward = float(plain[FORWARD_PASS, number_of]) if draft.recompute[number_of] == FULL else 0.0
         block.remade_bytes = forward + max(0.0, block.working_bytes[BACKWARD_PASS] - float(plain[BACKWARD_PASS, number_of]))
         block.offload = draft.offload[number_of]
+        block.meets_blocks, block.meets_copies = meets
         block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
         block.weight_bytes, block.gradient_bytes, block.optimizer_bytes = whole[number_of]
         expert = [float(size) for size in held.expert_bytes[:, number_of]]
@@ -106,6 +111,20 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
             whole_bytes = float(held.weight_bytes[number_of])
             block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
     return blocks
+
+
+def _meets(place: Place, cluster: Cluster) -> tuple[bool, bool]:
+    """Whether two sets of groups send over one channel, by walking every hop of every ring."""
+    channels = cluster.links.effective_channels
+
+    def used(groups: Sequence[Sequence[int]]) -> set[int]:
+        rings = [ring_order(cluster.links, group) for group in groups if len(group) > 1]
+        hops = [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))]
+        return {channel for one, other in hops for channel in channels[one][other]}
+
+    inside = {channel for kind in range(len(COLLECTIVE_KINDS)) for channel in used(tensor_groups(place, kind))}
+    shares, copies = used(share_groups(place)), used(copy_groups(place))
+    return bool(place.sharding and inside & shares), bool(place.sharding and copies & shares)
 
 
 def static_bytes(block: Block, stages: int, microbatches: int) -> float:

@@ -19,8 +19,10 @@ from rlplace.strategy.rules import (
     ONCE,
     SLOWDOWN,
     WHOLE,
-    beside_s,
+    at_once_s,
     hidden_buckets,
+    slowed_s,
+    wider,
 )
 from rlplace.strategy.traffic import table_s
 
@@ -45,7 +47,9 @@ def forward_s(blocks: Sequence[Block], first: bool) -> float:
     ] + [0.0]
     seconds = gathers[0]
     for block, gather in zip(blocks, gathers[1:], strict=True):
-        seconds += beside_s(block.compute_s[FORWARD_PASS], block.tensor_s[FORWARD_PASS], gather, 0.0)
+        compute_s, tensor_s = block.compute_s[FORWARD_PASS], block.tensor_s[FORWARD_PASS]
+        held_up_s = at_once_s(block.meets_blocks, compute_s, tensor_s, gather)
+        seconds += max(slowed_s(compute_s, tensor_s, gather, held_up_s), gather + held_up_s)
     return seconds
 
 
@@ -53,7 +57,8 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
     """A backward of a single stage.
 
     While a block computes, the gradient of the one after it is reduced and the parameters of the one before it are gathered.
-    Shares are all-reduced over copies beside all that, as are whole gradients, in buckets, in the last micro-batch.
+    Shares are all-reduced over copies beside all that, as are whole gradients, in buckets, in the last micro-batch. Where both
+    use one channel, copies go after what is gathered and reduced beside the same block.
     """
     gathers = [0.0] + [block.gather_s if block.keeping == EACH_PASS else 0.0 for block in blocks]
     reduces, copies = [0.0] * (len(blocks) + 1), [0.0] * (len(blocks) + 1)
@@ -71,12 +76,17 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
     time, sent, filled, limit = gathers[len(blocks)], 0.0, 0.0, FIRST_BUCKET
     for index in reversed(range(len(blocks))):
         block, start = blocks[index], time
-        reduced = start + reduces[index + 1]
-        sent = max(sent, reduced) + copies[index + 1]
+        own_s, tensor_s = block.compute_s[BACKWARD_PASS] * slower, block.tensor_s[BACKWARD_PASS]
         waits = reduces[index + 1] + gathers[index]
-        time = start + beside_s(
-            block.compute_s[BACKWARD_PASS] * slower, block.tensor_s[BACKWARD_PASS], waits, copies[index + 1]
-        )
+        moving = waits + copies[index + 1]
+        held_up_s = at_once_s(block.meets_blocks, own_s, tensor_s, moving)
+        times = wider(moving, held_up_s)
+        moved = waits * times + (max(start, sent) if block.meets_copies else start)
+        copied_from = moved if block.meets_copies else max(sent, start + reduces[index + 1] * times)
+        sent = copied_from + copies[index + 1] * times
+        time = start + slowed_s(own_s, tensor_s, moving, held_up_s)
+        if waits > 0.0:
+            time = max(time, moved)
         left = block.bucket_bytes if last else 0.0
         done = 0.0
         while left > 0.0:
@@ -88,8 +98,9 @@ def backward_s(blocks: Sequence[Block], last: bool, all_reduce: Floats) -> float
                 filled, limit = 0.0, BUCKET
     if filled > 0.0:
         sent = max(sent, time) + table_s(all_reduce, filled)
-    reduced = time + reduces[0]
-    return max(sent, reduced) + copies[0]
+    if blocks[0].meets_copies:
+        return max(sent, time) + reduces[0] + copies[0]
+    return max(sent, time + reduces[0]) + copies[0]
 
 
 def exchange_s(blocks: Sequence[Block]) -> float:
@@ -99,6 +110,7 @@ def exchange_s(blocks: Sequence[Block]) -> float:
         if block.keeping != WHOLE:
             reduced += block.reduce_s
             copied = max(copied, reduced) + block.copies_s
+            reduced = copied if block.meets_copies else reduced
     return max(reduced, copied)
 
 

@@ -319,6 +319,20 @@ def test_groups_that_share_a_card_wait_for_each_other():
     assert table_s(traffic.table("all_reduce", ((0, 1), (2, 3), (4, 5), (6, 7))), 1e9) == one
 
 
+@pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}], ids=["copies", "tensor groups"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_takes_what_the_only_network_card_of_a_device_takes(seed, mesh):
+    costs, cluster = drawn(seed, "a100-80g:4x1,eth=25g")
+    place, traffic = Place((0, 1, 2, 3), sharding=3, **mesh), Traffic(cluster)
+    held, result = costs.held(place.tensor), Evaluator(costs, cluster).evaluate(plain(8, place, microbatches=1))
+    card_s = result.parts["tensor"]
+    for weights, gradients in zip(held.weight_bytes.tolist(), (held.gradient_bytes * held.gradient_item).tolist(), strict=True):
+        card_s += 2 * table_s(traffic.table("all_gather", share_groups(place)), weights)
+        card_s += table_s(traffic.table("reduce_scatter", share_groups(place)), gradients)
+        card_s += table_s(traffic.table("all_reduce", copy_groups(place)), gradients / 2)
+    assert result.step_time_s > card_s > result.parts["compute"]
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"bounds": (0, 4)}, "bounds"),
     ({"recompute": b""}, "recompute"),

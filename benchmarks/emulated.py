@@ -8,7 +8,7 @@
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
 buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the
 load of the machine does not matter while it is far below those times. Predictions know the links and collectives that
-`rlplace measure --links` finds between the hosts, and nothing of the steps. Two things are as on a GPU and other than torch does
+`rlplace measure --links` finds between the hosts, and nothing of the steps. Two things are as on a GPU, other than torch does
 them on a processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block computes. Needs root.
 """
 
@@ -180,14 +180,21 @@ def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
     blocks = range(draft.bounds[stage], draft.bounds[stage + 1])
     backward_s = one.backward_s + one.again_s[np.frombuffer(draft.recompute, dtype=np.uint8), np.arange(len(costs.names))]
     by_block = {costs.names[b]: [one.forward_s[b], backward_s[b], one.weight_s[b]] for b in blocks}
-    return {"blocks": by_block, "update_s": float(sum(update_s[b] for b in blocks)), "tensor": place.tensor}
+    return {"blocks": by_block, "update_s": float(sum(update_s[b] for b in blocks))}
 
 
 class Sleeper:
-    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep."""
+    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep.
 
-    def __init__(self, clock: Any) -> None:
-        self.clock, self.on, self.halves, self.owed_s = clock, False, False, 0.0
+    Seconds in which a block waits for collectives of its tensor group are not the block's: `waited_s` counts them.
+    """
+
+    def __init__(self) -> None:
+        self.on, self.halves, self.owed_s, self.waited_s = False, False, 0.0, 0.0
+
+    def clock(self) -> float:
+        """Seconds without those waited for collectives inside blocks."""
+        return time.perf_counter() - self.waited_s
 
     def pay(self, seconds: float, since: float) -> None:
         """Sleeps the rest of a time, of which this has passed."""
@@ -247,7 +254,7 @@ def run(cell: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     size = strategy.pipelines[0].microbatch[0]
     loaded = load_model(MODELS[cell["model"]], batch=size, seq=SEQ, device="cpu")
-    sleeper = Sleeper(time.thread_time if mine[0]["tensor"] > 1 else time.perf_counter)
+    sleeper = Sleeper()
     modules = dict(loaded.module.named_modules())
     for sleeps in mine:
         for path, seconds in sleeps["blocks"].items():
@@ -293,8 +300,8 @@ CHUNKS: dict[str, Any] = {}
 
 def as_a_gpu() -> None:
     """Reductions of `fully_shard` run beside what is computed; halves of a backward sleep for their own part."""
-    import torch
     import torch.distributed as dist
+    from torch.distributed import _functional_collectives as inside
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
     from torch.distributed.pipelining import PipelineStage
 
@@ -306,6 +313,16 @@ def as_a_gpu() -> None:
 
     beside = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce}
     collectives.dist = SimpleNamespace(**{**vars(dist), **beside})
+    wait = inside.wait_tensor
+
+    def waited(tensor: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return wait(tensor)
+        finally:
+            CHUNKS["sleeper"].waited_s += time.perf_counter() - begin
+
+    inside.wait_tensor = waited
     first, second = PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk
 
     def backward(self: Any, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:

@@ -31,7 +31,7 @@ _SIZES: dict[str, Any] = {
 """Defaults of the options that say what is captured."""
 
 MICROBATCH = 8
-"""Samples of a micro-batch where nothing says otherwise."""
+"""Default number of samples of a micro-batch."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +99,8 @@ class Captured:
     """A MODEL that was captured once and can be priced for any cluster.
 
     Attributes:
-        graph: At the batch that was asked for.
-        capture_at: Captures it with so many samples; what was captured is kept.
+        graph: The capture at the requested batch size.
+        capture_at: Captures the model with a number of samples; captures are cached.
         load: Builds the model with its inputs, on the meta device.
     """
 
@@ -114,8 +114,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if given := _given(options, _SIZES):
-            raise InputError(f"{model} was captured and has its own sizes; leave --{given[0]} out, or name the model instead")
+        if sizes := _given(options, _SIZES):
+            raise InputError(f"{model} was captured and has its own sizes; leave --{sizes[0]} out, or name the model instead")
         return load_problem(model, options)
     from rlplace.cluster.parse import parse
 
@@ -136,7 +136,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 
 
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
-    """Builds a model and captures its training step of so many samples."""
+    """Builds a model and captures its training step for the requested number of samples."""
     from rlplace.graph.capture import capture
     from rlplace.zoo import load_model
 
@@ -182,7 +182,7 @@ def price_model(captured: Captured, machine: Cluster, options: argparse.Namespac
 
 
 def check_costs(path: str, kinds: Sequence[str]) -> None:
-    """Refuses costs that cannot be read, or that knows none of the device kinds, before the model is captured."""
+    """Refuses costs that cannot be read, or that know none of the device kinds, before the model is captured."""
     from rlplace.cost.foreign import ModelledCosts, own_costs
     from rlplace.cost.scaled import base_name
 
@@ -211,7 +211,7 @@ def check_agent(name: str) -> None:
 
 
 def compile_first() -> None:
-    """On the first use on this machine has the agent's kernels compiled, and says why that takes time."""
+    """Compiles the agent's kernels on the first use on this machine, and says why that takes time."""
     from rlplace.agents.first_use import compile_ahead
 
     if compile_ahead():
@@ -259,7 +259,7 @@ def _positive(text: str, what: str) -> float:
 
 
 def say(line: str) -> None:
-    """Chatter goes to stderr."""
+    """Prints a message to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -268,12 +268,12 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, allow_nan=False))
 
 
-def show(found: Any, options: argparse.Namespace) -> None:
-    """Prints what knows itself as plain data and as text."""
+def show(answer: Any, options: argparse.Namespace) -> None:
+    """Prints an answer as JSON or, without ``--json``, as text."""
     if options.json:
-        print_json(found.to_dict())
+        print_json(answer.to_dict())
     else:
-        print(found.text())
+        print(answer.text())
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

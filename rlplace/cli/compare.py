@@ -137,7 +137,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
     """Every model on every cluster, and every problem file on its own devices; a model is captured once.
 
     Args:
-        options: Of the verb.
+        options: Options of the verb.
         whole: Whole strategies are asked for, too; problem files have none.
     """
     from rlplace.cluster.parse import parse
@@ -171,7 +171,7 @@ def _same(problem: Problem) -> Problem:
 
 
 def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace, whole: bool) -> Problem:
-    """Priced for planners; beside whole strategies with attention as these are priced."""
+    """The priced problem for planners; beside whole strategies attention is priced as for those."""
     from rlplace.graph.causal import with_causal_attention
 
     own = captured()

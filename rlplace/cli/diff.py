@@ -38,17 +38,17 @@ def run(options: argparse.Namespace) -> int:
     problems = options.problem or []
     if len(problems) > 2:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
-    found = _strategies(options, problems)
-    if found is None:
+    difference = _strategies(options, problems)
+    if difference is None:
         first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
         second, other = _second(options, first, problem, problems)
-        found = diff(problem, first, second, other=other)
-    show(found, options)
+        difference = diff(problem, first, second, other=other)
+    show(difference, options)
     return 0
 
 
 def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
-    """The difference where one plan at least is a whole strategy; None: both place groups."""
+    """The difference where at least one plan is a whole strategy; None where both place groups."""
     from rlplace.evaluating.again import same_model
     from rlplace.explaining.comparison import Difference
     from rlplace.explaining.difference import placement_side

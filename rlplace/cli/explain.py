@@ -86,7 +86,7 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
 def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:
     """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
 
-    Of a plan whose model cannot be built again it says so, and shows the plan alone.
+    Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
     from rlplace.cli.strategy import show_strategy
     from rlplace.evaluating.again import ask_again

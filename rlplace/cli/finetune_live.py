@@ -175,9 +175,9 @@ def _finish(
     from rlplace.files import write_text
 
     sets = [
-        found
-        for found in measurements_of(store, site=site.fingerprint)
-        if found.problem.fingerprint == campaign.problem.fingerprint
+        measurements
+        for measurements in measurements_of(store, site=site.fingerprint)
+        if measurements.problem.fingerprint == campaign.problem.fingerprint
     ]
     facts = teach(options, checkpoint, sets)
     report = report_of(campaign, tuned, untuned, facts)
@@ -205,7 +205,7 @@ class _Progress:
         self._begin_s, self._known = time.monotonic(), 0
 
     def begin(self, campaign: Campaign) -> None:
-        """Says what is there already."""
+        """Says how many plans are measured already."""
         self._campaign, self._known = campaign, campaign.spent.plans
         others = len([trial for trial in campaign.trials if trial.run != campaign.run])
         if campaign.trials:

@@ -26,7 +26,7 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """The verb has no options of its own."""
 
 
 def run(options: argparse.Namespace) -> int:

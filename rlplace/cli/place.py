@@ -87,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], None]]:
-    """The best strategy, or a quicker placement, and what prints it."""
-    found, machine = place_strategy(options), machine_of(options)
-    best, placed = found.strategy, found.placed
+    """The best strategy, or a quicker placement, and a function that prints it."""
+    result, machine = place_strategy(options), machine_of(options)
+    best, placed = result.strategy, result.placed
     if placed is None:
         return best, functools.partial(show_strategy, best, machine)
 
@@ -103,7 +103,7 @@ def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], Non
 
 
 def placement_reason(options: argparse.Namespace) -> str | None:
-    """Why it is placements that are asked for; None: whole strategies are."""
+    """Why placements are asked for; None where whole strategies are."""
     from rlplace.placing import PLACEMENT, why_placement
 
     if options.model.endswith(".problem.json"):
@@ -119,7 +119,7 @@ _OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity":
 
 
 def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
-    """The answer to the question of placements, and what prints it."""
+    """The best placement, and a function that prints it."""
     from rlplace.placements import place_priced
 
     for name in ("calls", "batch_curve", "microbatches", "schedule"):

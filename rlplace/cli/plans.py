@@ -55,7 +55,7 @@ def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Aske
 
 
 def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:
-    """Captures and prices a plan's model again for a micro-batch of so many samples; what was priced is kept."""
+    """Captures and prices a plan's model again for a number of samples a micro-batch; results are cached."""
     from rlplace.runtime.distributed.job.recipe import cluster_of_plan, rebuild_problem
 
     own = plan.source or {}

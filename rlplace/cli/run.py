@@ -82,7 +82,7 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
 
 @contextlib.contextmanager
 def _rank_0_first() -> Iterator[None]:
-    """What is wrong on all ranks is said by one: torchrun ends the others once rank 0 has failed."""
+    """Lets rank 0 alone report an error that all ranks have: torchrun ends the others once rank 0 has failed."""
     try:
         yield
     except InputError:

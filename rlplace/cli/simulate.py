@@ -88,7 +88,7 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
 
 
 def _trace(asked: Asked, path: str) -> None:
-    """Writes a trace of the ops; a device that does what others do, too, stands for them."""
+    """Writes a trace of the ops; one device stands for all that do the same."""
     from rlplace.simulator.trace import write_trace
     from rlplace.strategy.expand import tasks_of
     from rlplace.strategy.op_costs import OpCosts

@@ -1,4 +1,4 @@
-"""What joins the devices of preset clusters: the topology of every host and of the network, and its fabrics.
+"""Interconnects of preset clusters: the topology of every host and of the network, and their fabrics.
 
 Inside a host: NVLink ports through a non-blocking switch, a direct link per peer (V100 cube mesh, MI300X xGMI), or PCIe: a port
 per device and direction, the uplink of a switch that several devices share, the bus between sockets, and host memory where
@@ -52,7 +52,7 @@ class Network:
     Attributes:
         technology: ``"ib"`` or ``"eth"``.
         bits_per_s: Line rate of one card.
-        cards: How many; the devices of the host are dealt to them in order.
+        cards: Number of cards; the devices of the host are assigned to them in order.
     """
 
     technology: str
@@ -75,7 +75,7 @@ def parse_network(text: str) -> Network:
 
 @dataclass(frozen=True)
 class Host:
-    """What a host's devices are joined by.
+    """How the devices of a host are connected.
 
     Attributes:
         fabric: ``"nvlink"`` (where the kind has it) or ``"pcie"``.
@@ -92,7 +92,7 @@ def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequ
     Args:
         kinds: D device kinds.
         host_of: D host numbers.
-        hosts: What joins the devices of each host.
+        hosts: Interconnect of each host.
     """
     with without_collections():
         links = lower(build_topology(kinds, host_of, hosts))
@@ -108,7 +108,7 @@ def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: S
 
 
 def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> tuple[Fabric, ...]:
-    """One fabric a host and interconnect generation, where collectives over it were measured by anyone."""
+    """One fabric a host and interconnect generation, where measurements of its collectives were published."""
     members: dict[tuple[int, str], list[int]] = {}
     for device, (kind, host) in enumerate(zip(kinds, host_of, strict=True)):
         if kind.fabric is not None and kind.nvlink is not None and hosts[host].fabric == "nvlink":
@@ -163,7 +163,7 @@ class _Builder:
         return self.nvlink(i, j) or self.pcie(i, j)
 
     def nvlink(self, i: int, j: int) -> Path | None:
-        """Over the switch, or over the direct link of the pair if it has one."""
+        """A path over the switch, or over the direct link of the pair if it has one."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         if self.hosts[host].fabric != "nvlink" or a.nvlink is None or a.nvlink != b.nvlink:
             return None
@@ -180,7 +180,7 @@ class _Builder:
         return Path(over, NVLINK_LATENCY_S)
 
     def pcie(self, i: int, j: int) -> Path:
-        """Over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
+        """A path over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         generation = min(d.pcie_generation for d in (a, b) if not d.host_processor)
         switches = [self.switch(d) for d in (i, j)]
@@ -200,7 +200,7 @@ class _Builder:
         return Path(tuple(over), STAGED_LATENCY_S, 0.5) if staged else Path(tuple(over), PCIE_LATENCY_S)
 
     def network(self, i: int, j: int) -> Path:
-        """Over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
+        """A path over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
         a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
         latency = NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"]
         return Path(self.to_network("out", i) + self.to_network("in", j), latency)

@@ -32,9 +32,9 @@ class Cluster:
     """A set of devices with their links.
 
     Attributes:
-        name: For people: the preset text or what the file says; not part of the fingerprint.
+        name: For display: the preset text or the name in the file; not part of the fingerprint.
         devices: D devices.
-        kinds: D kinds, what each device can do; their names are the devices' `kind`.
+        kinds: D kinds, speeds and sizes of each device; their names are the devices' `kind`.
         links: Communication between the devices.
         hosts: D host numbers; devices of one host share its sockets' buses and its network card.
         text: What `parse` understands as this cluster (preset text or file path), or None.
@@ -87,7 +87,7 @@ class Cluster:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON of all that matters for pricing; not of `name` and `text`."""
+        """SHA-256 of the canonical JSON of all that matters for pricing; `name` and `text` do not."""
         from rlplace.cluster.toml import cluster_to_dict
 
         return fingerprint(cluster_to_dict(self))
@@ -146,7 +146,7 @@ def parse(text: str) -> Cluster:
 
 
 def as_cluster(value: Cluster | str) -> Cluster:
-    """A cluster as it is, or what its text names.
+    """The cluster itself, or the one that a text names.
 
     Raises:
         InputError: It is neither.
@@ -213,7 +213,7 @@ def assemble(
 
 
 def default_host(kind: DeviceKind) -> Host:
-    """A host as its kind's makers ship it."""
+    """A host with the default interconnect of its kind."""
     return Host("nvlink" if kind.nvlink is not None else "pcie", parse_network(kind.network))
 
 

@@ -1,4 +1,4 @@
-"""Device kinds: what an accelerator can do, the built-in ones of ``presets.toml`` and those of installed packages."""
+"""Device kinds: speeds and sizes of an accelerator, built in (``presets.toml``) or of an installed package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Rate = Annotated[float, Meta(ge=1e3, le=1e17)]
 
 
 class DeviceKind(Record, frozen=True):
-    """What one kind of accelerator can do.
+    """Speeds and sizes of one kind of accelerator.
 
     Attributes:
         name: For example ``"a100-80g"``.
@@ -132,10 +132,10 @@ RESERVED = ("host",)
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Looks up a preset kind, built in or of an installed package (docs/plugins.md).
+    """Returns a preset kind, built in or of an installed package (docs/plugins.md).
 
     Raises:
-        InputError: Unknown name; says the nearest one.
+        InputError: Unknown name; the message suggests the nearest one.
     """
     kind = find_kind(name)
     if kind is None:
@@ -144,7 +144,7 @@ def device_kind(name: str) -> DeviceKind:
 
 
 def find_kind(name: Any) -> DeviceKind | None:
-    """Like `device_kind`, None for unknown names."""
+    """Like `device_kind`, but None for unknown names."""
     if name in KINDS:
         return KINDS[name]
     extension = extensions.find(extensions.DEVICES, name, {*KINDS, *RESERVED})

@@ -189,7 +189,7 @@ def _lookup(name: Any, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKin
 
 
 def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]) -> tuple[_Device, DeviceKind]:
-    """A device entry and its kind: the one that it names, with the entry's own numbers where it has any."""
+    """A device entry and its kind: the named kind, with the entry's own numbers in place of the kind's."""
     check_keys(item, {"name"}, {*_Device.__struct_fields__, *_KIND_KEYS}, where)
     entry = build(_Device, {k: v for k, v in item.items() if k in _Device.__struct_fields__}, where, whole_floats=True)
     if entry.kind is None:

@@ -37,9 +37,9 @@ class Resource:
     """One physical resource, in one direction where it is duplex.
 
     Attributes:
-        name: For people, unique.
+        name: For display, unique.
         bytes_per_s: Capacity; inf for what never limits, such as a non-blocking switch.
-        latency_s: What crossing it adds.
+        latency_s: Added to every transfer that crosses it.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Resource:
 
 
 class Path(NamedTuple):
-    """How a transfer gets from one device to another.
+    """The resources that a transfer from one device to another uses.
 
     Attributes:
-        over: Numbers of the resources that it holds, in order; one that it crosses twice is named twice.
+        over: Numbers of the resources that it holds, in order; one that it crosses twice is listed twice.
         latency_s: Fixed cost beside the resources' latencies: launch, handshake.
         efficiency: Fraction of its slowest link that it reaches; 0.5 where data is stored in between and sent on.
     """
@@ -172,8 +172,8 @@ def _kept(
         over: [P, K] resources.
         limits: [R + 1], whether a resource has a capacity.
         slowest: [P], column of the slowest resource.
-        width: As `_lanes` returns it.
-        position: Likewise.
+        width: int [R + 1], lanes of each resource.
+        position: int [P, K], number of the device that chooses the lane, among those that use the resource.
     """
     rows, count = np.arange(len(over)), len(limits)
     last = (over >= 0).sum(axis=1) - 1

@@ -50,8 +50,8 @@ def topology_links(table: TopologyTable, names: list[str]) -> Links:
     """Lowers a topology table.
 
     Args:
-        table: As the file has it.
-        names: The D devices' names.
+        table: The table as read from the file.
+        names: Names of the D devices.
 
     Raises:
         InputError: Names the first entry that is wrong.

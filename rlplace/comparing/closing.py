@@ -1,4 +1,4 @@
-"""An agent on cases that it has not seen: the closing table of a training, and what fine-tuning has made it forget."""
+"""An agent on unseen cases: the closing table of a training, and what fine-tuning has made it forget."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis
 
 @dataclass(frozen=True)
 class Skills:
-    """Two agents on cases that neither has seen.
+    """Two agents compared on cases that neither has seen.
 
     Attributes:
-        cases: With a plan that fits.
+        cases: Number of cases with a plan that fits.
         before: Geometric mean of step time over that of ``best``, `calls` simulator calls after it; None without cases.
         after: The same of the fine-tuned agent.
         worse: Cases on which the fine-tuned agent is at least 1 % slower.
@@ -55,11 +55,11 @@ def compare_agent(
     """Compares planners, the agent and its first rollout alone.
 
     Args:
-        agent: Its folder.
-        cases: What to solve.
+        agent: Folder of the agent.
+        cases: Cases to solve.
         planners: Names of the classical planners.
         calls: Simulator calls after the floor for every search and for the agent.
-        seeds: Runs of whatever is random.
+        seeds: Runs of every planner that uses its seed.
 
     Returns:
         All cases, and the branchy ones alone.
@@ -84,8 +84,8 @@ def compare_skills(
     """Places every case with both agents, from the same floor and with the same calls.
 
     Args:
-        before: The agent that was fine-tuned.
-        after: What came of it.
+        before: The agent before fine-tuning.
+        after: The agent after fine-tuning.
         cases: Cases to place.
         calls: Simulator calls after the floor.
         progress: Called with the number of cases done.

@@ -1,4 +1,4 @@
-"""One planner on one problem: the runs over seeds, their plans simulated anew, and the row that comes of it."""
+"""One planner on one problem: its runs over seeds, their plans simulated anew, and the resulting row."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Measured:
 
     Attributes:
         step_time_s: Simulated step time.
-        samples_per_s: Of it.
-        memory_share: See `ComparisonRow`.
+        samples_per_s: Samples per second at that step time.
+        memory_share: Largest share of a device's memory that is in use; None without limits.
         remark: The planner's own prediction, where it differs.
     """
 
@@ -57,12 +57,12 @@ def takes_calls(name: str) -> bool:
 
 
 def is_random(name: str) -> bool:
-    """Whether the planner's plan depends on its seed; of another package's planner that is not known."""
+    """Whether the planner's plan depends on its seed; planners of other packages count as if it did."""
     return name in SEEDED or name not in (*PLANNERS, ROLLOUT) or takes_calls(name)
 
 
 def warm_up(name: str, settings: Settings) -> None:
-    """Plans a small problem, so that imports and compilation are on nobody's clock; what goes wrong shows in the rows."""
+    """Plans a small problem, so that no timing includes imports and compilation; errors show in the rows."""
     options = _options(name, replace(settings, calls=4))
     try:
         planner_named(name)(random_problem(0, 6, 2), seed=0, time_limit_s=1.0, **options)
@@ -71,7 +71,7 @@ def warm_up(name: str, settings: Settings) -> None:
 
 
 def run_row(name: str, info: ProblemInfo, problem: Problem, settings: Settings, *, strict: bool = False) -> ComparisonRow:
-    """Runs a planner on a problem, once or once a seed; errors become the row's reason, bugs as well unless `strict`."""
+    """Runs a planner on a problem, once or once a seed; errors become the row's reason, bugs too unless `strict`."""
     shuffled, limited = is_random(name), settings.calls is not None and takes_calls(name)
     runs: list[Attempt] = []
     for seed in range(settings.seeds if shuffled else 1):
@@ -93,7 +93,7 @@ def run_row(name: str, info: ProblemInfo, problem: Problem, settings: Settings, 
 
 
 def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], *, random: bool) -> ComparisonRow:
-    """The row of some runs, without the figures of their plans."""
+    """The row of these runs, without the figures of their plans."""
     bad = next((run for run in runs if run.status != OK), None)
     return ComparisonRow(
         model=info.model,

@@ -39,7 +39,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {"status": (OK, INFEASIBLE, MISSING, FAIL
 
 
 class Chosen(Record, frozen=True):
-    """A record some of whose fields name one of a few things."""
+    """A record with fields that hold one of a fixed set of names."""
 
     def __post_init__(self) -> None:
         """Checks the names.
@@ -53,12 +53,12 @@ class Chosen(Record, frozen=True):
 
 
 class Settings(Record, frozen=True):
-    """What every planner of a comparison is given; rows made under other settings do not belong beside each other.
+    """Budgets and seeds of every planner of a comparison; rows made under different settings are not comparable.
 
     Attributes:
-        calls: Simulator calls after the floor for every search, which then has no time limit; None: searches have the time.
-        time_limit_s: Wall time of a plan.
-        seeds: Runs of whatever is random, with seeds 0, 1, ...
+        calls: Simulator calls after the floor for every search, which then has no time limit; None: `time_limit_s` applies.
+        time_limit_s: Wall time of one run of a planner.
+        seeds: Runs of every planner that uses its seed, with seeds 0, 1, ...
         agent: Checkpoint of the planner `agent`.
         version: Version of rlplace.
     """
@@ -71,18 +71,18 @@ class Settings(Record, frozen=True):
 
 
 class ProblemInfo(Chosen, frozen=True):
-    """A problem of the comparison and what no plan can beat there.
+    """A problem of the comparison and its lower bounds on the step time.
 
     Attributes:
         model: MODEL, or the path of the problem file.
-        cluster: CLUSTER; of a problem file the cluster that it was priced for, or "".
+        cluster: CLUSTER; for a problem file the cluster that it was priced for, or "".
         view: One of `VIEWS`.
         fingerprint: Fingerprint of the problem.
         samples: Samples of a step.
-        groups, ops, devices: Sizes.
+        groups, ops, devices: Numbers of each.
         critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
         memory_forced_s: See `rlplace.planners.common.bounds`.
-        least_devices: So few devices could hold the resident bytes and the activations at their peak; None: not even all.
+        least_devices: Fewest devices that could hold the resident bytes and the activations at their peak; None: all cannot.
     """
 
     model: str
@@ -117,14 +117,14 @@ class ComparisonRow(Chosen, frozen=True):
         model, cluster, view: As in the `ProblemInfo`.
         planner: Name.
         status: "ok", "infeasible", "missing" (an extra) or "failed".
-        reason: Why not "ok", in one line; on an "ok" row a remark or None.
+        reason: Why the status is not "ok", in one line; on an "ok" row a remark or None.
         random: The planner uses its seed; others run once.
         seeds: Runs made.
         feasible_seeds: Runs that found a plan that fits.
         step_time_s: Mean over the seeds that found a plan, simulated anew.
         spread_s: Largest minus smallest; None with fewer than two plans.
         samples_per_s: Mean.
-        replicas, microbatches, schedule: Those of the fastest plan, of a whole strategy.
+        replicas, microbatches, schedule: Of the fastest plan, where it is a whole strategy.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.
@@ -170,7 +170,7 @@ class ComparisonRow(Chosen, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Tells rows of one comparison apart."""
+        """Identifies the row within a comparison."""
         return self.model, self.cluster, self.view, self.planner
 
 
@@ -178,7 +178,7 @@ class Summary(Record, frozen=True):
     """One planner over all problems of one view.
 
     Attributes:
-        view: That of its rows.
+        view: View of its rows.
         planner: Name.
         problems: Problems with a row of this planner.
         feasible: Problems with a plan in every run.
@@ -213,10 +213,10 @@ class Comparison(Record, frozen=True):
     """A comparison, complete or interrupted.
 
     Attributes:
-        settings: What every planner was given.
-        problems: In the order asked for.
-        rows: Problem by problem, planners in the order asked for.
-        summaries: View by view, planners likewise.
+        settings: Budgets and seeds of every planner.
+        problems: In the requested order.
+        rows: Problem by problem, planners in the requested order.
+        summaries: View by view, planners in the requested order.
         complete: Every row that was asked for is there.
     """
 

@@ -30,9 +30,9 @@ class Case:
 
     Attributes:
         model: MODEL, as it stands in the rows.
-        cluster: CLUSTER likewise.
+        cluster: CLUSTER, as it stands in the rows.
         load: Captures and prices it, at task level.
-        ask: The question of whole strategies for as many samples a step; None where there is no model.
+        ask: Builds the question of whole strategies for the same samples a step; None where there is no model.
     """
 
     model: str
@@ -47,7 +47,7 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
     Args:
         case: The model on its cluster.
         planners: Names.
-        views: Views for all planners, beside that which each needs.
+        views: Views for all planners, beside the one that each needs.
     """
     asked: dict[str, list[str]] = {}
     for view in (TASKS, SPLIT):
@@ -77,14 +77,14 @@ def compare(
     report: Report | None = None,
     strict: bool = False,
 ) -> list[tuple[Case, RlplaceError]]:
-    """Runs what is not in the store yet.
+    """Runs the planners whose rows are not in the store yet.
 
     Args:
         cases: The problems; each is loaded once, in order.
         planners: Names of planners and of `STRATEGIES`; `REFERENCE` is run in any case, before the others.
-        store: Holds settings and rows; `gather` makes the comparison of it, also when this function was interrupted.
+        store: Holds settings and rows; `gather` builds the comparison from it, also after an interruption.
         views: Views of the problem for all planners, beside `TASKS` and those that planners need.
-        report: Told about progress.
+        report: Called with progress.
         strict: A planner's bug ends the comparison with its traceback, instead of being a row.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The file of a comparison: every row is on disk as soon as it is there, and a comparison goes on where it stopped.
+"""The file of a comparison: every row is written as soon as it is made, and a comparison resumes where it stopped.
 
 ``*.jsonl``: a header line, then a line a problem and a row, appended. A last line that was cut off is dropped. Without a path
 nothing is written.
@@ -103,7 +103,7 @@ class Store:
     """The problems and rows so far.
 
     Attributes:
-        settings: What every row was made under.
+        settings: Budgets and seeds under which every row was made.
         problems: By key.
         rows: By key, in the order in which they were made.
     """
@@ -112,7 +112,7 @@ class Store:
         """Opens a comparison.
 
         Args:
-            settings: What every row was made under.
+            settings: Budgets and seeds under which every row was made.
             path: ``*.jsonl``; None keeps everything in memory.
             resume: Go on with the file if there is one.
 

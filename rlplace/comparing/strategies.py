@@ -1,4 +1,4 @@
-"""Whole strategies beside planners of placements: the best, the best uniform one, of every kind and published planner."""
+"""Whole strategies beside planners of placements: the best, the best uniform, and that of each kind and published planner."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def strategy_row(
     """Searches for one of `STRATEGIES` under the budget of the comparison.
 
     Args:
-        name: Which.
-        info: The problem of the other rows; so is `problem`.
-        problem: See `info`.
-        question: What is asked.
+        name: One of `STRATEGIES`.
+        info: Sizes and bounds of the problem of the other rows.
+        problem: The problem of the other rows.
+        question: The question that the strategy answers.
         settings: Budget.
         strict: A bug is raised instead of being the row's reason.
     """
@@ -77,7 +77,7 @@ def strategy_row(
 
 
 def warm_up_strategies(question: Question) -> None:
-    """One evaluation, so that compilation is on nobody's clock; what goes wrong shows in the rows."""
+    """Evaluates one strategy, so that no timing includes compilation; errors show in the rows."""
     try:
         search(question, calls=1)
     except RlplaceError:

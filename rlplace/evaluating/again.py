@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A plan and the question that it answers, asked again.
+    """A plan, and the question that it answers, built again.
 
     Attributes:
-        plan: With a strategy.
-        question: Model, batch and cluster; every strategy is allowed that the runtime can execute.
+        plan: A plan with a strategy.
+        question: Model, batch and cluster; it allows every strategy that the runtime can execute.
     """
 
     plan: PlacementPlan
     question: Question
 
     def draft(self, strategy: Strategy | None = None) -> Draft:
-        """A strategy by numbers; None: the plan's.
+        """The draft of a strategy; None: of the plan's.
 
         Raises:
-            InputError: It cannot be evaluated; says why.
+            InputError: It cannot be evaluated; the message says why.
         """
         from rlplace.strategy.drafts import draft_of_strategy
 
@@ -51,24 +51,24 @@ class Asked:
         return draft_of_strategy(strategy, names)
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
-        """Step time and memory of a strategy (None: the plan's), op by op where so many are affordable."""
+        """Step time and memory of a strategy (None: the plan's), op by op where the number of ops allows it."""
         return self.finer.evaluate(self.draft(strategy))
 
     @cached_property
     def finer(self) -> OpLevel:
-        """The finest executor that is affordable, for drafts."""
+        """The finest executor of drafts that the number of ops allows."""
         from rlplace.strategy.op_level import OpLevel
 
         return OpLevel(self.question)
 
     @property
     def model(self) -> str:
-        """The model's name, for people."""
+        """The model's name, for display."""
         return str(((self.plan.source or {}).get("graph") or {}).get("model", "model"))
 
     @property
     def strategy(self) -> Strategy:
-        """The plan's."""
+        """The strategy of the plan."""
         assert self.plan.strategy is not None
         return self.plan.strategy
 
@@ -77,7 +77,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     """Captures a plan's model again and prices its blocks.
 
     Args:
-        plan: With a strategy; its `source` says what it was made from.
+        plan: A plan with a strategy; its `source` says how to build the model.
         machine: The plan's cluster, or another of as many devices.
 
     Raises:

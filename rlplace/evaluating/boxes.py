@@ -1,4 +1,4 @@
-"""A simulated step of a strategy as boxes in rows: of devices, of collectives, and of what stages hand on."""
+"""A simulated step of a strategy as boxes in rows: devices, collectives, and transfers between stages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PHASES = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD_WEIGHT, UPD
 
 
 class Box(NamedTuple):
-    """Something in a row.
+    """A span of time in a row.
 
     Attributes:
         row: Number of the row.
-        start_s, end_s: When.
+        start_s, end_s: Seconds from the beginning of the step.
         op: Block times the number of `OPS`, plus the phase.
-        microbatch: -1 for what exists once a step.
-        size_bytes: Of what is sent; -1 otherwise.
+        microbatch: Its number; -1 for what runs once a step.
+        size_bytes: Bytes sent; -1 where nothing is.
     """
 
     row: int
@@ -45,7 +45,7 @@ class Picture:
     """Rows, devices first, and boxes; `add` draws one pipeline after the other.
 
     Args:
-        names: Of the cluster's devices.
+        names: Names of the cluster's devices.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -57,10 +57,10 @@ class Picture:
         """Draws a pipeline.
 
         Args:
-            draft: What was run.
-            expanded: Its ops.
-            line: When they ran.
-            update_after_s: How much later than there updates run, because they wait for other pipelines.
+            draft: The strategy that was run.
+            expanded: The ops of the strategy.
+            line: Their start and end times.
+            update_after_s: Seconds by which updates run later than in `line`, because they wait for other pipelines.
         """
         start, end = line.start_s, line.end_s
         inside: dict[int, list[Box]] = {}
@@ -83,7 +83,7 @@ class Picture:
         self._exchanged(draft, expanded, start, end)
 
     def _exchanged(self, draft: Draft, expanded: ExpandedDraft, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
-        """What devices tell each other: a row for the collectives of one channel, and for each way between stages."""
+        """Communication: a row for the collectives of each channel, and for each direction between stages."""
         shared: dict[tuple[int, ...], tuple[list[int], list[Box]]] = {}
         ways: dict[tuple[int, int], list[Box]] = {}
         for key, collective in zip(expanded.exchanges, expanded.problem.collectives, strict=True):
@@ -111,7 +111,7 @@ class Picture:
             self._packed(f"{self._names[here]} → {self._names[there]}", LINK, here, boxes)
 
     def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
-        """Draws what pipelines beside each other wait for together."""
+        """Draws the sums of gradients that parallel pipelines wait for together."""
         self._collectives(devices, [Box(-1, start_s, end_s, BACKWARD, -1)])
 
     def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
@@ -119,7 +119,7 @@ class Picture:
         self._packed(name, COLLECTIVE, devices[0], [box for box in boxes if box.end_s > box.start_s])
 
     def _packed(self, name: str, kind: str, device: int, boxes: list[Box]) -> None:
-        """As few rows of a name as hold the boxes without overlap."""
+        """The fewest rows of a name that hold the boxes without overlap."""
         if boxes:
             start, end = np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])
             rows = packed_rows(self._rows, name, kind, device, start, end).tolist()

@@ -160,7 +160,7 @@ def _timeline(asked: Asked, said: Evaluation, lanes: Lanes) -> Timeline:
 
 
 def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], said: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
-    """Bytes in use on every device of the cluster, those of what stands for it."""
+    """Bytes in use on every device of the cluster, as on the device that stands for it."""
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
     for expanded, line in ran:
         plan = make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
@@ -173,7 +173,7 @@ def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], said: Evaluation, pro
 
 
 def _rivals(asked: Asked, said: Evaluation) -> tuple[PlannerRow, ...]:
-    """The plan, and the strategies that it names beside it; as it announced them."""
+    """The plan and the rivals that it names, with the figures that were predicted then."""
     plan, strategy = asked.plan, asked.strategy
     rows = [_rival("this strategy", True, strategy.batch, said.step_time_s, said.feasible, len(strategy.devices), "")]
     own = strategy.to_dict()

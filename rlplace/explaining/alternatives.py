@@ -55,12 +55,12 @@ class GroupChoice:
 
     Attributes:
         name: Name of the group or module.
-        groups: How many groups that is.
-        device: Where it sits.
+        groups: Number of groups.
+        device: Name of its device in the plan.
         path_s: Seconds of the critical path that are its own: it runs, its outputs are sent, or it waits.
-        resident_bytes: What it pins.
-        step_time_s: With it where it is; None when the step cannot complete.
-        feasible: Likewise.
+        resident_bytes: Bytes that stay on its device: parameters, gradients, optimizer state.
+        step_time_s: Step time of the plan as it is; None when the step cannot complete.
+        feasible: Whether the plan as it is completes and fits.
         alternatives: Every other device of the plan, quickest feasible first.
     """
 

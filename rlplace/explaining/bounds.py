@@ -1,4 +1,4 @@
-"""What bounds a step: its critical path as it came about, the busiest device, the hottest link, the tightest memory.
+"""What bounds a step: its realised critical path, the busiest device and channel, the fullest memory.
 
 Beside them the lower bounds that hold for any plan of the problem: how much quicker a
 plan could be at the most.
@@ -24,13 +24,13 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class PathPart:
-    """Seconds of the critical path that go by with one cause in one place.
+    """Seconds of the critical path with one cause on one device or link.
 
     Attributes:
         cause: See `rlplace.explaining.path.CAUSES`.
         where: Device, ``gpu0->gpu1``, or ``collectives``.
-        seconds: All links of the path together.
-        links: How many those are.
+        seconds: Sum over these links of the path.
+        links: Number of these links.
     """
 
     cause: str
@@ -41,12 +41,12 @@ class PathPart:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """How much one device does and holds.
+    """Busy time and memory of one device.
 
     Attributes:
         name: The device.
-        busy_s: Computing.
-        groups: Groups that sit there.
+        busy_s: Seconds of computing.
+        groups: Number of groups placed there.
         peak_bytes: Peak memory, reserved bytes included.
         memory_bytes: Capacity, None without a limit.
     """
@@ -65,14 +65,14 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class ChannelLoad:
-    """How much one channel moves.
+    """Busy time and traffic of one channel.
 
     Attributes:
-        name: The devices that it joins; see `rlplace.explaining.stretches.channel_names`.
+        name: The devices that it connects; see `rlplace.explaining.stretches.channel_names`.
         channel: Its number.
-        busy_s: Held by transfers or collectives.
-        size_bytes: Moved by transfers.
-        transfers: Transfers and collectives.
+        busy_s: Seconds during which transfers or collectives hold it.
+        size_bytes: Bytes that transfers move over it.
+        transfers: Number of transfers and collectives.
     """
 
     name: str
@@ -93,7 +93,7 @@ class StepBounds:
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
         lower_bound_s: No plan of the problem is quicker; 0 where nothing is known.
-        lower_bound: What that bound is: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
+        lower_bound: Name of that bound: ``"critical path"``, ``"work"``, ``"largest group"`` or ``"memory"``.
     """
 
     step_time_s: float
@@ -126,7 +126,7 @@ class StepBounds:
 
 
 def step_bounds(run: SimulatedPlan) -> StepBounds:
-    """Looks at a step that completes; see `StepBounds`."""
+    """Analyses a step that completes; see `StepBounds`."""
     path = realised_path(run)
     lower_s, name = largest_bound(run.problem)
     return StepBounds(
@@ -165,7 +165,7 @@ def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
 
 
 def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
-    """What every device does and holds."""
+    """Busy time and memory of every device."""
     problem, line = run.problem, run.line
     groups = np.bincount(run.plan.device_of_group, minlength=problem.num_devices)
     return tuple(
@@ -175,7 +175,7 @@ def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
 
 
 def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
-    """Channels that are used, busiest first; of those that the same pairs of devices use the first."""
+    """Channels that are used, busiest first; one for all channels of the same pairs of devices."""
     problem = run.problem
     busy: dict[int, float] = {}
     size: dict[int, int] = {}
@@ -194,7 +194,7 @@ def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
 
 
 def headline(bounds: StepBounds) -> str:
-    """In one sentence what the step mostly goes by with."""
+    """One sentence on what takes most of the step."""
     step = bounds.step_time_s
     if step <= 0:
         return "the step takes no time"

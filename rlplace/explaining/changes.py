@@ -20,15 +20,15 @@ FREE_BYTES_PER_S = 1e300
 
 
 def with_device(problem: Problem, like: int) -> Problem | None:
-    """The problem with one more device at the end that is what `like` is and is linked as it is.
+    """The problem with one more device at the end, a copy of `like` with links like its own.
 
-    Of a preset cluster of one host the links are those of the preset with one device more. Else they are copied: to `like`
-    itself the new device is linked as that is to the device of its kind that it is linked to best, or to any device where it
-    has no like. What `like` alone uses of the links (its ports) the new device has once more; what others use too (a network
-    card, a bus) it shares with them.
+    On a preset cluster of one host the links are those of the preset with one more device. Else they are copied: to `like`
+    itself the new device is linked as `like` is to the best linked device of its kind, or to any device where there is no
+    other of its kind. Channels that `like` alone uses (its ports) are duplicated; channels that others use too (a network
+    card, a bus) are shared.
 
     Returns:
-        None when there is one device only, of no known kind, so that nothing says how a second one would be linked.
+        None for a single device of an unknown kind, where the links to a second one are unknown.
     """
     known = _preset_links(problem)
     if problem.num_devices == 1 and known is None:
@@ -98,7 +98,7 @@ def _extended(links: Links, like: int, peer: int) -> Links:
 
 
 def _own_channels(links: Links, device: int) -> set[int]:
-    """Channels that no pair without the device uses; of two devices, what stands on its side of a path."""
+    """Channels that no pair without the device uses; with two devices, those on its side of a path."""
     assert links.channels is not None
     count = len(links.channels)
     if count == 2:
@@ -154,19 +154,19 @@ def _new_name(problem: Problem, name: str) -> str:
 
 
 def with_memory(problem: Problem, factor: float) -> Problem:
-    """All devices with so many times the memory; those without a limit stay."""
+    """Multiplies the memory of all devices; those without a limit stay."""
     return dataclasses.replace(problem, devices=tuple(larger(device, factor) for device in problem.devices))
 
 
 def larger(device: Device, factor: float) -> Device:
-    """The device with so many times the memory; without a limit it stays."""
+    """The device with its memory multiplied; without a limit it stays."""
     if device.memory_bytes is None:
         return device
     return dataclasses.replace(device, memory_bytes=int(device.memory_bytes * factor))
 
 
 def with_links(problem: Problem, factor: float, channel: int | None = None) -> Problem:
-    """Links with so many times the bandwidth; latencies stay.
+    """The problem with the bandwidth of links multiplied; latencies stay.
 
     Args:
         problem: The problem.
@@ -187,13 +187,13 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
 
 
 def quicker_links(links: Links, factor: float) -> Links:
-    """All links with so many times the bandwidth; latencies stay."""
+    """All links with their bandwidth multiplied; latencies stay."""
     fabrics = tuple(_quicker(fabric, factor) for fabric in links.fabrics)
     return dataclasses.replace(links, bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor, fabrics=fabrics)
 
 
 def _quicker(fabric: Fabric, factor: float) -> Fabric:
-    """Every message takes what one of 1 / factor of its size took."""
+    """A curve in which a message takes as long as one of 1 / factor of its size did."""
     curves = [
         msgspec.structs.replace(
             curve,
@@ -217,7 +217,7 @@ def with_free_links(problem: Problem) -> Problem:
 
 
 def with_speed(problem: Problem, device: int, factor: float) -> Problem:
-    """One device runs its ops so many times as fast."""
+    """The problem with one device faster by a factor."""
     time_s = problem.time_s.copy()
     members = [op for collective in problem.collectives for op in collective.ops]
     own = np.ones(problem.num_ops, dtype=bool)

@@ -1,4 +1,4 @@
-"""What a comparison of two plans holds for each of them, and what makes the difference, as data and as text."""
+"""The comparison of two plans as data and as text: each plan, and what makes the difference."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Side:
 
     Attributes:
         kind: `STRATEGY` or `PLACEMENT`.
-        planner: Who made it.
+        planner: Name of its planner.
         words: The plan in one line.
         samples: Samples of a step.
         step_time_s: None when the step cannot complete, or a strategy does not fit.
         feasible: It completes and fits.
         peak_bytes: By name of device.
-        parts: Seconds by what they go to: of a strategy those of its busiest place, of a placement summed over devices and
+        parts: Seconds by activity: for a strategy those of its busiest stage, for a placement summed over devices and
             over transfers; None where the step cannot complete.
         path: Seconds of a placement's critical path by cause.
     """

@@ -77,7 +77,7 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
 
 
 def placement_side(run: SimulatedPlan) -> Side:
-    """What a comparison holds of a placement."""
+    """A placement as one side of a comparison."""
     problem, plan, line = run.problem, run.plan, run.line
     predicted, used = line.predicted(problem), len(np.unique(plan.device_of_group))
     return Side(
@@ -94,7 +94,7 @@ def placement_side(run: SimulatedPlan) -> Side:
 
 
 def _settings(plan: PlacementPlan) -> dict[str, Any]:
-    """What a plan says beside devices."""
+    """Settings of a plan other than devices."""
     return {
         "order given": plan.order is not None,
         "priorities given": plan.priority is not None,

@@ -1,4 +1,4 @@
-"""`explain`: what bounds a plan's step, why its groups sit where they sit, and what would change it."""
+"""`explain`: what bounds a plan's step, why its groups are placed as they are, and what would change it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ WORTHWHILE = 0.01
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """The result of `explain`.
 
     Attributes:
         problem: Name of the problem.
-        planner: Who made the plan.
+        planner: Name of the planner.
         executor: What step time means.
         feasible: The step completes and fits.
         violations: Why not; empty when it is feasible.
-        headline: In one sentence what the step goes by with; empty when it cannot complete.
+        headline: One sentence on what takes most of the step; empty when it cannot complete.
         bounds: What bounds the step; None when it cannot complete.
         groups: Alternatives of groups.
         what_if: What other hardware would bring; empty when it was not asked, or the step cannot complete.
@@ -100,7 +100,7 @@ def explain(
         group: A group, or a module whose groups share a device, to look at; default those that matter most.
         groups: How many of those.
         hardware: Whether to ask what other hardware would bring, which plans anew for each change.
-        at: Prices the plan's problem for a batch of so many samples, to make it fit.
+        at: Prices the plan's problem for a given number of samples, to make it fit.
         calls: Simulations of each search, beside the classical floor; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
         seed: Seed of the searches.

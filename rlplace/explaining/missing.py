@@ -24,11 +24,11 @@ class Trial:
 
     Attributes:
         relaxation: In words.
-        fits: A plan was found that completes and fits.
+        fits: Whether a plan was found that completes and fits.
         step_time_s: Step time of that plan, else None.
         samples: Samples of its step.
-        peak_bytes: Its fullest device, else 0.
-        short_bytes: Still missing when it does not fit: in the closest plan, or proven.
+        peak_bytes: Peak memory of its fullest device, else 0.
+        short_bytes: Bytes still missing when it does not fit: in the closest plan, or proven.
         how: Planner of the plan that fits, or why none does.
     """
 
@@ -80,7 +80,7 @@ class Tester:
 
 
 def only_plan_short(problem: Problem) -> int | None:
-    """Bytes that the only plan of a problem with one device lacks; None with several devices, or where memory is enough."""
+    """Bytes that a problem's single device lacks; None with several devices, or where memory is enough."""
     limit = problem.devices[0].memory_bytes
     if problem.num_devices > 1 or limit is None or not problem.group_allowed.all():
         return None
@@ -90,7 +90,7 @@ def only_plan_short(problem: Problem) -> int | None:
 
 
 def without_advice(error: InfeasibleError) -> str:
-    """What the message says before it advises: advice here is tested first."""
+    """The message without its advice: advice given here is tested first."""
     return str(error).partition("; ")[0]
 
 
@@ -108,9 +108,9 @@ class Shortage:
 
     Attributes:
         constraint: See `TOTAL` and the others.
-        message: Where, by how much.
-        device: The device that is short, None when it is all of them together or another constraint.
-        short_bytes: Missing in the plan, or in the closest plan that was found; what is proven where no plan was looked at.
+        message: The constraint, its device and the missing bytes in words.
+        device: The device that is short; None for all of them together, or for another constraint.
+        short_bytes: Missing in the plan, or in the closest plan that was found; without a plan `proven_bytes`.
         proven_bytes: Missing in every plan: total demand over total capacity, or the largest group over the largest device; 0
             when no bound says that there is no plan.
         proven: No plan of the problem fits, whatever its devices.
@@ -125,7 +125,7 @@ class Shortage:
 
 
 def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -> tuple[Shortage, Trial | None]:
-    """What is missing, and the plan that had to be looked for to know it.
+    """What is missing, and the plan that was searched for to know it.
 
     Args:
         problem: The problem.

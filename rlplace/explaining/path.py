@@ -23,7 +23,7 @@ from rlplace.problem.order import grouped
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
 
 CAUSES = (COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER)
-"""What a moment of the chain goes by with: an op runs; a tensor moves; a collective runs; a ready op waits for its device; a
+"""Causes of the links of a chain: an op runs; a tensor moves; a collective runs; a ready op waits for its device; a
 transfer or collective waits for its channels; a ready op waits for its turn in the order while its device is idle."""
 
 
@@ -94,7 +94,7 @@ class _Walk:
         return self.line.start_s[ops], self.line.end_s[ops], ops
 
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
-        """By channel who held it: (start, end, op that made what moves), in order of start."""
+        """By channel its uses: (start, end, op that produced the tensor that moves), in order of start."""
         uses: dict[int, list[tuple[float, float, int]]] = {}
         for channels, start, end, op, _ in channel_holds(self.run):
             for channel in channels:
@@ -154,7 +154,7 @@ class _Walk:
         return before
 
     def uses(self, channels: tuple[int, ...], begin: float, end: float) -> list[tuple[float, float, int]]:
-        """Who held any of these channels between two moments, in order of start."""
+        """Uses of any of these channels between two moments, in order of start."""
         return sorted(
             {use for channel in channels for use in self.channels.get(channel, ()) if use[1] > begin and use[0] < end}
         )
@@ -176,16 +176,16 @@ class _Walk:
 
 
 def _cover(spans: list[tuple[float, float, int]], begin: float, end: float) -> list[tuple[float, float, int]]:
-    """Cuts the time from `begin` to `end` into consecutive pieces, each with who occupies it, -1 where nobody does.
+    """Cuts the time from `begin` to `end` into consecutive pieces, each with the op that occupies it, -1 where none does.
 
     Args:
-        spans: (start, end, who) in order of start; they may overlap, the first to hold is named.
+        spans: (start, end, op) in order of start; where they overlap, the first one counts.
         begin: Seconds.
         end: Seconds.
     """
     pieces: list[tuple[float, float, int]] = []
     at = begin
-    for start, stop, who in spans:
+    for start, stop, op in spans:
         if at >= end:
             break
         if stop <= at:
@@ -194,7 +194,7 @@ def _cover(spans: list[tuple[float, float, int]], begin: float, end: float) -> l
             pieces.append((at, min(start, end), -1))
             at = min(start, end)
         if at < end:
-            pieces.append((at, min(stop, end), who))
+            pieces.append((at, min(stop, end), op))
             at = min(stop, end)
     if at < end:
         pieces.append((at, end, -1))

@@ -24,7 +24,7 @@ from rlplace.problem import Problem
 def placement_what_if(
     run: SimulatedPlan, *, calls: int = CALLS, time_limit_s: float | None = None, seed: int = 0
 ) -> tuple[WhatIf, ...]:
-    """The plan and its hardware as they are, then one change at a time.
+    """The plan on its own hardware, then one change at a time.
 
     Args:
         run: The plan as it is; it completes.
@@ -81,7 +81,7 @@ def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
 
 
 def _key(devices: NDArray[np.int32]) -> bytes:
-    """An assignment as a plan that is known."""
+    """An assignment as the key of a known plan."""
     return devices.astype(np.int32).tobytes()
 
 

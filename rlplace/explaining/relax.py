@@ -80,7 +80,7 @@ def relax(
     Args:
         problem: The problem.
         plan: A plan for it that does not fit.
-        at: Prices the problem for a batch of so many samples; None: the batch is left as it is.
+        at: Prices the problem for a given number of samples; None: the batch stays.
         finer: Prices it with finer groups.
         calls: Simulations of a search where the classical floor finds nothing.
         time_limit_s: Seconds of each planner.
@@ -103,7 +103,7 @@ def _trials(
     *,
     planned: bool,
 ) -> Iterator[Trial]:
-    """All of them, the gentle ones first; none is needed where another plan fits as things are."""
+    """All relaxations, small ones first; none where another plan fits without any."""
     if planned and not shortage.proven:
         known = tester.plan("another plan", problem)
     if known is not None:
@@ -135,7 +135,7 @@ def _first_fits(tester: Tester, ways: Iterable[Way]) -> Iterator[Trial]:
 
 
 def _smaller_batches(problem: Problem, at: Callable[[int], Problem] | None) -> Iterator[Way]:
-    """Sizes that divide the present one, each at most half of the one before; only the model can be priced for them."""
+    """Divisors of the present batch, each at most half of the one before; only a model can be priced for them."""
     if at is None:
         return
     samples = last = problem.samples_per_microbatch
@@ -156,14 +156,14 @@ def _smaller_optimizers(problem: Problem) -> Iterator[Way]:
 
 
 def _finer_groups(problem: Problem, shortage: Shortage, finer: Callable[[], Problem] | None) -> Iterator[Way]:
-    """More groups, where not all of them together are what is too large."""
+    """More groups, unless all groups together are too large."""
     together = shortage.constraint == TOTAL or (problem.num_devices == 1 and shortage.constraint != GROUP)
     if finer is not None and not together and (more := finer()).num_groups > problem.num_groups:
         yield f"{more.num_groups} groups instead of {problem.num_groups}", more
 
 
 def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
-    """One more, then so many that the shortage that is proven could be met, and twice as many each time."""
+    """One device more, then enough to cover the proven shortage, then twice as many each time."""
     limits = problem.memory_limit_bytes
     like = int(limits.argmax())
     room = float(limits[like])
@@ -180,7 +180,7 @@ def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
 
 
 def _more_memory(problem: Problem, tester: Tester) -> Iterator[Trial]:
-    """Twice, four or eight times the memory; once that is enough, about the least that is."""
+    """Twice, four or eight times the memory; once that is enough, about the least that is enough."""
     sizes = sorted({d.memory_bytes for d in problem.devices if d.memory_bytes is not None})
     if not sizes:
         return

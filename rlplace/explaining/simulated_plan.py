@@ -1,4 +1,4 @@
-"""A plan simulated once, with what an explanation needs to know beside the timeline."""
+"""A plan simulated once, with what explanations read beside the timeline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
 
 
 def channel_holds(run: SimulatedPlan) -> Iterator[tuple[tuple[int, ...], float, float, int, int]]:
-    """What moves: the channels that it holds, its start and end, the op that made it, and its bytes (0 of collectives)."""
+    """Every transfer and collective: its channels, its start and end, the op behind it, and its bytes (0 for collectives)."""
     problem, line = run.problem, run.line
     channels = problem.links.effective_channels
     ends = line.transfer_tensor, line.transfer_source, line.transfer_destination

@@ -1,4 +1,4 @@
-"""What bounds the step of a whole strategy: where the time of its busiest place goes, and which device is fullest."""
+"""What bounds the step of a whole strategy: where the time of its busiest stage goes, and which device is fullest."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _COMMUNICATION = ("tensor", "gather", "exchange", "hand_over")
 
 @dataclass(frozen=True)
 class StrategyBounds:
-    """Where a step goes, by the block executor.
+    """Where the time of a step goes, by the block executor.
 
     Attributes:
-        seconds: Of the busiest place, by ``computing``, ``running again`` (recomputation, with its collectives),
+        seconds: On the busiest stage, by ``computing``, ``running again`` (recomputation, with its collectives),
             ``communication``, ``waiting for other stages`` and ``updates``; they add up to the step.
         blocks: First and last block of the busiest stage.
-        devices: Names of its devices.
+        devices: Names of the devices of the busiest stage.
         fullest: The device whose memory is fullest.
-        peak_bytes: Its peak.
-        memory_bytes: Its capacity; None without a limit.
+        peak_bytes: Peak memory of the fullest device.
+        memory_bytes: Capacity of the fullest device; None without a limit.
     """
 
     seconds: Mapping[str, float]
@@ -37,7 +37,7 @@ class StrategyBounds:
 
     @property
     def bound(self) -> str:
-        """What most of the step goes to."""
+        """The activity that takes most of the step."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     def to_dict(self) -> dict[str, Any]:

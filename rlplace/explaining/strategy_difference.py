@@ -23,7 +23,7 @@ _MICRO = ("microbatch", "microbatches")
 
 
 def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
-    """What a comparison holds of a plan with a strategy: the plan evaluated again."""
+    """A plan with a strategy, evaluated again, as one side of a comparison."""
     assert plan.strategy is not None
     said = asked.evaluate(plan.strategy)
     names = [device.name for device in asked.question.cluster.devices]
@@ -97,7 +97,7 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
 
 
 def _said(name: str, draft: Draft) -> str:
-    """How a draft says a word."""
+    """The text of a word for a draft."""
     if name == "micro-batches":
         return f"{_some(draft.microbatches)} of {_some(draft.microbatch)}"
     if name in _BLOCK_WORDS:

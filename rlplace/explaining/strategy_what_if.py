@@ -27,14 +27,14 @@ _PRESET = re.compile(r"(\s*[\w.-]+\s*:\s*)(\d+)((?:x\d+)?(?:,[^+]*)?)")
 def strategy_what_if(
     asked: Asked, *, calls: int = what_if.CALLS, time_limit_s: float | None = None
 ) -> tuple[what_if.WhatIf, ...]:
-    """The strategy and its hardware as they are, then one change at a time.
+    """The strategy on its own hardware, then one change at a time.
 
     Args:
         asked: A plan and its question.
         calls: Evaluations of each search; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
     """
-    draft, found = asked.draft(), []
+    draft, questions = asked.draft(), []
     for change, question in _questions(asked.question):
         more = question.batch // draft.batch  # a larger batch is more micro-batches
         same = dataclasses.replace(draft, microbatches=tuple(more * count for count in draft.microbatches))
@@ -42,12 +42,12 @@ def strategy_what_if(
         fits = math.isfinite(step_s)
         anew = partial(_search, question, calls, time_limit_s) if calls else None
         same_s = step_s if fits else None
-        found.append(what_if.Question(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
-    return what_if.answers(found)
+        questions.append(what_if.Question(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
+    return what_if.answers(questions)
 
 
 def _questions(question: Question) -> Iterator[tuple[str, Question]]:
-    """All changes, things as they are first."""
+    """All changes, the unchanged hardware first."""
     yield what_if.AS_IS, question
     machine = question.cluster
     if any(device.memory_bytes is not None for device in machine.devices):
@@ -79,7 +79,7 @@ def _step_s(question: Question, draft: Draft) -> float:
 
 
 def _search(question: Question, calls: int, time_limit_s: float | None, known: Sequence[Draft]) -> list[Draft]:
-    """The best strategy that a search finds; it has its own starts, so what is known does not matter."""
+    """The best strategy that a search finds; it has its own starts, so known strategies do not matter."""
     try:
         return [search(question, calls=calls, time_limit_s=time_limit_s).ranked[0].draft]
     except (InputError, InfeasibleError):  # nothing can be chosen there, or nothing fits

@@ -11,7 +11,7 @@ from rlplace.problem import Problem
 
 
 def module_of(group_name: str) -> str:
-    """The module that a group is counted to: its path up to the first number, or all of it.
+    """The module of a group: its path up to the first number, or all of it.
 
     ``transformer.h.3`` of ``transformer.h.3.mlp.act#2``, ``lm_head`` of itself.
     """
@@ -42,7 +42,7 @@ def channel_pairs(problem: Problem) -> dict[int, list[tuple[int, int]]]:
 def channel_names(problem: Problem) -> dict[int, str]:
     """What each channel is: the pair that it joins, what leaves or enters a device, or the pairs that share it.
 
-    Of channels that the same pairs use, such as the ports of the only two devices, the first one stands for all.
+    Where the same pairs use several channels, such as the ports of the only two devices, the first one stands for all.
     """
     first = {tuple(pairs): channel for channel, pairs in reversed(sorted(channel_pairs(problem).items()))}
     names = {channel: _channel(problem, list(pairs)) for pairs, channel in first.items()}
@@ -78,11 +78,11 @@ class Stretch:
     Attributes:
         where: Device, ``gpu0->gpu1``, or ``collectives``.
         start_s, end_s: From the beginning of the step.
-        wait_s: How much of it goes by with waiting for the place.
-        links: How many links they are.
+        wait_s: Seconds of it that are waits for the device or the link.
+        links: Number of links of the path.
         first, last: What runs, moves or waits in the first and the last of them.
-        blocker: What is in the way in the longest wait; empty where there is none, or nothing is.
-        sentence: In words.
+        blocker: What occupies the device or link during the longest wait; empty where nothing does.
+        sentence: The stretch in words.
     """
 
     where: str
@@ -97,14 +97,14 @@ class Stretch:
 
 
 def location_of(run: SimulatedPlan, link: Link) -> str:
-    """Where a link of the path is: device, pair of devices, or ``collectives``."""
+    """Location of a link of the path: device, pair of devices, or ``collectives``."""
     if link.destination >= 0:
         return pair_name(run.problem, link.device, link.destination)
     return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
 
 
 def stretches(run: SimulatedPlan, path: Sequence[Link]) -> tuple[Stretch, ...]:
-    """The path with neighbours in one place joined."""
+    """The path, with consecutive links of one location joined."""
     joined: list[list[Link]] = []
     for link in path:
         if joined and location_of(run, joined[-1][0]) == location_of(run, link):
@@ -139,5 +139,5 @@ def _why(wait: Link, blocker: str) -> str:
 
 
 def _name(run: SimulatedPlan, link: Link) -> str:
-    """The op, or of a parameter that is sent its group."""
+    """Name of the op; for a parameter that is sent, of its group."""
     return run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]

@@ -73,32 +73,32 @@ class WhatIf:
 
 
 def answers(asked: Iterable[Question[Candidate]]) -> tuple[WhatIf, ...]:
-    """Asks the questions, things as they are first."""
+    """Answers the questions, the unchanged plan first."""
     asked = list(asked)
     known = dict.fromkeys(question.same for question in asked)
     for question in asked:
         if question.search is not None:
             known |= dict.fromkeys(question.search(list(known)))
-    found = []
+    results = []
     for question in asked:
         steps = [question.same_s] if question.same_feasible and question.same_s is not None else []
         best_s = min([*steps, *map(question.step_s, known)], default=math.inf) if question.search is not None else math.inf
         replanned_s = best_s if math.isfinite(best_s) else None
-        found.append(WhatIf(question.change, question.same_s, question.same_feasible, question.samples, replanned_s))
-    return tuple(found)
+        results.append(WhatIf(question.change, question.same_s, question.same_feasible, question.samples, replanned_s))
+    return tuple(results)
 
 
-def what_if_lines(found: Sequence[WhatIf]) -> list[str]:
+def what_if_lines(results: Sequence[WhatIf]) -> list[str]:
     """The answers as a table."""
-    base = next(entry for entry in found if entry.change == AS_IS)
+    base = next(entry for entry in results if entry.change == AS_IS)
     rows = []
-    for entry in found:
+    for entry in results:
         gain = "-"
         if entry.sample_s is not None and base.sample_s:
             gain = percent(base.sample_s / entry.sample_s - 1.0, sign=True) if entry.sample_s > 0 else "-"
         fits = ms(entry.same_s) if entry.same_feasible else "does not fit"
         rows.append([entry.change, fits, ms(entry.replanned_s), str(entry.samples), gain if entry is not base else ""])
     lines = table(["what if", "same plan ms", "planned anew ms", "samples", "samples/s"], rows)
-    if any(entry.replanned_s is not None for entry in found):
+    if any(entry.replanned_s is not None for entry in results):
         lines.append("planned anew: the quickest plan known, of the same one and of searches, over all questions")
     return lines

@@ -1,6 +1,6 @@
 """torch's CUDA caching allocator as a pure function of a sequence of allocations and frees.
 
-What a process holds of a device is not what its tensors need: the allocator rounds requests, cuts them out of segments, keeps
+A process reserves more than its tensors need: the allocator rounds requests, cuts them out of segments, keeps
 segments when tensors die, and can only reuse what is free in one piece. `replay` follows c10/cuda/CUDACachingAllocator.cpp of
 torch 2.11 to 2.13 on one stream:
 
@@ -157,14 +157,14 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What the allocator did with a sequence of E events.
+    """The state of the allocator along a sequence of E events.
 
     Attributes:
         allocated_bytes: int64 [E], bytes of all used blocks after each event (``torch.cuda.memory_allocated``); up to the event
             that ran out of memory.
         reserved_bytes: int64 [E], bytes of all segments (``torch.cuda.memory_reserved``).
         segments: Segments at the end.
-        retries: How often everything cached was given back to make room (``num_alloc_retries``).
+        retries: Number of times that all cached blocks were released to make room (``num_alloc_retries``).
         out_of_memory: Number of the event that failed, None when all succeeded.
         blocks: int64 [B, 4] at the end: pool (0 small, 1 large), address, bytes, and 1 where in use; by address.
     """
@@ -197,13 +197,13 @@ def replay(
     """Runs allocations and frees through the allocator.
 
     Args:
-        ids: int [E], which allocation an event is about; a number may be used again after its free.
-        sizes: int [E], bytes that are asked for, -1 for a free. Zero bytes take no memory, as in torch.
+        ids: int [E], allocation of each event; a number may be used again after its free.
+        sizes: int [E], requested bytes, -1 for a free. Zero bytes take no memory, as in torch.
         options: Settings of the allocator.
-        capacity_bytes: What all segments together may take; None: no limit.
+        capacity_bytes: Limit on all segments together; None: no limit.
 
     Raises:
-        InputError: An event allocates what is live, or frees what is not.
+        InputError: An event allocates a live allocation, or frees one that is not live.
     """
     heap = Heap(options or AllocatorOptions(), capacity_bytes)
     number, size = np.asarray(ids), np.asarray(sizes, dtype=np.int64)

@@ -31,11 +31,11 @@ class Block:
     """A range of addresses.
 
     Attributes:
-        address, size: Where it lies.
+        address, size: First byte and number of bytes.
         pool: 0 the small one, 1 the large one.
         state: `FREE`, `USED` or `UNMAPPED`.
         previous, next: Neighbours in the same segment.
-        born: Searches of the pool when it was cached.
+        born: Number of searches of the pool before it was cached.
     """
 
     address: int
@@ -74,7 +74,7 @@ class Heap:
     Attributes:
         allocated: Bytes of used blocks.
         reserved: Bytes of all segments.
-        segments: How many there are.
+        segments: Number of segments.
         retries: How often everything cached was given back.
         cached: Free blocks of the small and of the large pool, by size and address.
     """
@@ -89,7 +89,7 @@ class Heap:
         self._capacity = math.inf if capacity_bytes is None else max(0, capacity_bytes)
 
     def malloc(self, requested: int) -> Block | None:
-        """A used block of at least so many bytes; None: out of memory."""
+        """A used block of at least `size` bytes; None: out of memory."""
         size = self._round_size(requested)
         pool = 0 if size <= SMALL_SIZE else 1
         block = self._get_free_block(pool, size)

@@ -1,4 +1,4 @@
-"""Fits a cost table to measurements of one device kind, and says how good it is on what it has not seen.
+"""Fits a cost table to measurements of one device kind, and states its errors on held-out ops.
 
 * A curve for each target, dtype and direction that was timed (`rlplace.cost.targets`), with its timed shapes beside it.
 * A curve for each op class, dtype and direction, for targets that were not timed.
@@ -40,8 +40,8 @@ class FitError:
         ops: Distinct ops.
         mean: Mean absolute relative error, every distinct op counting alike.
         weighted: Mean absolute relative error, every op counting by its measured time in a step.
-        measured_s: Seconds of all of them, each as often as it occurs.
-        predicted_s: The same, predicted.
+        measured_s: Sum of measured seconds over all ops, each as often as it occurs.
+        predicted_s: Sum of predicted seconds, counted alike.
         loaned: Share of the predicted time from curves of the op class, because the target was not among the fitted ones.
     """
 
@@ -64,7 +64,7 @@ class Calibration:
     """A fitted table and its errors.
 
     Attributes:
-        table: Costs of one device kind, to be laid over the shipped ones.
+        table: Costs of one device kind, which override the shipped ones.
         device_kind: The kind.
         ops: Distinct ops that were fitted on.
         by_shape: Errors on held-out shapes, per op class and direction.
@@ -89,12 +89,12 @@ def calibrate(
     """Fits a cost table.
 
     Args:
-        measurements: With ops, all of one device and number of threads; dtypes may differ.
+        measurements: Measurements with ops, all of one device and number of threads; dtypes may differ.
         kind: That device kind, as `rlplace.Cluster.detect()` has it: curves are fractions of its peak and bandwidth.
         holdout: Share of the distinct shapes of a target that are held out to state the error by shape; 0 leaves that out.
             The table that is returned is fitted on everything.
         by_model: Whether to state the error on each model by a fit on the others; needs two models.
-        seed: Decides which shapes are held out.
+        seed: Seed of the choice of held-out shapes.
 
     Returns:
         Table and errors.
@@ -130,12 +130,12 @@ class Fitted:
 
 def pool(measurements: Iterable[Measurement]) -> list[MeasuredOp]:
     """The distinct ops of several measurements, with their mean seconds, weighted by count."""
-    found: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
+    ops_by_key: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
     for measurement in measurements:
         for op in measurement.ops:
-            found[(_key(op), op.kind, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))].append(op)
+            ops_by_key[(_key(op), op.kind, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))].append(op)
     rows = []
-    for ops in found.values():
+    for ops in ops_by_key.values():
         count = sum(op.count for op in ops)
         seconds = max(sum(op.seconds * op.count for op in ops) / count, _LEAST_S)
         rows.append(msgspec.structs.replace(ops[0], seconds=seconds, count=count))
@@ -147,10 +147,10 @@ def fit(rows: Ops, kind: DeviceKind, source: str, scale: float = 1.0, wanted: Op
 
     Args:
         rows: Distinct ops.
-        kind: Their device.
-        source: Where the curves come from, for their records.
+        kind: Device kind of the ops.
+        source: Source to record in the curves.
         scale: Factor on all times, see `_time_scale`.
-        wanted: Only what it takes to predict these; None: everything.
+        wanted: Fit only the curves that predict these ops; None: all curves.
     """
     by_target: dict[Key, list[MeasuredOp]] = defaultdict(list)
     by_class: dict[Key, list[MeasuredOp]] = defaultdict(list)
@@ -227,7 +227,7 @@ def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float
 
 
 def _time_scale(rows: Ops, kind: DeviceKind) -> float:
-    """Factor that makes every time long enough for the peaks of the kind, whose presets may be below what a chip does.
+    """Factor that makes every time long enough for the peaks of the kind, which presets may state too low.
 
     Efficiencies may not exceed 1; times are fitted larger by this factor and `step_factor` takes it back.
     """
@@ -278,14 +278,14 @@ def _mean(rows: Ops) -> float:
 
 
 def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
-    """Timed shapes of a target; several rows may look alike to an op graph, then their mean counts."""
-    found: dict[frozenset[tuple[str, int]], list[MeasuredOp]] = defaultdict(list)
+    """Timed shapes of a target; rows with equal dims become one shape with their mean."""
+    rows_by_dims: dict[frozenset[tuple[str, int]], list[MeasuredOp]] = defaultdict(list)
     for row in rows:
         if _key(row) == key and (row.size_bytes or row.flops):
             dims = shape_dims(row.dims, row.flops, row.size_bytes)
-            found[frozenset(dims.items())].append(row)
+            rows_by_dims[frozenset(dims.items())].append(row)
     more = fitted.passed_on.get(key, 0.0)
-    return tuple(MeasuredShape(dict(sorted(dims)), _mean(same) * scale + more) for dims, same in found.items())
+    return tuple(MeasuredShape(dict(sorted(dims)), _mean(alike) * scale + more) for dims, alike in rows_by_dims.items())
 
 
 def _issue(measurements: Sequence[Measurement]) -> float:
@@ -305,7 +305,7 @@ def _source(measurements: Sequence[Measurement]) -> str:
 
 
 def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
-    """Each target with at least four shapes loses a share of them; the others predict it."""
+    """Errors on a share of the shapes of each target with at least four, predicted from its other shapes."""
     rng = np.random.default_rng(seed)
     by_key: dict[Key, list[MeasuredOp]] = defaultdict(list)
     for row in rows:
@@ -326,7 +326,7 @@ def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, see
 
 
 def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: float) -> tuple[FitError, ...]:
-    """Each model by a fit on the others; further measurements of the same model, at any batch size, are no others."""
+    """Errors on each model by a fit on all other models; the same model at another batch size is not another."""
     errors = []
     for left_out in measurements:
         others = [m for m in measurements if m.model.model != left_out.model.model]

@@ -1,4 +1,4 @@
-"""The kernels that the ops of a graph consist of, as flat rows: what curves price.
+"""The kernels of a graph's ops as flat rows, which curves price.
 
 A matrix product is a row with its m, n and k. The backward of a product is two rows, dX = dY W^T (m, k, n) and dW = X^T dY
 (k, n, m), or the one of them that autograd ran; that of a convolution likewise two, of equal work. What such an op does beside
@@ -37,15 +37,15 @@ class Calls:
 
     Attributes:
         op: int64 [C], the op.
-        kind: int64 [C], index into `OP_KINDS`.
+        kind: int64 [C], op class, an index into `OP_KINDS`.
         dtype: int64 [C], index into `dtypes`.
-        dtypes: Names.
+        dtypes: Names of dtypes.
         direction: int64 [C], index into `rlplace.cost.table.DIRECTIONS`.
-        flops: float64 [C], of the row.
-        size_bytes: float64 [C], of the row.
+        flops: float64 [C], FLOPs of the row.
+        size_bytes: float64 [C], bytes that the row reads and writes.
         count: float64 [C], equal kernels that the row is split into, at least 1.
         launches: float64 [C], launch floors that the row pays; below 1 for a share of a fused kernel.
-        sizes: float64 [C] by name of `DIMS`, of one kernel; 1 where unknown.
+        sizes: float64 [C] by name of `DIMS`, dims of one kernel; 1 where unknown.
     """
 
     op: NDArray[np.int64]

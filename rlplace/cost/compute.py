@@ -33,19 +33,19 @@ from rlplace.errors import unknown_name
 from rlplace.graph.opgraph import OP_KINDS, OpGraph
 
 VERSION = 3
-"""Of the cost model; part of a problem's source, so that a change of formulas shows."""
+"""Version of the cost model; part of a problem's source, so that a change of formulas shows."""
 
 NO_BASIS = -1
 
 
 @dataclass(frozen=True, eq=False)
 class OpTimes:
-    """Seconds of every op on one device kind, and what they rest on.
+    """Seconds of every op on one device kind, and their basis.
 
     Attributes:
         device_s: float64 [N], device time alone.
         seconds: float64 [N], with the host's issue time folded in.
-        basis: int8 [N], index into `BASES`, -1 for ops that cost the device nothing; of an op's dearest kernel.
+        basis: int8 [N], index into `BASES` for the longest kernel of the op, -1 for ops that cost the device nothing.
         curve: int64 [N], index into `curves` of that kernel, -1 for measured shapes and ops without kernels.
         curves: The curves that were used, with their sources.
     """
@@ -71,8 +71,8 @@ def explain_times(
     Args:
         graph: N ops.
         kind: The device.
-        costs: Cost table or file, laid over the shipped one; None: the shipped one.
-        host: "eager" or "compiled": what it takes the host to issue an op.
+        costs: Cost table or file that overrides the shipped one; None: the shipped one.
+        host: "eager" or "compiled": how the host issues ops.
 
     Raises:
         InputError: An unknown host mode, or a cost file that cannot be used.
@@ -98,8 +98,8 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
     op_basis[calls.op[order]] = basis[order]
     op_curve[calls.op[order]] = which[order]
     if own.measured:
-        for op, found in _measured(graph, kind, own).items():
-            device[op], op_basis[op], op_curve[op] = found, BASES.index("measured"), -1
+        for op, measured_s in _measured(graph, kind, own).items():
+            device[op], op_basis[op], op_curve[op] = measured_s, BASES.index("measured"), -1
     if own.targets and host == "eager":  # compiled code runs other kernels than those that were timed
         known = target_times(graph, kind, own)
         device[known.op] = known.seconds

@@ -87,7 +87,7 @@ def feature_matrix(names: tuple[str, ...], sizes: Sizes, processors: float) -> N
 
 
 def residual_factor(residual: Residual, sizes: Sizes, processors: float) -> NDArray[np.float64]:
-    """What to multiply the curve's time by: [N], between 1 / bound and bound."""
+    """Factors [N] on the curve's time, between 1 / bound and bound."""
     value = np.clip(feature_matrix(residual.features, sizes, processors), np.array(residual.low), np.array(residual.high))
     value = (value - np.array(residual.mean)) / np.array(residual.scale)
     for layer, (weights, bias) in enumerate(zip(residual.weights, residual.bias, strict=True)):
@@ -116,11 +116,11 @@ def work_seconds(
     """Seconds of single calls without launch and without residual.
 
     Args:
-        curve: Its two efficiencies.
-        flops: [N] of one call.
-        size_bytes: [N] of one call.
+        curve: The curve with the two efficiencies.
+        flops: [N], FLOPs of one call.
+        size_bytes: [N], bytes that one call reads and writes.
         peak_flops: FLOP/s that `compute_efficiency` is a fraction of.
-        bandwidth_bytes_per_s: What `bandwidth_efficiency` is a fraction of.
+        bandwidth_bytes_per_s: Bytes per second that `bandwidth_efficiency` is a fraction of.
     """
     compute = saturated(flops, curve.compute_half_flops, curve.saturation) / (curve.compute_efficiency * np.asarray(peak_flops))
     memory = saturated(size_bytes, curve.bandwidth_half_bytes, curve.saturation)
@@ -148,9 +148,9 @@ def kernel_seconds(
     """Seconds [N] of single calls without launch: curve, residual and roofline.
 
     Args:
-        curve: With or without a residual.
-        flops: [N] of one call.
-        size_bytes: [N] of one call.
+        curve: The curve, with or without a residual.
+        flops: [N], FLOPs of one call.
+        size_bytes: [N], bytes that one call reads and writes.
         sizes: Dims [N] by name, for the residual.
         peak_flops: FLOP/s of the device at that precision.
         bandwidth_bytes_per_s: Memory bandwidth of the device.

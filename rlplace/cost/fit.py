@@ -1,4 +1,4 @@
-"""Fits a curve to timed calls: robust least squares of log time, drawn to a prior where the timings say nothing."""
+"""Fits a curve to timed calls: robust least squares of log time, with a prior for what the timings leave open."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OpTiming:
 
     Attributes:
         flops: Work of the whole op.
-        size_bytes: Read plus written.
-        seconds: Measured.
+        size_bytes: Bytes read plus written.
+        seconds: Measured time of the whole op.
         calls: Kernels of equal work that the op consists of; FLOPs and bytes are split between them.
         dims: Sizes by name of `rlplace.cost.table.DIMS`, for residuals and measured shapes.
     """
@@ -56,15 +56,15 @@ def fit_op_curve(
     """Fits floor, two efficiencies, their half points and the saturation to timed ops of one class, dtype and direction.
 
     Args:
-        rows: Timed ops, at least one; from about 20 log-spaced shapes on the fit is worth something.
+        rows: Timed ops, at least one; a useful fit needs about 20 log-spaced shapes.
         peak_flops: FLOP/s of the device at that dtype.
         bandwidth_bytes_per_s: Memory bandwidth of the device.
         basis: "fitted" or "calibrated".
-        source: For people: what the rows are.
-        prior: Where coefficients go that the rows do not determine.
-        floor_s: None: the fitted fixed time of a call is the floor. Given: that is the floor of the curve, and what the rows
+        source: For display: origin of the rows.
+        prior: Values of coefficients that the rows do not determine.
+        floor_s: None: the fitted fixed time of a call is the floor. Else this is the floor of the curve, and what the rows
             need beyond it is kept as `overhead_s` (for timings that include launch and synchronisation of a single call).
-        overhead_s: With `floor_s`: that overhead where it is known, which the rows then do not decide.
+        overhead_s: With `floor_s`: the overhead where it is known; else it is fitted.
         saturations: Exponents to try.
 
     Returns:

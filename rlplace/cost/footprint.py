@@ -1,4 +1,4 @@
-"""Does it fit: what every device holds at its worst moment, part by part, with the allocator's segments around it.
+"""Whether a plan fits: peak memory of every device, part by part, with the allocator's segments around it.
 
 `footprint` replays two training steps as torch runs them: weights are there from the start; gradients appear in the backward
 and go with ``zero_grad``; optimizer state appears with the first update; activations, temporaries and received copies come and
@@ -46,10 +46,10 @@ class MemoryOptions:
 
     Attributes:
         allocator: Settings of the caching allocator.
-        optimizer_kernel: "foreach" (torch's choice on GPUs), "fused" or "single"; decides what an update holds for a moment.
+        optimizer_kernel: "foreach" (torch's choice on GPUs), "fused" or "single"; decides the temporaries of an update.
         workspace_bytes: Replaces the cuBLAS workspace.
-        context_bytes: Replaces what the CUDA context takes.
-        communication_bytes: Replaces what the collective library takes.
+        context_bytes: Replaces the bytes of the CUDA context.
+        communication_bytes: Replaces the bytes of the collective library.
         steps: Training steps that are replayed; optimizer state exists from the second one's start.
     """
 
@@ -72,16 +72,16 @@ class Footprint:
     """Memory of one device.
 
     Attributes:
-        device: Name.
-        parts: Bytes by entry of `PARTS` when the most is allocated; they add up to `total_bytes`.
+        device: Name of the device.
+        parts: Bytes by entry of `PARTS` at the allocated peak; they add up to `total_bytes`.
         allocated_peak_bytes: Most that tensors take, rounding included (``torch.cuda.max_memory_allocated``).
         reserved_peak_bytes: Most that the allocator holds (``torch.cuda.max_memory_reserved``).
         total_bytes: `reserved_peak_bytes`, context and communication: what a monitor of the device shows.
-        first_step_bytes: Most that is allocated in the first step, before there is optimizer state.
+        first_step_bytes: Peak of allocated bytes in the first step, before there is optimizer state.
         simulated_peak_bytes: Peak by the planners' rule.
         capacity_bytes: Capacity of the device; None: no limit.
         fits: Whether both steps run without running out of memory; giving back cached segments counts as fitting.
-        retries: How often cached segments had to be given back for that.
+        retries: Number of times that cached segments were released for that.
     """
 
     device: str
@@ -107,11 +107,11 @@ def footprint(
     graph: OpGraph | None = None,
     options: MemoryOptions | None = None,
 ) -> list[Footprint]:
-    """What every device holds at its worst moment.
+    """Peak memory of every device, part by part.
 
     Args:
-        problem: The priced graph, at any level.
-        plan: A plan for it; or a device number per group, int [G].
+        problem: The priced problem, at any level.
+        plan: A plan for it, or a device number per group, int [G].
         graph: The captured graph, if `problem` is its op level: allocations are then single parameters.
         options: How the training script runs.
 
@@ -119,7 +119,7 @@ def footprint(
         One entry per device of the problem.
 
     Raises:
-        InputError: The step does not complete, or the problem does not say what its resident bytes are.
+        InputError: The step does not complete, or the problem does not divide its resident bytes into parts.
     """
     options = options or MemoryOptions()
     devices = np.asarray(plan.device_of_group if isinstance(plan, PlacementPlan) else plan, dtype=np.int32)
@@ -133,7 +133,7 @@ def footprint(
 
 
 def _update_temporaries(problem: Problem, graph: OpGraph | None, options: MemoryOptions) -> float:
-    """Copies that an update holds, in sizes of the optimizer state of the same parameter."""
+    """Temporary copies of an update, in multiples of the optimizer state of the same parameter."""
     capture = graph.capture if graph is not None else (problem.source or {}).get("capture") or {}
     known = OPTIMIZERS.get(str(capture.get("optimizer")))
     if known is None or not known.moments:
@@ -265,7 +265,7 @@ class _Device:
         return body
 
     def _update(self, scratch: list[int]) -> None:
-        """What `optimizer.step()` holds for a moment: for all parameters at once, or one by one."""
+        """Temporaries of `optimizer.step()`: for all parameters at once, or one by one."""
         if self.options.optimizer_kernel == "foreach":
             for number in scratch:
                 self.take(number)

@@ -1,4 +1,4 @@
-"""Cost tables and cost models of other packages, and op times by a function of one's own."""
+"""Cost tables and cost models of other packages, and op times from a user's function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shipped_costs() -> CostTable:
 
 
 def as_costs(costs: CostTable | str | Path | None) -> CostTable:
-    """The table to price with: the shipped one, with a person's own on top.
+    """The table to price with: the shipped one, overridden by a user's own.
 
     Args:
         costs: None, a cost table, the path of a cost file, or the name of a cost model of an installed package.
@@ -46,14 +46,14 @@ OpTimeModel = Callable[[OpGraph, DeviceKind], Any]
 
 @dataclass(frozen=True)
 class ModelledCosts(CostTable):
-    """A cost table whose op times come from a function, where that knows them.
+    """A cost table whose op times come from a function, for the ops that it knows.
 
     The function gives device time; the host's time to issue an op is added as for every table. It may be called for any graph,
     also for parts of a captured one.
 
     Attributes:
-        model: See `OpTimeModel`.
-        version: Version of the function; another one makes another fingerprint.
+        model: The function, an `OpTimeModel`.
+        version: Version of the function; part of the fingerprint.
     """
 
     model: OpTimeModel | None = None
@@ -93,7 +93,7 @@ def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDAr
 
 
 def own_costs(costs: CostTable | str | Path) -> CostTable:
-    """A person's own table: as given, from a file, or of an installed package by name.
+    """A user's own table: the table itself, from a file, or of an installed package by name.
 
     A text is a name unless it looks like a path (a separator, or ``.json`` at the end) or there is a file of that name.
 
@@ -115,7 +115,7 @@ def own_costs(costs: CostTable | str | Path) -> CostTable:
 
 
 def _table_of(extension: Extension) -> CostTable:
-    """What an entry is: a table, the path of one, a function of no arguments that returns either, or an `OpTimeModel`."""
+    """The table of an entry: a table, its path, a function without arguments that returns either, or an `OpTimeModel`."""
     value = extension.load()
     if callable(value) and not isinstance(value, CostTable):
         arguments = _required(value)

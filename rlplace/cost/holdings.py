@@ -1,4 +1,4 @@
-"""What a device keeps between steps, allocation by allocation: weights, gradients and optimizer state.
+"""Allocations that a device keeps between steps: weights, gradients and optimizer state.
 
 A problem knows them as sums per group. With the captured graph at hand every parameter is an allocation of its own, as in
 torch, and a gradient is known to appear with the backward op that makes it. Without the graph each part of a group is one
@@ -25,7 +25,7 @@ class Holding:
     Attributes:
         group: Group that holds it.
         part: `WEIGHTS`, `GRADIENTS` or `OPTIMIZER`.
-        bytes: Size, above 0.
+        bytes: Size in bytes, above 0.
         makers: Ops of which the first one to run allocates it; only for gradients.
     """
 
@@ -39,11 +39,11 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
     """The allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
 
     Args:
-        problem: At op level where `graph` is given.
+        problem: The problem, at op level where there is a `graph`.
         graph: The graph that it was priced from.
 
     Raises:
-        InputError: The problem does not say what its resident bytes are, or is not the op level of `graph`.
+        InputError: The problem does not divide its resident bytes into parts, or is not the op level of `graph`.
     """
     parts = (problem.weight_bytes, problem.gradient_bytes, problem.optimizer_bytes)
     unknown = np.flatnonzero((np.minimum.reduce(parts) < 0) & (problem.resident_bytes > 0))

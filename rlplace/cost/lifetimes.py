@@ -1,4 +1,4 @@
-"""When every byte of a simulated step comes and goes: the executor's memory rule as a list of allocations and frees.
+"""Lifetimes of the memory of a simulated step: the executor's memory rule as a list of allocations and frees.
 
 The simulators keep a running sum per device. The allocator, and a table of what a peak is made of, need the single allocations
 in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its
@@ -21,7 +21,7 @@ from rlplace.simulator.reference import STUCK, ReferenceRun
 from rlplace.simulator.timeline import placement_violations
 
 ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
-"""What an allocation is: the output of a forward op, of a backward or update op, an op's temporary, a copy from elsewhere."""
+"""Kinds of allocations: the output of a forward op, of a backward or update op, an op's temporary, a copy from elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Lifetimes:
     Attributes:
         item: int64 [E], the allocation that an event starts or ends; each starts and ends once.
         starts: bool [E], true where it starts.
-        time_s: float64 [E], when that is.
+        time_s: float64 [E], time of the event.
         device: int32 [A].
         bytes: int64 [A].
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
@@ -59,8 +59,8 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     """Lists the allocations of one step.
 
     Args:
-        problem: The priced graph.
-        plan: A plan for `problem`, or just a device number per group, int [G].
+        problem: The priced problem.
+        plan: A plan for `problem`, or a device number per group, int [G].
 
     Raises:
         InputError: The step does not complete.

@@ -1,6 +1,6 @@
-"""`Measurement`: what ops and whole training steps of one model took on one real device.
+"""`Measurement`: times of the ops and whole training steps of one model on one real device.
 
-Times are device seconds. An op is told by its target, direction, dtype, FLOPs, bytes and dims, which is what an op graph knows
+Times are device seconds. An op is identified by its target, direction, dtype, FLOPs, bytes and dims, all that an op graph knows
 of it; ops of a model that agree in all of them are one record with a count.
 """
 
@@ -38,8 +38,8 @@ class MeasuredOp(Record, frozen=True):
         kind: A `rlplace.graph.opgraph.OpKind`.
         dtype: For example ``"float32"``.
         direction: A `Direction`.
-        flops: A multiply-add counts two.
-        size_bytes: Read plus written.
+        flops: FLOPs; a multiply-add counts two.
+        size_bytes: Bytes read plus written.
         count: Ops of the model that this record stands for.
         seconds: Mean over these ops of the median over repeats.
         p10_s: 10th percentile over all ops and repeats.
@@ -99,7 +99,7 @@ class ControlTiming(Record, frozen=True):
     """A matrix product of fixed shape, timed before and after everything else.
 
     Attributes:
-        shape: What was run.
+        shape: Shape of the product.
         first_s: Median before.
         last_s: Median after.
     """
@@ -121,13 +121,13 @@ class Environment(Record, frozen=True):
         device: Name as the driver or the processor reports it.
         device_kind: Name of the device kind in a cluster that the times belong to.
         device_type: ``"cpu"`` or ``"cuda"``.
-        torch: Version.
+        torch: Version of torch.
         threads: Torch threads that ops ran on.
         clock_mhz: Clock at the start, None where unknown.
         clock_end_mhz: Clock at the end.
         power_limit_w: Power cap, None where unknown.
-        temperature_c: At the end, None where unknown.
-        details: Further facts for people, by name: text or numbers.
+        temperature_c: Temperature at the end, None where unknown.
+        details: Further facts for display, by name: text or numbers.
     """
 
     device: str
@@ -158,7 +158,7 @@ class Measurement(Record, frozen=True):
     Attributes:
         name: For people; not part of the fingerprint.
         model: MODEL text with its options.
-        environment: Where it ran.
+        environment: Where and how the times were taken.
         cache: A `CacheState`.
         ops: Timed ops, may be empty.
         step: Whole steps, None when they were not timed.
@@ -184,7 +184,7 @@ class Measurement(Record, frozen=True):
         return sum(op.seconds * op.count for op in self.ops)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as plain JSON data; what is not known is left out."""
+        """The measurement as plain JSON data; unknown values are left out."""
         return {"format": FORMAT, "version": VERSION, **plain(self)}
 
     @staticmethod

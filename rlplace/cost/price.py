@@ -116,7 +116,7 @@ def device_times(
 
 
 def kind_times(graph: OpGraph, cluster: Cluster, table: CostTable, *, host: str = "eager") -> dict[str, OpTimes]:
-    """Times of every captured op, and what they rest on, by the name of each device kind of the cluster."""
+    """Times of every captured op with their basis, by the name of each device kind of the cluster."""
     kinds: dict[str, DeviceKind] = {kind.name: kind for kind in cluster.kinds}
     check_host(host)
     calls = calls_of(graph, host)
@@ -124,7 +124,7 @@ def kind_times(graph: OpGraph, cluster: Cluster, table: CostTable, *, host: str 
 
 
 def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Who holds what has no producer.
+    """Groups that hold the parameters, buffers and tensors without a producer.
 
     A trainable parameter belongs to the group of its update; anything else to the first group that reads it; a parameter that
     nothing reads to the group nearest to its module.
@@ -161,7 +161,7 @@ def _priced_ops(
     parameter_group: NDArray[np.int32],
     tensor_owner: NDArray[np.int32],
 ) -> PricedOps:
-    """The captured ops as a problem has them: what a group holds itself is no tensor, its own gradients carry no bytes."""
+    """The captured ops of a problem: tensors that a group holds itself are left out, its own gradients have no bytes."""
     op_group = grouping.op_group
     tensor = graph.edge_tensor
     consumer_group = op_group[graph.consumers]
@@ -232,7 +232,7 @@ def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...
 
 
 def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
-    """What a verb needs to price the same problem again, and the fingerprints to see that it did."""
+    """Data to price the same problem again, and the fingerprints that check it."""
     return {
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),

@@ -1,4 +1,4 @@
-"""Curves of devices and dtypes that nobody has fitted: class constants on datasheet numbers, and curves of related devices."""
+"""Curves of devices and dtypes without a fit: class constants on datasheet numbers, and curves of related devices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
 
 
 def precision_of(kind: DeviceKind, op: str, dtype: str) -> str:
-    """What an op's arithmetic runs in: float32 convolutions in tf32 where there is one, dtypes without units in float32."""
+    """Precision of an op's arithmetic: float32 convolutions in tf32 where there is one, dtypes without units in float32."""
     if not CLASSES[op].matrix:
         return "float64" if dtype == "float64" and "float64" in kind.peak_flops else "float32"
     if dtype == "float32" and op in TF32_CLASSES and "tf32" in kind.peak_flops:
@@ -115,7 +115,7 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
 
 
 def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, direction: str) -> Curve:
-    """The best curve that there is for a device kind: its own, that of a related direction, precision or device, or datasheet.
+    """The best available curve of a device kind: its own, that of a related direction, precision or device, or datasheet.
 
     A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
     other loan is "scaled", whatever the curve was where it comes from. A kind whose efficiencies or half points a cluster file
@@ -123,9 +123,9 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
 
     Args:
         kind: The device.
-        costs: Curves by the name of the kind; a kind called "name/..." takes those of "name".
+        costs: Curves by the name of the kind; a kind called "name/..." uses those of "name".
         op: Op class.
-        precision: See `precision_of`.
+        precision: Precision of the op's arithmetic, see `precision_of`.
         direction: One of `rlplace.cost.table.DIRECTIONS`.
     """
     name = base_name(kind.name)

@@ -1,4 +1,4 @@
-"""Problems whose backward may sit elsewhere than its forward."""
+"""Problems that place the backward of a group apart from its forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`CostTable`: what op times are computed from, per device kind, op class, dtype and direction.
+"""`CostTable`: the coefficients of op times, per device kind, op class, dtype and direction.
 
 A curve is a launch floor and two saturating efficiencies; measured shapes override it, a bounded residual corrects it. Every
-curve says what it rests on (its `basis`) and where its numbers come from (its `source`).
+curve states its `basis` and the `source` of its numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlplace.records import Record, Whole
 MAX_WEIGHTS = 10_000
 
 Basis = Literal["measured", "fitted", "scaled", "calibrated"]
-"""What a time rests on: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
+"""Basis of a time: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
 ones, `calibrated`: a person's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
 
 Direction = Literal["forward", "backward", "update", "backward_weight"]
@@ -115,8 +115,8 @@ class Curve(Record, frozen=True):
         saturation: Exponent of g, in (0, 1].
         overhead_s: What the measuring method added to every time that the curve was fitted on (launch and synchronisation
             of a single call); not part of any prediction.
-        basis: What it rests on.
-        source: For people: data, software, method.
+        basis: One of `BASES`.
+        source: For display: data, software, method.
         residual: Optional correction.
     """
 
@@ -158,7 +158,7 @@ class TargetCosts:
     """Costs of whole ops of one target on one device: all kernels of the op, launches included, as one curve.
 
     Attributes:
-        curve: Over the FLOPs and bytes that the op graph counts for the op.
+        curve: Time over the FLOPs and bytes that the op graph counts for the op.
         measured: Timed shapes, which override the curve.
     """
 
@@ -171,7 +171,7 @@ class KindCosts:
     """Costs of one device kind.
 
     Attributes:
-        curves: By key.
+        curves: Curves by key.
         measured: Timed shapes by key.
         targets: Whole ops by (target, dtype, direction), with targets as `rlplace.cost.targets.target_names` has them; an entry
             replaces curves and measured shapes of the op's class.

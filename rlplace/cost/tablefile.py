@@ -109,7 +109,7 @@ def table_to_dict(table: CostTable) -> dict[str, Any]:
 
 
 def check_table(table: CostTable) -> None:
-    """Checks a table that was made in Python like one from a file.
+    """Checks a table built in Python like one from a file.
 
     Raises:
         InputError: Names the first entry that is wrong.
@@ -169,13 +169,13 @@ def _costs(kind: _Kind, where: str) -> KindCosts:
 
 
 def _by_key(entries: Iterable[Any], names: tuple[str, str, str], where: str) -> dict[Key, Any]:
-    found: dict[Key, Any] = {}
+    entry_by_key: dict[Key, Any] = {}
     for index, entry in enumerate(entries):
         key = getattr(entry, names[0]), entry.dtype, entry.direction
-        if key in found:
+        if key in entry_by_key:
             raise InputError(f"{where}[{index}]: {'/'.join(key)[:80]} is given twice")
-        found[key] = entry
-    return found
+        entry_by_key[key] = entry
+    return entry_by_key
 
 
 def _curve(entry: Curve) -> Curve:

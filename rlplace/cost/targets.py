@@ -1,4 +1,4 @@
-"""Times of whole ops by target: what a person's own measurements give, finer than op classes.
+"""Times of whole ops by target, from a user's own measurements; finer than op classes.
 
 On a processor two ops of one class may differ by a factor of three per byte (gelu and an in-place relu), and an op is what the
 library makes of it, not a known set of kernels. So a calibration keeps a curve for each target, over the FLOPs and bytes of the
@@ -29,8 +29,8 @@ class TargetTimes:
     """Times of the ops that a table knows by target.
 
     Attributes:
-        op: int64 [K], the ops.
-        seconds: float64 [K].
+        op: int64 [K], numbers of the ops.
+        seconds: float64 [K], time of each op.
         measured: bool [K], whether this very shape was timed.
         curve: int64 [K], index into `curves`.
         curves: The curves that were used.
@@ -67,7 +67,7 @@ def op_dims_of(graph: OpGraph) -> list[Mapping[str, int]]:
 
 
 def shape_dims(dims: Mapping[str, int], flops: float, size_bytes: float) -> dict[str, int]:
-    """What a measured shape of a target is told by: FLOPs, bytes and the dims that cost tables know."""
+    """The key of a measured shape of a target: FLOPs, bytes and the dims that cost tables know."""
     kept = {name: int(size) for name, size in dims.items() if name in DIMS}
     return {**kept, "flops": round(flops), "bytes": round(size_bytes)}
 
@@ -78,7 +78,7 @@ def target_times(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> TargetTi
     Args:
         graph: N ops.
         kind: The device.
-        costs: Its costs; `step_factor` is not applied.
+        costs: Costs of the device; `step_factor` is not applied.
     """
     directions = [DIRECTIONS[number] for number in op_directions(graph).tolist()]
     keys: list[Key] = list(zip(target_names(graph), graph.op_dtype, directions, strict=True))

@@ -1,4 +1,4 @@
-"""`PlanTimings`: what whole plans took on real devices, beside what the simulator predicted."""
+"""`PlanTimings`: measured times of whole plans on real devices, beside the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rlplace.records import Record, Whole, build, plain
 FORMAT = "rlplace.plan_timings"
 VERSION = 1
 Mode = Literal["computed", "replayed"]
-"""Whether the ops of a step ran, or slept as long as they were predicted to take while real tensors crossed the real links."""
+"""Whether the ops of a step ran, or slept for their predicted time while real tensors crossed the real links."""
 
 Seconds = Annotated[float, Meta(ge=0, lt=1e18)]
 
 
 class PlaceTiming(Record, frozen=True):
-    """One device during the median step. Seconds; what is left of the step it was idle, or did what is counted nowhere.
+    """One device during the median step, in seconds; the rest of the step is idle or not accounted for.
 
     Attributes:
         rank: Rank of its process.
         host: Name of its machine.
-        busy_s: In forward and backward passes.
+        busy_s: Forward and backward passes.
         wait_s: Waiting for other processes.
-        reduce_s: Adding up gradients of replicas and ties, waiting included.
-        update_s: In the optimizer.
+        reduce_s: Summing gradients of replicas and ties, waiting included.
+        update_s: Optimizer updates.
         peak_memory_bytes: Largest allocation of the device in any step; None where the device does not report it.
-        predicted_busy_s: Simulated passes and updates.
-        predicted_peak_bytes: Simulated.
+        predicted_busy_s: Simulated time of passes and updates.
+        predicted_peak_bytes: Simulated peak memory.
     """
 
     rank: Whole
@@ -62,12 +62,12 @@ class PlanTiming(Record, frozen=True):
         name: For people, such as the plan's file name.
         plan: Fingerprint of the plan.
         problem: Fingerprint of its problem.
-        planner: Who made it.
-        engine: Which engine ran it.
-        mode: A `Mode`.
+        planner: Name of its planner.
+        engine: Name of the engine that ran it.
+        mode: Whether ops ran or slept, see `Mode`.
         step_s: Seconds of every timed step, warm-up left out: the slowest process counts.
-        places: Per process that the plan uses, by rank.
-        setup_s: From the plan to the first step.
+        places: One entry a process that the plan uses, by rank.
+        setup_s: Time from the plan to the first step.
         predicted_s: Simulated step time; None without the problem.
     """
 

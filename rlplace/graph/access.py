@@ -6,8 +6,8 @@ Only dimensions that can be cut are named: cutting one into parts and giving eac
 indexes leaves the op's work the same, but for sums over the parts where an output is not indexed by the dimension.
 
 Tensors are described in memory, by the strides of the view that the op sees, so that views need no rules: after
-``view(b, s, heads, width)`` the same storage is simply read with other strides. Names and rules of ops that
-nothing is known about are not guessed: such ops cannot be cut.
+``view(b, s, heads, width)`` the same storage is read with other strides. Rules are not guessed: ops without
+one cannot be cut.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Access:
     """Iteration space of an op.
 
     Attributes:
-        dims: Sizes by name.
-        uses: One for each tensor that it reads or writes.
-        statistics: ``(names, bytes)``: sums of so many bytes, indexed by these dimensions, that run over the others and that
+        dims: Sizes of its dimensions by name.
+        uses: One entry for each tensor that it reads or writes.
+        statistics: ``(names, bytes)``: sums of that size, indexed by these dimensions, that run over the others and that
             every device needs before it can go on (means of a norm, the denominators of a softmax).
     """
 
@@ -58,7 +58,7 @@ class Access:
 
 @dataclass
 class Space:
-    """What a rule fills in."""
+    """The iteration space that a rule fills in."""
 
     dims: dict[str, int] = field(default_factory=dict)
     tensors: list[tuple[Any, Names]] = field(default_factory=list)
@@ -84,10 +84,10 @@ def access_of(
     """The iteration space of a call, None where no rule knows it.
 
     Args:
-        target: ATen op.
+        target: The ATen op.
         args: Its positional arguments, on fake tensors.
         kwargs: Its keyword arguments.
-        result: What it returned.
+        result: Its result.
         storage: Numbers the storage of a tensor.
     """
     rule = rule_of(target)
@@ -122,7 +122,7 @@ _POINTWISE = frozenset(
 
 
 def _in_order(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Positional arguments, with keyword ones and defaults filled in where the schema is known."""
+    """Arguments in positional order, keywords and defaults filled in where the schema is known."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return [*args, *kwargs.values()]
@@ -156,7 +156,7 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
-    """A view only names the dimensions of what it looks at; a reshape that has to copy is a view of either side."""
+    """A view only names the dimensions of its base; a reshape that has to copy is a view of either side."""
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return False

@@ -1,6 +1,6 @@
 """Iteration spaces of the ATen ops that can be cut, by op name; see `rlplace.graph.access`.
 
-Dimension names: m rows (m0, m1, ... where the input has several leading dimensions), n columns that are made, k reduced,
+Dimension names: m rows (m0, m1, ... where the input has several leading dimensions), n output columns, k reduced,
 v vocabulary; b batch, c input channels, n output channels, h and w positions; batch, heads, queries of attention; d0, d1, ...
 of element-wise ops. Windows (h, w of convolutions and poolings) are not named, since their parts overlap.
 """
@@ -204,7 +204,7 @@ def _embedding(space: Space, args: Args, result: Any) -> bool:
 
 
 def _reduce(space: Space, args: Args, result: Any) -> bool:
-    """Sums and means: what they run over can be cut, as partial sums add up."""
+    """Sums and means: reduced dimensions can be cut, as partial sums add up."""
     inputs, dims = args[0], args[1] if len(args) > 1 else None
     if inputs.dim() == 0 or not isinstance(result, torch.Tensor):
         return False
@@ -247,7 +247,7 @@ def _joined(space: Space, args: Args, result: Any) -> bool:
 
 
 def _pad(space: Space, args: Args, result: Any) -> bool:
-    """What is not padded can be cut."""
+    """Dimensions without padding can be cut."""
     names = [f"d{i}" if a == b else "" for i, (a, b) in enumerate(zip(args[0].shape, result.shape, strict=True))]
     space.add(args[0], names)
     space.add(result, names)

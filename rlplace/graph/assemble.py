@@ -1,4 +1,4 @@
-"""From recorded ATen ops to the arrays of an `OpGraph`: which op owns what, and which storages flow between ops."""
+"""From recorded ATen ops to the arrays of an `OpGraph`: the owner of each event, and storages that flow between ops."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Leaf:
     """A parameter or buffer of the fake copy.
 
     Attributes:
-        record: What the graph says about it.
+        record: Its entry in the graph.
         storage: Its storage number.
         gradient_storage: Storage of its gradient after the step, None without one.
-        idle: It requires a gradient and receives none.
+        idle: Whether it requires a gradient and receives none.
     """
 
     record: Parameter
@@ -46,7 +46,7 @@ class _Op:
 
 @dataclass
 class Assembly:
-    """Intermediate state: events by op, storages by who touches them."""
+    """Intermediate state: events by op, and the ops that touch each storage."""
 
     recording: Recording
     optimizer: tuple[float, float]
@@ -67,7 +67,7 @@ class Assembly:
         self.touches = self._collect_touches()
 
     def _adopt_orphans(self) -> int:
-        """Gives ops that autograd ran for nobody to the op that made their input, or that first reads their output."""
+        """Assigns ops that autograd ran for no label to the op that made their input, or that first reads their output."""
         count = 0
         orphans: list[int] = []
         for index, event in enumerate(self.events):
@@ -145,7 +145,7 @@ class Assembly:
         return ops
 
     def _collect_touches(self) -> dict[int, list[tuple[Key, bool]]]:
-        """Per storage, who touches it in execution order, and whether they write it."""
+        """Per storage, the ops that touch it in execution order, and whether they write it."""
         touches: dict[int, list[tuple[Key, bool]]] = {}
 
         def touch(storage: int, key: Key, writes: bool) -> None:

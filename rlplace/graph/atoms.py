@@ -1,4 +1,4 @@
-"""What coarsening starts from: which ops go together before anything is contracted.
+"""Start of coarsening: the ops that go together before anything is contracted.
 
 An *anchor* is the forward op that an op goes with; an *atom* is a set of anchors that one cluster must hold.
 """

@@ -152,7 +152,7 @@ def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) ->
         if producer is not None and producer[0] == FORWARD_OF:
             group = [producer, *writers, *(key for key, _ in forward if key in views)]
         elif writers:
-            # An in-place chain on an input or buffer has no producer to follow; everybody who sees it stays together.
+            # An in-place chain on an input or buffer has no producer to follow; all ops that read it stay together.
             group = [key for key, _ in forward]
         else:
             continue
@@ -165,7 +165,7 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
     """The access of an op from those of the ATen ops that it runs.
 
     Args:
-        parts: In execution order.
+        parts: Their accesses, in execution order.
         inner: Storages that the op makes.
 
     Returns:

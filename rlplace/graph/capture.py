@@ -8,7 +8,7 @@ The module is copied onto fake CPU tensors and never touched. Three methods are 
 * ``module``: the module runs eagerly; one forward op per call of a module without children. Values that the forward reads
   out of tensors are guessed.
 
-The first that succeeds is used; why the earlier ones failed is in ``capture["notes"]``.
+The first that succeeds is used; ``capture["notes"]`` has the errors of the earlier ones.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ def capture(
         dtype: Floating-point weights and inputs are cast to it, for example ``"bf16"``; None leaves them.
         autocast: Forward and loss run under `torch.autocast` in this dtype, "bfloat16" or "float16": weights, gradients and
             optimizer state keep their dtype, matrix products cast what they read.
-        autocast_device: Whose list of ops autocast follows, "cuda" or "cpu".
+        autocast_device: Device whose list of ops autocast follows, "cuda" or "cpu".
         master_weights: The optimizer keeps a float32 copy of every weight, and its state in float32.
         method: "export", "dispatch" or "module" to allow only that one; None tries them in this order.
         name: Name of the graph; default the class name of the module.
-        source: What the graph was made from, kept for later verbs; what the inputs look like is added as ``inputs``.
+        source: Origin of the graph, kept for later verbs; a description of the inputs is added as ``inputs``.
         like: A capture of the same model at another batch: that its equal layers are equal is not looked at again where the
             ops come out the same.
 
     Returns:
-        The graph; `capture` of it says which method was used and what is to be known about it.
+        The graph; its `capture` states the method and has notes.
 
     Raises:
         InputError: An argument cannot be used, or there is no loss.
-        CaptureError: No method could record the step; the message is the model's own error and where it was raised.
+        CaptureError: No method could record the step; the message has the model's own error and where it was raised.
     """
     if optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
@@ -200,7 +200,7 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
     for index, (tensor, _, _) in enumerate(tensors):
         recorder.parameter_of_storage[recorder.storage(tensor)] = index
     recorder.storages_of((fake_args, fake_kwargs))  # inputs are numbered after the state, before all that the step makes
-    given = len(recorder.storages)
+    num_external = len(recorder.storages)
     region = contextlib.ExitStack()
 
     def finish(output: Any) -> None:
@@ -217,7 +217,7 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
         else:
             nodes = trace_export(fake, fake_args, fake_kwargs, recorder, finish)
     leaves = _leaves(tensors, recorder, step)
-    return Recording(recorder.labels, recorder.events, recorder.storages, leaves, given, nodes)
+    return Recording(recorder.labels, recorder.events, recorder.storages, leaves, num_external, nodes)
 
 
 def _check_model(model: Any, loss: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which attention ops see earlier positions only, found from how their masks are made.
+"""Attention ops that see earlier positions only, recognised by how their masks are computed.
 
 Exported models carry a mask where the eager model passes `is_causal`, and a GPU's kernels skip the half that is masked.
 """

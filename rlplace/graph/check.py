@@ -1,4 +1,4 @@
-"""Checks that an `OpGraph` is well formed before anything uses a number of it."""
+"""Checks that an `OpGraph` is well formed before its numbers are used."""
 
 from __future__ import annotations
 

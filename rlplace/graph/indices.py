@@ -21,7 +21,7 @@ from math import prod
 from rlplace.graph.access import Access, Names
 
 REACH = 3
-"""Ops between the tensor that a gradient belongs to and the op that takes the gradient in."""
+"""Largest number of ops between the tensor of a gradient and the op that reads the gradient."""
 
 
 class Cuts:
@@ -31,7 +31,7 @@ class Cuts:
         self.at = [1, size] if size > 1 else [1]
 
     def add(self, stride: int) -> bool:
-        """Cuts; False when that does not go with the cuts that there are."""
+        """Adds a cut; False where it does not fit the present cuts."""
         index = bisect_left(self.at, stride)
         if index < len(self.at) and self.at[index] == stride:
             return True
@@ -151,10 +151,10 @@ class GradientLayouts:
                     self._touched.setdefault(op, []).append(storage)
 
     def of(self, maker: int, users: Sequence[int], size_bytes: int) -> tuple[tuple[int, ...], dict[int, Names]] | None:
-        """Axes and names by forward op of a tensor that the backward of `maker` hands to the backward of `users`.
+        """Axes and names by forward op of a tensor that the backward of `maker` passes to the backward of `users`.
 
-        It is the gradient of something that the forward of `maker` reads: the storage of equal size that is closest to what the
-        users know.
+        It is the gradient of something that the forward of `maker` reads: the storage of equal size that is nearest to the
+        storages of the users.
         """
         best: tuple[tuple[int, int, int], int, dict[int, Names]] | None = None
         for storage in self._touched.get(maker, ()):
@@ -237,7 +237,7 @@ class Indices:
         dims: Sizes of an op's dimensions by name; ops that cannot be cut are left out.
         axes: Sizes of a tensor's axes, outermost first; left out where the layout is not known.
         access: Tensor to op (its producer or a consumer) to names, one an axis.
-        statistics: ``(names, bytes)`` by op: sums of so many bytes in all, indexed by these dimensions, that are needed from
+        statistics: ``(names, bytes)`` by op: sums of that size in all, indexed by these dimensions, that are needed from
             all parts of the other dimensions before the op can go on.
     """
 
@@ -249,10 +249,10 @@ class Indices:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What capture leaves for layouts of tensor groups.
+    """The data of a capture that layouts of tensor groups read.
 
     Attributes:
-        accesses: By forward op.
+        accesses: Iteration space by forward op.
         rows: Per tensor its storage (-1: none of its own), producer (-1: none), bytes and consumers.
         forward_of: Backward op to forward op.
     """
@@ -263,7 +263,7 @@ class Traced:
 
     @cached_property
     def indices(self) -> Indices:
-        """Dimensions of ops and axes of tensors that agree; worked out when first asked for."""
+        """Dimensions of ops and axes of tensors that agree; computed on first use."""
         layouts = Layouts(self.accesses)
         forward_of = self.forward_of
         forward_bytes = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
@@ -280,9 +280,9 @@ class Traced:
                     touched = [*([producer] if producer >= 0 else []), *users]
                     access[tensor] = {op: seen[f] for op in touched if (f := forward_of.get(op, op)) in seen}
                 continue
-            found = gradients.of(forward_of[producer], [forward_of[user] for user in users if user in forward_of], size)
-            if found is not None:
-                axes[tensor] = found[0]
-                access[tensor] = {op: found[1][f] for op in (producer, *users) if (f := forward_of.get(op, -1)) in found[1]}
-        statistics = {op: layouts.statistics(op, found) for op, found in self.accesses.items() if found.statistics}
+            layout = gradients.of(forward_of[producer], [forward_of[user] for user in users if user in forward_of], size)
+            if layout is not None:
+                axes[tensor] = layout[0]
+                access[tensor] = {op: layout[1][f] for op in (producer, *users) if (f := forward_of.get(op, -1)) in layout[1]}
+        statistics = {op: layouts.statistics(op, access) for op, access in self.accesses.items() if access.statistics}
         return Indices(layouts.dims, axes, access, statistics)

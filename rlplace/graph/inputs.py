@@ -1,7 +1,7 @@
-"""What one batch looked like when a model was captured: structure, shapes and dtypes as JSON.
+"""The inputs with which a model was captured: structure, shapes and dtypes as JSON.
 
 It stays in the ``source`` of a graph, of its problems and of their plans, so that a plan can be executed without example inputs
-at hand. Every part is an object with one key that says what it is: ``tensor`` (its shape, with ``dtype`` beside it), ``tuple``,
+at hand. Every part is an object with one key for its type: ``tensor`` (its shape, with ``dtype`` beside it), ``tuple``,
 ``list``, ``dict`` or ``value`` (a plain argument).
 """
 
@@ -22,10 +22,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call from what a caller gives: a dict by keyword, a tuple, or one tensor.
+    """Positional and keyword arguments of a call from example inputs: a dict by keyword, a tuple, or one tensor.
 
     Raises:
-        InputError: It is something else.
+        InputError: The inputs are something else.
     """
     import torch
 
@@ -39,7 +39,7 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments of a call without their values; None when they hold something that JSON cannot say.
+    """Arguments of a call without their values; None when they hold something that JSON cannot express.
 
     Args:
         args: Positional arguments: tensors and plain values, nested in tuples, lists and dicts.
@@ -56,7 +56,7 @@ def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def described_inputs(description: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as `describe_inputs` found them, tensors on the meta device.
+    """The arguments that `describe_inputs` described, tensors on the meta device.
 
     Raises:
         InputError: The description is damaged.

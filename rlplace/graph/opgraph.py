@@ -73,7 +73,7 @@ class OpGraph:
     """One training step as ops, tensors and parameters.
 
     Attributes:
-        name: For people; not part of the fingerprint.
+        name: For display; not part of the fingerprint.
         samples: Samples in the captured batch.
         op_names: N unique names: ``module.path/node`` for a forward op (the part behind the last slash is the node of the
             captured graph), the same with ``.backward`` for its backward op, ``parameter/update`` for an update.
@@ -100,7 +100,7 @@ class OpGraph:
         source: MODEL and options that the graph came from, or None.
         op_dims: Optional sizes of named dimensions by op number, for pricing and for sharding planners; a backward op without
             any has those of its forward op.
-        op_launches: Optional int32 [N], kernels that the op launches (0 for views); None where nobody counted.
+        op_launches: Optional int32 [N], kernels that the op launches (0 for views); None where they were not counted.
         traced: How the captured calls access their tensors, for sharding planners; None where that was not recorded. It stays
             in this process: it is not saved in graph files and not part of the fingerprint.
     """
@@ -158,8 +158,8 @@ class OpGraph:
         """Per op the forward ops whose tensors it reads."""
         inputs: list[list[int]] = [[] for _ in range(self.num_ops)]
         makers = self.tensor_producer[self.edge_tensor]
-        made = (makers >= 0) & (self.op_phase[np.maximum(makers, 0)] == FORWARD)
-        for maker, op in zip(makers[made].tolist(), self.consumers[made].tolist(), strict=True):
+        forward = (makers >= 0) & (self.op_phase[np.maximum(makers, 0)] == FORWARD)
+        for maker, op in zip(makers[forward].tolist(), self.consumers[forward].tolist(), strict=True):
             inputs[op].append(maker)
         return inputs
 

@@ -1,4 +1,4 @@
-"""What optimizers of `torch.optim` compute and hold: FLOPs, traffic, state and the memory that one update takes for a moment.
+"""Optimizers of `torch.optim`: their FLOPs, traffic and state, and the temporary memory of an update.
 
 State has the dtype of the parameter, as in torch (`zeros_like(parameter)`), unless there are master weights: a float32 copy of
 the parameter, and state in float32 (what Megatron and DeepSpeed call mixed-precision Adam, 16 bytes per parameter in all).
@@ -20,8 +20,8 @@ class Optimizer:
     """One optimizer.
 
     Attributes:
-        flops: Per element.
-        weight_traffic: Sizes of the parameter read and written: the parameter twice, the gradient once.
+        flops: FLOPs per element.
+        weight_traffic: Bytes read and written, in sizes of the parameter: the parameter twice, the gradient once.
         moments: Copies of the parameter that it keeps.
         foreach_temporaries: Copies of all parameters that a foreach update holds at once, in the state's dtype.
         single_temporaries: Copies of one parameter that a single update holds at once.

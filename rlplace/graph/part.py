@@ -22,7 +22,7 @@ def picked(graph: OpGraph, ops: NDArray[Any]) -> dict[str, Any]:
 def part_of(graph: OpGraph, ops: NDArray[Any]) -> tuple[OpGraph, NDArray[np.int64]]:
     """The graph of some ops.
 
-    What other ops make is an input of it. All parameters stay listed, and every op keeps its name, sizes and dimensions.
+    Tensors that other ops make become inputs. All parameters stay listed; ops keep their names, sizes and dimensions.
 
     Args:
         graph: N ops, T tensors.

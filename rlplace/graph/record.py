@@ -1,4 +1,4 @@
-"""Records every ATen op of a fake training step: who ran it, which storages it touched, what it cost.
+"""Records every ATen op of a fake training step: its label, the storages that it touched, and its cost.
 
 A *label* is a forward op in the making: an FX node, a dispatched op or a module call, depending on the capture method. The
 recorder attributes forward ATen ops to the label that runs, and backward ATen ops to the label during which their autograd
@@ -22,7 +22,7 @@ from rlplace.graph.flops import count_flops
 from rlplace.graph.kinds import kind_of
 
 FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"
-"""Who an ATen op ran for. Nobody: autograd, on behalf of no node that we know. Outside: between forward and backward."""
+"""Label that an ATen op ran for. Nobody: autograd, for no known node. Outside: between forward and backward."""
 
 _METADATA_ONLY = frozenset(
     {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
@@ -43,9 +43,9 @@ class Label:
         target: Op as torch knows it.
         module: Path of its module.
         whole: Whether it is a submodule kept as one op.
-        dims: What its arguments say beyond the ATen ops that it runs while captured, see `rlplace.graph.dims.argument_dims`.
+        dims: Sizes from its arguments that its ATen ops do not show, see `rlplace.graph.dims.argument_dims`.
         access: Its iteration space, None where it is not known.
-        parts: Those of the ATen ops that it runs, where it has none of its own; None in the list stands for an unknown one.
+        parts: Iteration spaces of its ATen ops, where it has none of its own; None in the list stands for an unknown one.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
             self.current = outer
 
     def claim(self, label: int, leave: int = 0) -> None:
-        """Gives the autograd nodes made since the last call, except the newest `leave` ones, to a label."""
+        """Assigns the autograd nodes created since the last call, except the newest `leave` ones, to a label."""
         now = torch.autograd._get_sequence_nr() - leave  # type: ignore[attr-defined]
         if now > self._last_sequence and label >= 0:
             for number in range(self._last_sequence, now):

@@ -1,4 +1,4 @@
-"""One recorded step, and what its labels, events and parameters refer to."""
+"""One recorded step, and the references of its labels, events and parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Recording:
     """One recorded step, complete or forward only.
 
     Attributes:
-        labels: As in `rlplace.graph.record.Recorder`.
-        events: Likewise.
-        storages: Likewise.
+        labels: Forward ops, in execution order.
+        events: ATen ops, in execution order.
+        storages: Every storage met, by its number.
         leaves: Parameters and buffers; leaf i has storage i.
-        given: Storages of leaves and inputs, the first ones.
+        num_external: Number of storages of leaves and inputs, which come first.
         nodes: Names of all nodes of the exported graph; empty without one.
     """
 
@@ -31,16 +31,16 @@ class Recording:
     events: list[Event]
     storages: list[Any]
     leaves: list[Leaf]
-    given: int
+    num_external: int
     nodes: frozenset[str] = frozenset()
 
 
 Reference = tuple[str, int]
-"""What is referred to ("label", "leaf" or "storage") and its number."""
+"""Kind of the item that is referred to ("label", "leaf" or "storage") and its number."""
 
 
 def parts_of(item: Any) -> tuple[Any, list[Reference]]:
-    """What must be equal in equal layers, and the references."""
+    """The fields that are equal in equal layers, and the references."""
     if isinstance(item, Event):
         owner = [("leaf" if item.phase == UPDATE_OF else "label", item.owner)] if item.owner >= 0 else []
         form = (

@@ -1,8 +1,8 @@
-"""Repeats the middle layer of a recording: what each layer refers to is shifted, what lies outside stays.
+"""Repeats the middle layer of a recording: references of layers are shifted, references to anything else stay.
 
-Of `HELD` layers the first and the last may do as they like. The three in the middle must be equal item by item, and each of
+Among `HELD` layers the first and the last may differ. The three in the middle must be equal item by item, and each of
 their references must reach equally far: into the same layer, the one before, the one after, or always to the same thing. Then
-the middle one's items are put in once for every layer that is missing.
+the middle one's items are inserted once for every missing layer.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class Repeated:
             for leaf, (number, copy) in zip(leaves, self.order["leaf"], strict=True)
         ]
         events = self._repeated(old.events, self.event_layer, self._emitted(self.event_layer, self.turned))
-        given = sum(number < old.given for number, _ in self.order["storage"])
+        num_external = sum(number < old.num_external for number, _ in self.order["storage"])
         storages = [old.storages[number] for number, _ in self.order["storage"]]
         if [leaf.storage for leaf in leaves] != list(range(len(leaves))):
             raise UnlikeError(f"the parameters of {self.path} are not in the order of its layers")
-        return Recording(labels, events, storages, leaves, given, old.nodes)
+        return Recording(labels, events, storages, leaves, num_external, old.nodes)
 
     def _element(self, path: str) -> int:
         match = self.element.match(path)
         return _BEFORE if match is None else int(match[1])
 
     def _label_layers(self) -> list[int]:
-        """What runs between two layers belongs to the one before it."""
+        """Layer of each label; labels between two layers belong to the one before them."""
         own = [self._element(label.module) for label in self.old.labels]
         inside = [index for index, layer in enumerate(own) if layer != _BEFORE]
         if sorted(set(own) - {_BEFORE}) != list(range(HELD)):
@@ -94,7 +94,7 @@ class Repeated:
         return layers
 
     def _event_layers(self) -> tuple[list[int], list[bool]]:
-        """Layer of each event and whether it is one of the backward; what nobody owns goes with what is before it."""
+        """Layer of each event and whether it is in the backward; events without an owner go with the one before them."""
         events, labels, leaves = self.old.events, self.layer["label"], self.layer["leaf"]
         start = next((i for i, e in enumerate(events) if e.phase in (BACKWARD_OF, UPDATE_OF, NOBODY)), len(events))
         own: list[int | None] = []
@@ -116,25 +116,25 @@ class Repeated:
     def _storage_layers(self) -> tuple[list[int], list[bool]]:
         """Layer in which each storage was met first, and whether that was in the backward."""
         old = self.old
-        found: dict[int, tuple[int, bool]] = {leaf.storage: (self.layer["leaf"][i], False) for i, leaf in enumerate(old.leaves)}
-        found |= {number: (_BEFORE, False) for number in range(old.given) if number not in found}
+        first: dict[int, tuple[int, bool]] = {leaf.storage: (self.layer["leaf"][i], False) for i, leaf in enumerate(old.leaves)}
+        first |= {number: (_BEFORE, False) for number in range(old.num_external) if number not in first}
         for event, layer, turned in zip(old.events, self.event_layer, self.turned, strict=True):
             for number in (*event.reads, *event.writes, *event.creates):
-                found.setdefault(number, (layer, turned))
+                first.setdefault(number, (layer, turned))
         for label, layer in zip(old.labels, self.layer["label"], strict=True):
             for _, number in parts_of(label)[1]:
-                found.setdefault(number, (layer, False))
+                first.setdefault(number, (layer, False))
         layers, last = [], (_BEFORE, False)
         for number in range(len(old.storages)):
-            last = found.get(number, last)
+            last = first.get(number, last)
             layers.append(last)
-        met = [3 * HELD - layer if turned else layer for layer, turned in layers[old.given :]]
+        met = [3 * HELD - layer if turned else layer for layer, turned in layers[old.num_external :]]
         if met != sorted(met):
             raise UnlikeError(f"tensors of the layers of {self.path} are not met in order")
         return [layer for layer, _ in layers], [turned for _, turned in layers]
 
     def _emitted(self, layers: Sequence[int], turned: Sequence[bool]) -> list[tuple[int, int]]:
-        """(old number, copy) in the new order; in the backward the copies come before the layer that they are of."""
+        """(old number, copy) in the new order; in the backward the copies come before the layer that they copy."""
         result: list[tuple[int, int]] = []
         for (layer, back), run in groupby(range(len(layers)), key=lambda index: (layers[index], turned[index])):
             numbers = list(run)
@@ -168,15 +168,15 @@ class Repeated:
         """For each item of the middle layer, how many layers away each of its references is; None: always the same one."""
         for trio in zip(*(members.get(layer, ()) for layer in (1, 2, 3)), strict=True):
             forms, references = zip(*(parts_of(items[number]) for number in trio), strict=True)
-            if not forms[0] == forms[1] == forms[2] or len({len(found) for found in references}) > 1:
+            if not forms[0] == forms[1] == forms[2] or len({len(own) for own in references}) > 1:
                 raise UnlikeError(f"the layers of {self.path} do not do the same")
-            yield [self._shift(found) for found in zip(*references, strict=True)]
+            yield [self._shift(same) for same in zip(*references, strict=True)]
 
-    def _shift(self, found: Sequence[Reference]) -> int | None:
-        """How far the same reference of layers 1, 2 and 3 reaches."""
-        kind = found[0][0]
-        numbers = [number for _, number in found]
-        if len({kind for kind, _ in found}) > 1:
+    def _shift(self, references: Sequence[Reference]) -> int | None:
+        """Distance in layers between layers 1, 2 and 3 and what they refer to; None: always the same item."""
+        kind = references[0][0]
+        numbers = [number for _, number in references]
+        if len({kind for kind, _ in references}) > 1:
             raise UnlikeError(f"the layers of {self.path} do not do the same")
         if numbers[0] == numbers[1] == numbers[2]:
             return None
@@ -188,7 +188,7 @@ class Repeated:
         return shift
 
     def _number(self, kind: str, old: int, here: int, shift: int | None) -> int:
-        """New number of what a layer at position `here` refers to."""
+        """New number of the item that a layer at position `here` refers to."""
         if shift is None:
             return self.new[kind][old, 0]
         layer, place = here + shift, self.place[kind][old]
@@ -210,7 +210,7 @@ class Repeated:
         return dataclasses.replace(leaf, record=msgspec.structs.replace(leaf.record, name=name, aliases=tuple(aliases)))
 
     def _steps(self) -> dict[str, int]:
-        """By how much the number in the names of a kind of node grows from layer to layer."""
+        """Increment of the number in the names of a kind of node from layer to layer."""
         steps: dict[str, int] = {}
         members = _members(self.layer["label"])
         if not self.old.nodes:
@@ -255,7 +255,7 @@ def _node(label: Label) -> str:
 
 
 def _counted(node: str) -> tuple[str, int]:
-    """A node's name without its number, and that: ("linear", 3) of ``linear_3``; a name without one has 0."""
+    """A node's name without its number, and the number: ("linear", 3) for ``linear_3``; 0 for a name without one."""
     base, _, digits = node.rpartition("_")
     return (base, int(digits)) if base and digits.isdecimal() and digits != "0" else (node, 0)
 

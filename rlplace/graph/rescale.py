@@ -24,7 +24,7 @@ _EQUAL = ("op_names", "op_module", "op_phase", "op_forward", "op_parameter", "op
 _EQUAL_TENSORS = ("tensor_role", "tensor_parameter", "tensor_producer", "consumer_ptr", "consumers")
 _AFFINE = ("op_flops", "op_bytes", "op_temporary_bytes", "tensor_bytes")
 _NEAREST = ("op_target", "op_kind", "op_dtype", "op_launches")
-"""These tell of the kernel that dominates an op, which may change with the batch."""
+"""Dims of the kernel that dominates an op, which may change with the batch."""
 
 
 def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:

@@ -46,15 +46,15 @@ def selective_scan_backward(
     gradient: torch.Tensor, inputs: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     d: MaybeTensor, gate: MaybeTensor, bias: MaybeTensor, softplus: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Gradients of the tensors that are given, in order; the states are computed again, as the fused kernel does."""
+    """Gradients of the operands that are tensors, in order; the states are computed again, as the fused kernel does."""
     operands = (inputs, step, a, b, c, d, gate, bias)
 
-    def of_given(*given: torch.Tensor) -> torch.Tensor:
-        rest = iter(given)
+    def scan_of(*tensors: torch.Tensor) -> torch.Tensor:
+        rest = iter(tensors)
         own: list[Any] = [*(None if tensor is None else next(rest) for tensor in operands), softplus]
         return _scan(*own)
 
-    gradients = torch.func.vjp(of_given, *(tensor for tensor in operands if tensor is not None))[1]
+    gradients = torch.func.vjp(scan_of, *(tensor for tensor in operands if tensor is not None))[1]
     return [value.clone(memory_format=torch.contiguous_format) for value in gradients(gradient)]
 
 
@@ -69,16 +69,16 @@ def _(gradient: Any, inputs: Any, step: Any, a: Any, b: Any, c: Any, d: Any, gat
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.given = [t is not None for t in inputs[:8]]
+    ctx.is_tensor = [t is not None for t in inputs[:8]]
     ctx.softplus = inputs[8]
     ctx.save_for_backward(*(t for t in inputs[:8] if t is not None))
 
 
 def _backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    operands = [next(saved) if is_tensor else None for is_tensor in ctx.given]
+    operands = [next(saved) if is_tensor else None for is_tensor in ctx.is_tensor]
     gradients = iter(torch.ops.rlplace.selective_scan_backward(gradient, *operands, ctx.softplus))
-    return (*(next(gradients) if is_tensor else None for is_tensor in ctx.given), None)
+    return (*(next(gradients) if is_tensor else None for is_tensor in ctx.is_tensor), None)
 
 
 selective_scan.register_autograd(_backward, setup_context=_save)

@@ -11,7 +11,7 @@ from rlplace.graph.rescale import rescale, two_captures
 
 
 class Graphs:
-    """A model at any batch size: captured twice, it is known at all (`rlplace.graph.rescale`).
+    """The graphs of a model at any batch size, from captures at two (`rlplace.graph.rescale`).
 
     The second capture is made when it is needed. A model whose two captures differ in structure is captured at every size.
     """
@@ -21,7 +21,7 @@ class Graphs:
 
         Args:
             whole: The model, captured.
-            capture_at: Captures it with so many samples.
+            capture_at: Captures the model with a number of samples.
         """
         self._capture_at = capture_at
         self._kept = {whole.samples: whole}
@@ -29,7 +29,7 @@ class Graphs:
         self._whole = whole
 
     def __call__(self, samples: int) -> OpGraph:
-        """The graph with so many samples."""
+        """The graph with that number of samples."""
         if samples not in self._kept:
             self._kept[samples] = self._graph(samples)
         return self._kept[samples]
@@ -69,13 +69,13 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
 
 
 def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:
-    """The graph of a step that a placement runs as one pass; as it is where nobody says how large that is.
+    """The graph of a step that a placement runs as one pass; unchanged where no size is asked for.
 
     Args:
         graph: A capture.
-        capture_at: Captures the model with so many samples; None: it has this size only.
-        batch: See `samples_of_pass`; so is the next one.
-        microbatch: See `batch`.
+        capture_at: Captures the model with a number of samples; None: it has this size only.
+        batch: Samples a step, or None.
+        microbatch: Samples a micro-batch, or None; equal to `batch` where both are there.
     """
     samples = samples_of_pass(batch, microbatch)
     if samples in (None, graph.samples):
@@ -89,10 +89,10 @@ def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch:
 
 
 def samples_of_pass(batch: int | None, microbatch: int | None) -> int | None:
-    """Samples of the one pass of a placement, which both may say; None where nobody does.
+    """Samples of the one pass of a placement, by either number; None where neither is there.
 
     Raises:
-        InputError: They contradict each other.
+        InputError: The two differ.
     """
     if None not in (batch, microbatch) and batch != microbatch:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Recorded storages as the tensors of an `OpGraph`: who makes each, who uses it, and which never leave their op."""
+"""Recorded storages as the tensors of an `OpGraph`: producer and consumers of each, and which never leave their op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tensors:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self.external: list[tuple[int, list[Key]]] = []
-        self.made: list[tuple[Key, int, tuple[Key, ...]]] = []
+        self.produced: list[tuple[Key, int, tuple[Key, ...]]] = []
         self.ordering: dict[Key, dict[Key, None]] = {}
         self._inner: dict[Key, list[int]] = {}
         for storage in range(len(assembly.recording.storages)):
@@ -43,12 +43,12 @@ class Tensors:
                 self.external.append((storage, users))
         elif users:
             if producer[0] != UPDATE_OF:
-                self.made.append((producer, storage, tuple(users)))
+                self.produced.append((producer, storage, tuple(users)))
         elif storage not in assembly.gradient_storages:
             self._inner.setdefault(producer, []).append(storage)
 
     def _order_writes(self, touches: list[tuple[Key, bool]], producer: Key | None) -> None:
-        """After an in-place write, everybody up to and including the next writer waits for it."""
+        """After an in-place write, all ops up to and including the next writer wait for it."""
         for index, (writer, writes) in enumerate(touches):
             if not writes or writer == producer:
                 continue
@@ -60,7 +60,7 @@ class Tensors:
 
     def edges(self) -> list[tuple[Key, Key]]:
         """Every dependency between ops that are not updates."""
-        result = [(producer, user) for producer, _, users in self.made for user in users]
+        result = [(producer, user) for producer, _, users in self.produced for user in users]
         result += [(writer, reader) for writer, readers in self.ordering.items() for reader in readers]
         return result
 
@@ -106,7 +106,7 @@ class Tensors:
             if storage not in leaf_of_storage and keys:
                 rows.append(TensorRow(INPUT, -1, -1, size, sorted(number[key] for key in keys), storage))
         merged: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        for producer, storage, keys_of in self.made:
+        for producer, storage, keys_of in self.produced:
             size = int(self.assembly.recording.storages[storage].nbytes())
             users = sorted(number[key] for key in keys_of)
             edge = number[producer], tuple(users)

@@ -1,10 +1,10 @@
-"""A model of many equal layers, recorded from a few of them.
+"""Records a model of many equal layers from a few of them.
 
 Exporting a step takes time in proportion to its layers, which are mostly alike. So a copy of the model whose lists of modules
 are shortened to `HELD` elements is recorded, and what its middle layer did is repeated: labels, events and storages, with the
 references between neighbours shifted, and the numbers in names counted on as `torch.fx` counts them.
 
-This is done where it can be seen to be right, and nowhere else (`UnlikeError`): the three middle layers must have done the same
+This is done only where it can be checked (`UnlikeError` elsewhere): the three middle layers must have done the same
 step for step; and the forward of the whole model, run eagerly, must be the forward of the short one, run eagerly and repeated
 in the same way, event by event with its tensors. The backward follows from the forward.
 """
@@ -47,15 +47,15 @@ class Watcher(EagerRecorder):
 
 
 def repeated_lists(model: nn.Module) -> dict[str, int]:
-    """Outermost lists of modules that look alike but for the first and the last: path to length; none where it saves little."""
-    found: dict[str, int] = {}
+    """Outermost lists of modules, alike except the first and the last: length by path; none where it saves little."""
+    lengths: dict[str, int] = {}
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < LEAST:
             continue
-        inside = path.startswith(tuple(f"{item}." for item in found))
+        inside = path.startswith(tuple(f"{outer}." for outer in lengths))
         if path and not inside and len({_looks(item) for item in list(module)[1:-1]}) == 1:
-            found[path] = len(module)
-    return found if sum(found.values()) - HELD * len(found) >= WORTH else {}
+            lengths[path] = len(module)
+    return lengths if sum(lengths.values()) - HELD * len(lengths) >= WORTH else {}
 
 
 def _looks(module: nn.Module) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Whether a schedule runs a chain of stages as it sits on its devices."""
+"""Checks whether a schedule can run a chain of stages on their devices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def check_chain(schedule: str | None, places: Sequence[tuple[int, ...]], microba
 
     Args:
         schedule: Name of the schedule; None where there is one stage.
-        places: Per stage its devices.
-        microbatches: Passes a step; of unlike replicas the fewest.
-        where: What it belongs to, for messages.
+        places: Devices of each stage.
+        microbatches: Passes a step; with unlike replicas the fewest.
+        where: Start of the message.
 
     Raises:
         InputError: No schedule for several stages, one for a single stage, a layout that it cannot run, or too few passes.

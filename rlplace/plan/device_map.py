@@ -133,10 +133,10 @@ def path_prefixes(path: str) -> list[str]:
 
 
 def most_below(devices: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The device of most of what is in a module or below it, the lower index on a tie, by path.
+    """By path the device of most entries in a module or below it, the lower index on a tie.
 
     Args:
-        devices: Path and device of everything that counts.
+        devices: Path and device of every entry.
     """
     votes: dict[str, Counter[int]] = {}
     for path, device in devices:
@@ -146,5 +146,5 @@ def most_below(devices: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def closest(entries: Mapping[str, int], path: str) -> int | None:
-    """What the most specific entry says of a path: its own, else that of its closest ancestor that has one."""
+    """The most specific entry for a path: its own, else that of its closest ancestor with one."""
     return next((entries[prefix] for prefix in reversed(path_prefixes(path)) if prefix in entries), None)

@@ -33,7 +33,7 @@ _Nothing: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
 class _Group(Record, frozen=True):
-    """What of the model a group holds."""
+    """The part of the model that a group holds."""
 
     name: str
     modules: list[str] = msgspec.field(default_factory=list)
@@ -41,7 +41,7 @@ class _Group(Record, frozen=True):
 
 
 class _Placement(Record, frozen=True):
-    """Where groups run; the order of several micro-batches, of before, holds pairs."""
+    """Devices of groups; an `order` of several micro-batches (version 1) holds pairs."""
 
     problem: str
     device_of_group: list[_Index]
@@ -60,7 +60,7 @@ class _Stage(Record, frozen=True):
 
 
 class _Around(Record, frozen=True):
-    """The strategy of a placement plan; without `batch` and `microbatch` the problem says how many samples there are."""
+    """The strategy of a placement plan; without `batch` and `microbatch` the problem has the number of samples."""
 
     stages: Annotated[tuple[_Stage, ...], _One]
     microbatches: Annotated[tuple[_Microbatches, ...], _One] = (1,)
@@ -70,7 +70,7 @@ class _Around(Record, frozen=True):
 
 
 class _Plan(Record, frozen=True):
-    """A plan file of version 2; strategy, placement and prediction are read by what they are."""
+    """A plan file of version 2; strategy, placement and prediction have readers of their own."""
 
     planner: str
     seed: _Entry
@@ -83,7 +83,7 @@ class _Plan(Record, frozen=True):
 
 
 class _FirstPlan(_Placement, frozen=True, kw_only=True):
-    """A plan file of version 1: always a placement, and everything side by side."""
+    """A plan file of version 1: always a placement, with all keys on one level."""
 
     planner: str
     seed: _Entry
@@ -155,7 +155,7 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
 
 
 def _from_around(data: Any) -> tuple[tuple[int, str], int | None, list[list[int]], bool]:
-    """Micro-batches and schedule of before, samples of a micro-batch, devices by replica, and a sharded optimizer."""
+    """Micro-batches and schedule (version 1), samples of a micro-batch, devices by replica, and a sharded optimizer."""
     around = build(_Around, data, "plan: strategy")
     (stage,), (microbatches,) = around.stages, around.microbatches
     where = "plan: strategy: stages[0]"
@@ -228,7 +228,7 @@ def _placement_plan(
 def _older(
     rows: Sequence[Sequence[int]], placement: _Placement, shared: bool, microbatches: int, schedule: str | None
 ) -> Older | None:
-    """What a file asks for beside a placement; None: nothing."""
+    """The settings of a file beside a placement; None where there are none."""
     groups, recompute = len(placement.device_of_group), placement.recompute or ()
     width = 1 + max(placement.device_of_group, default=-1)
     named = [device for row in rows for device in row]
@@ -251,8 +251,8 @@ def _older(
 
 
 def _renamed(order: list[list[Any]], row: Sequence[int]) -> list[list[Any]]:
-    """The order by device with every device under its other number."""
-    found: list[list[Any]] = [[] for _ in range(max(len(order), *(device + 1 for device in row)))]
+    """The order by device, with the devices renumbered."""
+    renamed: list[list[Any]] = [[] for _ in range(max(len(order), *(device + 1 for device in row)))]
     for device, items in zip(row, order, strict=False):
-        found[device] = items
-    return found
+        renamed[device] = items
+    return renamed

@@ -24,15 +24,15 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Older:
-    """What files said around a placement before strategies did; `rlplace.runtime.distributed.as_strategy` converts it.
+    """Settings beside a placement in files older than strategies; `rlplace.runtime.distributed.as_strategy` converts it.
 
     Attributes:
         microbatches: Passes over the ops per step.
-        schedule: How they take turns; None: whatever is ready.
-        stage_of_group: A group's stage; empty: its device.
+        schedule: Order of the micro-batches; None: whatever is ready.
+        stage_of_group: Stage of each group; empty: each device is a stage.
         replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; empty: there is one.
         recompute: Segments (lists of group numbers) whose forward runs again before their backward.
-        optimizer_sharding: Each replica keeps and updates its share of the optimizer state only.
+        optimizer_sharding: Whether each replica keeps and updates only its share of the optimizer state.
     """
 
     microbatches: int = 1
@@ -48,19 +48,19 @@ class PlacementPlan:
     """How a training step is run: by a whole strategy, or with the groups of a problem placed one by one.
 
     Attributes:
-        problem: Fingerprint of the problem that the plan solves; of a whole strategy that of its question, which hashes graph,
+        problem: Fingerprint of the problem that the plan solves; for a whole strategy that of its question, which hashes graph,
             cluster, costs, batch and precision.
         planner: Name of the planner that made it.
         seed: Seed that the planner was given.
         device_of_group: int32 [G]; empty in a whole strategy, as are all that follow but groups, source and prediction.
         priority: Optional float64 [N]; a device starts the ready op of highest priority.
         order: Optional, per device the exact sequence of its op numbers; excludes `priority`.
-        samples: Of a step; None where that is not known (files of version 1).
-        groups: Per group ``{"name", "modules", "ops"}``: what of the model it holds.
+        samples: Samples of a step; None where that is not known (files of version 1).
+        groups: Per group ``{"name", "modules", "ops"}``: the part of the model that it holds.
         source: Where the problem came from, so that a verb can rebuild it.
         strategy: The whole strategy; None in a placement plan.
-        older: What only a file of before says beside its placement.
-        predicted: What its step is predicted to take.
+        older: Settings that only files of version 1 have beside a placement.
+        predicted: Predicted step time and memory.
     """
 
     problem: str
@@ -113,7 +113,7 @@ class PlacementPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what the plan decides: its file without source, prediction, planner, seed, and samples of the problem."""
+        """SHA-256 of the plan's decisions: its file without source, prediction, planner, seed, and samples of the problem."""
         beside = ("source", "predicted", "planner", "seed")
         data = {key: value for key, value in replace(self, samples=None).to_dict().items() if key not in beside}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -148,7 +148,7 @@ def make_plan(
 
 
 def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
-    """Refuses a plan that holds a whole strategy, for what works on groups of a problem.
+    """Refuses a plan that holds a whole strategy, where only placements of groups are supported.
 
     Args:
         plan: Any plan.
@@ -160,7 +160,7 @@ def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
 
 
 def refuse_older(plan: PlacementPlan) -> None:
-    """Refuses a plan whose file asks for what strategies say now, where there is no model to convert it for."""
+    """Refuses a plan with settings that are part of strategies now, where there is no model to convert it for."""
     if plan.strategy is None and plan.older is not None:
         older = plan.older
         words = [f"{older.microbatches} micro-batches"] if older.microbatches > 1 else []

@@ -1,4 +1,4 @@
-"""`Prediction`: what a plan's training step is predicted to take, and what its planner tells beside."""
+"""`Prediction`: predicted step time and memory of a plan, and further figures of its planner."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _SIMULATED = ("step_time_s", "samples_per_s", "peak_memory_bytes", "feasible", "
 
 
 class Prediction(Record, frozen=True):
-    """The `predicted` entry of a plan; what is not known is None or empty.
+    """The `predicted` entry of a plan; unknown values are None or empty.
 
     Attributes:
         step_time_s: Simulated step time; None when the plan is not feasible.
-        samples_per_s: Throughput.
-        peak_memory_bytes: Per device.
+        samples_per_s: Samples per second.
+        peak_memory_bytes: Peak memory per device.
         feasible: Whether the plan fits and can run.
-        host_bytes: Per host what of the model lives in its memory.
-        parts: Seconds of a step of the busiest device by what they go to.
-        executor: Who simulated it.
+        host_bytes: Bytes of the model in the memory of each host.
+        parts: Seconds of a step on the busiest device, by activity.
+        executor: Name of the executor that simulated it.
         compute: Busy seconds, summed over devices.
         transfer: Seconds of transfers, summed over them.
         idle: Seconds in which devices do nothing, summed over them.
         op_level: The same plan simulated op by op.
-        held_back_bytes: Per device the memory that the planner did not get, so that the plan fits op by op.
+        held_back_bytes: Memory per device that was kept from the planner, so that the plan fits op by op.
         memory: Per device the table of `rlplace place --memory`.
         strategies: The strategy and its rivals, see `rlplace.plan.rivals`.
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.
         single_rollout_step_time_s: Step time of the agent's first plan alone.
         samples_step_time_s: Step time of the best of its samples, without search.
-        agent: Checkpoint that planned.
+        agent: Checkpoint of the agent that planned.
         proof: What an exact planner has proven.
         bipartition: The optima of the chain without communication.
-        device_map: What rounding a device map changed.
+        device_map: Changes by rounding to a device map.
         extra: Further keys, which another planner wrote.
     """
 
@@ -83,7 +83,7 @@ class Prediction(Record, frozen=True):
         return replace(self, **{name: getattr(line, name) for name in _SIMULATED})
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data: `extra` beside the other keys, what is not known left out but for the figures of a simulation."""
+        """As plain JSON data: `extra` beside the other keys; unknown values are left out, except figures of a simulation."""
         simulated = {} if self.executor is None else {name: getattr(self, name) for name in _SIMULATED}
         data = plain(simulated) | plain(self)
         extra = data.pop("extra", {})
@@ -91,7 +91,7 @@ class Prediction(Record, frozen=True):
 
     @staticmethod
     def from_dict(data: Any, where: str = "predicted") -> Prediction:
-        """Builds a prediction from parsed JSON; keys that it does not know become `extra`.
+        """Builds a prediction from parsed JSON; unknown keys become `extra`.
 
         Raises:
             InputError: An entry is of the wrong type.

@@ -1,4 +1,4 @@
-"""What a plan with a strategy says of the strategies beside it, read from its prediction."""
+"""The rivals of a plan's strategy, read from its prediction."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Rival(msgspec.Struct, frozen=True):
     """Another strategy for the same step.
 
     Attributes:
-        kind: What people call it.
+        kind: Name of its kind, for display.
         words: The strategy in one line; "" where there is none.
-        devices: That it uses.
-        step_time_s: None where it does not fit or cannot run.
-        samples_per_s: Likewise.
+        devices: Number of devices that it uses.
+        step_time_s: Step time; None where it does not fit or cannot run.
+        samples_per_s: Samples per second; None where it does not fit or cannot run.
         over_bytes: Bytes over capacity.
-        uniform: It is the best uniform one.
+        uniform: Whether it is the best uniform one.
         reason: Why it was not evaluated.
-        strategy: As in files.
+        strategy: The strategy as plain data, as in files.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class BatchTried(msgspec.Struct, frozen=True):
-    """What the best strategy of a batch takes, where the batch was chosen, too.
+    """The best strategy of a batch, where the batch was chosen, too.
 
     Attributes:
         batch: Samples a step.
-        epochs: To the target.
+        epochs: Epochs to the target.
         target_s: Proportional to the time to the target; None where nothing fits.
-        step_time_s: Likewise.
+        step_time_s: Step time; None where nothing fits.
         words: The strategy.
         reason: Why there is none.
     """
@@ -63,7 +63,7 @@ def rivals_of(predicted: Prediction) -> tuple[Rival, ...]:
     """The strategy itself and its rivals, the best first.
 
     Raises:
-        InputError: They are not as planning writes them.
+        InputError: The prediction has them in another form than planning writes.
     """
     return build(tuple[Rival, ...], list(predicted.strategies), "plan: predicted.strategies")
 

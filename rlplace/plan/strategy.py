@@ -1,4 +1,4 @@
-"""The `Strategy` record: how a training step uses its devices, apart from where single ops run.
+"""The `Strategy` record: how a training step uses its devices, without the placement of single ops.
 
 Words: a *block* is a module that strategies speak of (an element of a module list, or another repeated or top-level module),
 named by its path. A *stage* is consecutive blocks on one *mesh* of devices. A *pipeline* is the chain of stages, in model
@@ -27,10 +27,10 @@ AXES = ("replicate", "shard", "context", "tensor", "branch")
 
 Axis = Literal["replicate", "shard", "context", "tensor", "branch"]
 Recompute = Literal["selective", "full"]
-"""What of a block's forward runs again in the backward: all but weight products, attention and collectives, or all."""
+"""Parts of a block's forward that run again in the backward: all but weight products, attention and collectives, or all."""
 
 Offload = Literal["optimizer", "all"]
-"""What of a block lives in host memory: the optimizer state, or parameters, gradients and optimizer state."""
+"""Parts of a block in host memory: the optimizer state, or parameters, gradients and optimizer state."""
 
 _Device = Annotated[int, Meta(ge=0, lt=DEVICES)]
 _Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
@@ -47,9 +47,9 @@ class Stage(Record, frozen=True):
             gradients reduced once a step; 2 the same, reduced every micro-batch; 3 gathered again in the backward, too.
         sequence_parallel: Activations between the tensor-parallel parts of a block are split along the sequence.
         expert: Expert-parallel degree; it divides shard x context x tensor.
-        recompute: Block to what runs again; blocks that are left out keep everything.
-        offload: Block to what lives in host memory; blocks that are left out keep everything on their device.
-        tensor: Module path, or name of a captured op, to its layout over `tensor`; what is left out has the block's standard
+        recompute: By block what runs again; blocks that are left out keep everything.
+        offload: By block what is in host memory; blocks that are left out keep everything on their device.
+        tensor: Layout over `tensor` by module path or name of a captured op; anything left out has the block's standard
             layout.
     """
 
@@ -77,7 +77,7 @@ class Pipeline(Record, frozen=True):
     """A chain of stages, and how a step's micro-batches pass through it.
 
     Attributes:
-        stages: In model order.
+        stages: Stages in model order.
         microbatch: Samples of one pass of one replica: one entry, or one a replica.
         microbatches: Passes a step: one entry, or one a replica.
         schedule: One of `rlplace.schedule`; None with one stage.
@@ -121,12 +121,12 @@ class Strategy(Record, frozen=True):
     """How a step is run.
 
     Attributes:
-        batch: Samples a step, everything together.
+        batch: Samples a step, over all pipelines.
         pipelines: Usually one. Several are replicas that are unlike in cut, depth or degrees; each shards inside itself, and
             the gradients of a block are summed over all that hold it.
 
     Raises:
-        InputError: It contradicts itself; says where and how.
+        InputError: It contradicts itself; the message says where and how.
     """
 
     batch: Count
@@ -213,7 +213,7 @@ def _check_stage(stage: Stage, where: str) -> None:
 
 
 def _check_pipeline(pipeline: Pipeline, where: str) -> None:
-    """Refuses stages that do not make one pipeline."""
+    """Refuses stages that do not form one pipeline."""
     stages, degree = pipeline.stages, pipeline.data_degree
     places: dict[int, Stage] = {}
     for index, stage in enumerate(stages):
@@ -274,7 +274,7 @@ def _check_together(strategy: Strategy) -> None:
 
 
 def uniform_words(strategy: Strategy) -> str:
-    """The strategy in one line that a person can say aloud."""
+    """The strategy in one line of plain words."""
     parts = [_pipeline_words(pipeline) for pipeline in strategy.pipelines]
     return "; beside it ".join(parts)
 

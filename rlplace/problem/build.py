@@ -73,15 +73,15 @@ def build_problem(
         name: The problem's name.
         time_s: Per op its seconds on each device, NaN where it cannot run.
         tensors: The tensors.
-        memory_bytes: Per device, None for no limit.
+        memory_bytes: Capacity per device, None for no limit.
         group: Group of each op; default one group per op.
-        resident_bytes: Per group, default 0.
-        temporary_bytes: Per op, default 0.
-        phase: Per op, default forward.
+        resident_bytes: Resident bytes per group, default 0.
+        temporary_bytes: Temporary bytes per op, default 0.
+        phase: Phase per op, default forward.
         bandwidth_bytes_per_s: One number for every pair, or a matrix.
-        latency_s: Likewise.
-        links: Replaces the two above, with channels.
-        group_device: Per group the only device it may sit on, -1 where it is free (the default).
+        latency_s: One number for every pair, or a matrix.
+        links: Links with channels, in place of bandwidth and latency.
+        group_device: Per group the only allowed device, -1 where it is free (the default).
         collectives: Per collective its ops and its channels.
     """
     ops, devices = len(time_s), len(memory_bytes)

@@ -1,4 +1,4 @@
-"""Checks that a `Problem` is well formed before anything uses a number of it."""
+"""Checks that a `Problem` is well formed before its numbers are used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_names(names: tuple[str, ...], record: str, where: str) -> None:
     """Checks that names are strings of the length that names may have, and that none appears twice.
 
     Raises:
-        InputError: Says which one of `where` in what `record`.
+        InputError: Names the item by `where` and `record`.
     """
     if all(type(name) is str and 0 < len(name) <= limits.NAME_LENGTH for name in names) and len(set(names)) == len(names):
         return
@@ -73,7 +73,7 @@ def check_names(names: tuple[str, ...], record: str, where: str) -> None:
 
 
 def refuse(bad: Any, record: str, where: str, what: str) -> None:
-    """Refuses a record of which some items are bad, bool [any length]: ``{}`` in `where` stands for the first of them."""
+    """Refuses a record with bad items, bool [any length]: ``{}`` in `where` stands for the first of them."""
     if bad.any():
         raise InputError(f"{record}: {where.format(first(bad))}: {what}")
 
@@ -247,7 +247,7 @@ def _check_collectives(problem: Problem) -> None:
 
 
 def _check_total(problem: Problem) -> None:
-    """No device can hold more than everything at once; that must fit into 64 bits with room to spare."""
+    """Checks that the sum of all bytes, the most that a device can hold, fits into 64 bits with room to spare."""
     parts = (problem.resident_bytes, problem.temporary_bytes, problem.tensor_bytes)
     total = sum(float(part.sum(dtype=np.float64)) for part in parts)
     if total > 2 * MAX_BYTES:

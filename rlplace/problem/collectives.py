@@ -38,7 +38,7 @@ MI250 with GPT and LLaMA models (arXiv 2507.03114). Collectives take SMs and mem
 point-to-point copies run on copy engines and slow nothing down."""
 
 HOP_LATENCY_SHARE = 1 / 3
-"""What one further hop of a ring or tree adds, as a share of the latency of a single transfer, which holds the launch as well:
+"""Latency of one further hop of a ring or tree, as a share of the latency of a single transfer, which holds the launch as well:
 NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
 
 
@@ -61,7 +61,7 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
             all-gather. A number or an array.
 
     Returns:
-        Of the shape of `size_bytes`; 0 for one device, inf where no links join the devices.
+        Seconds, in the shape of `size_bytes`; 0 for one device, inf where no links join the devices.
 
     Raises:
         InputError: An unknown kind, a device that does not exist or appears twice, or a negative size.
@@ -83,7 +83,7 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
 
 
 def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
-    """How many times the bytes of a collective its channels carry when it runs in all these groups at once.
+    """Factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
     bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
@@ -114,7 +114,7 @@ def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
     Args:
         links: Links of D devices.
         groups: Device numbers of groups; those of one device use nothing.
-        others: Likewise.
+        others: Device numbers of the other groups.
     """
     channels = links.effective_channels
     used: list[set[int]] = []
@@ -160,7 +160,7 @@ def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algor
 
 
 def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:
-    """The group, cut into the shares of fabrics that can serve them; devices of no fabric stand alone.
+    """The group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
@@ -192,15 +192,15 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tu
 @memoized
 def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
     """Numbers of the fabrics that join each device."""
-    found: dict[int, tuple[int, ...]] = {}
+    fabrics: dict[int, tuple[int, ...]] = {}
     for number, fabric in enumerate(links.fabrics):
         for device in fabric.devices:
-            found[device] = (*found.get(device, ()), number)
-    return found
+            fabrics[device] = (*fabrics.get(device, ()), number)
+    return fabrics
 
 
 def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
-    """Ring, and tree where it can win, over the pair matrices."""
+    """Ring, and tree where it can be quicker, over the pair matrices."""
     size = len(group)
     if kind == "all_to_all":
         pairs = [(i, j) for i in group for j in group if i != j]
@@ -294,12 +294,12 @@ def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _every_order(count: int) -> NDArray[np.int64]:
-    """All orders of so many that begin with 0."""
+    """All orders of that many devices that begin with 0."""
     return np.array([(0, *rest) for rest in permutations(range(1, count))])
 
 
 def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
-    """From `start` always on to the nearest device that is left, to the first one where no link leads on."""
+    """From `start` always to the nearest device that is left, or to the first one where there is no link."""
     left = np.ones(len(cost), dtype=bool)
     left[start] = False
     order = [start]
@@ -317,12 +317,12 @@ def hops_of(ring: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def rounds_of(kind: str) -> int:
-    """How often a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then all-gather)."""
+    """Number of times that a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then all-gather)."""
     return 2 if kind == "all_reduce" else 1
 
 
 def busiest_channel_s_per_byte(links: Links, pairs: Sequence[tuple[int, int]]) -> float:
-    """Seconds per byte when every pair sends at once: what the channel that is held longest takes; inf without a link."""
+    """Seconds per byte of the busiest channel when every pair sends at once; inf without a link."""
     busy: dict[int, float] = {}
     slowest = 0.0
     channels = links.effective_channels

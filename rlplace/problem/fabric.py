@@ -27,8 +27,8 @@ class Piece(Record, frozen=True, array_like=True):
     """One stretch of message sizes in which time is a straight line (alpha-beta).
 
     Attributes:
-        from_bytes: Smallest message that it holds for; it ends where the next piece begins.
-        latency_s: Where the line meets zero bytes; below zero where larger messages move at a lower rate.
+        from_bytes: Smallest message of the piece, which ends where the next one begins.
+        latency_s: Time of the line at zero bytes; below zero where larger messages move at a lower rate.
         bus_bytes_per_s: Bus bandwidth: time grows by ``bus_factor(kind, group_size) / bus_bytes_per_s`` per byte.
     """
 
@@ -76,7 +76,7 @@ class Fabric(Record, frozen=True):
             first n of them.
         curves: At most one per collective and group size.
         basis: ``"fitted"`` (to measurements by others), ``"measured"`` (on this cluster) or ``"datasheet"``.
-        source: Whose figures these are.
+        source: Origin of the figures.
         links: Direct links (device, device, bytes per second of either direction) where the fabric does not join every pair
             equally well (a cube mesh); empty where it does (a switch).
     """
@@ -116,7 +116,7 @@ def joined_curve(
         latency_s: Time of an empty message.
         stretches: (from_bytes, bus_bytes_per_s) of each piece; the latencies of later pieces follow.
         kind: The collective.
-        algorithm: As in `Curve`.
+        algorithm: Algorithm for display, as in `Curve`.
     """
     pieces: list[Piece] = []
     factor = bus_factor(kind, group_size)

@@ -34,11 +34,11 @@ class Term:
     """``(latency + slope * size * scale) ** power`` by stretches of ``size * scale``.
 
     Attributes:
-        starts: float64 [K], where the stretches begin.
-        latency_s: float64 [K].
+        starts: float64 [K], first size of each stretch.
+        latency_s: float64 [K], seconds at size 0.
         slope: float64 [K], seconds per byte.
-        scale: Bytes that count per byte of the message.
-        power: Weight in a geometric mean.
+        scale: Factor on the bytes of the message.
+        power: Exponent of the term, its weight in a geometric mean.
     """
 
     starts: NDArray[np.float64]

@@ -43,9 +43,9 @@ def random_problem(
             ``"chain"`` (one chain with a few skip connections), ``"towers"`` (`width` chains side by side with a few links
             between them, joined by a short chain) or ``"wavefront"`` (a grid of `width` rows in which each group feeds the next
             of its row and of its column, as an unrolled stack of recurrent layers).
-        width: See `shape`.
+        width: Groups side by side, in the sense of `shape`.
         training: Forward, backward and update ops with saved activations; False: forward ops only.
-        unlike: Devices differ in speed, by factors of 1, 2 and 4, and in memory.
+        unlike: Whether devices differ in speed, by factors of 1, 2 and 4, and in memory.
         memory_factor: Memory of all devices together, relative to the resident bytes and all activations of the step; 1.1 is
             tight, 2 comfortable. None: no limits. Every device holds at least the largest group. Not every problem with a
             limit has a feasible plan.

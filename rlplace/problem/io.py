@@ -254,7 +254,7 @@ def _parse(data: dict[str, Any]) -> Problem:
 
 
 def _numbers(values: list[int | None] | list[int]) -> NDArray[np.int64]:
-    """As an array, with -1 for what is null or left out."""
+    """An array with -1 for entries that are null or left out."""
     return np.array([-1 if value is None else value for value in values], dtype=np.int64)
 
 

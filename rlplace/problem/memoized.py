@@ -1,4 +1,4 @@
-"""Results that live as long as what they were made of."""
+"""Results that are cached as long as the objects they were computed from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def memoized(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a function of a `Problem` or `Links`, and of hashable arguments: equal calls make the result once.
+    """Decorates a function of a `Problem` or `Links`, and of hashable arguments: equal calls compute the result once.
 
     The result must not refer to the problem, or neither would ever be freed.
     """

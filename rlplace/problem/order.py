@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def grouped(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Entries by key, in the order given: those of key k are ``entries[ptr[k] : ptr[k + 1]]``.
+    """Entries by key, in their order: those of key k are ``entries[ptr[k] : ptr[k + 1]]``.
 
     Args:
         keys: Integer [E], below `count`.
@@ -94,7 +94,7 @@ def strong_components(count: int, source: NDArray[Any], target: NDArray[Any]) ->
 
 
 def components(count: int, a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node that each node is joined with by the pairs (a, b)."""
+    """int32 [count], the smallest node of the component of each node, with edges (a, b)."""
     return _smallest_members(count, a, b, "weak")
 
 

@@ -1,4 +1,4 @@
-"""The `Problem` record: all that a planner or the simulator may know about a placement task.
+"""The `Problem` record: all that planners and the simulator read of a placement task.
 
 Axes used below: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 
@@ -33,12 +33,12 @@ Channels = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as the simulator sees it.
+    """One device of a problem.
 
     Attributes:
         name: Unique name, for example ``"gpu0"``.
         memory_bytes: Capacity; None means no limit.
-        reserved_bytes: Always in use (context, communication buffers).
+        reserved_bytes: Bytes always in use (context, communication buffers).
         kind: Preset name such as ``"a100-80g"``, or None.
     """
 
@@ -60,7 +60,7 @@ class Links:
 
     Attributes:
         bandwidth_bytes_per_s: float64 [D, D]; 0 off the diagonal means that there is no link.
-        latency_s: float64 [D, D].
+        latency_s: float64 [D, D], seconds before the first byte.
         channels: ``channels[i][j]`` names the resources that a transfer from i to j holds while it runs; None gives every
             ordered pair a channel of its own.
         fabrics: Devices joined by one interconnect, with the times of their collectives.
@@ -108,19 +108,19 @@ class Problem:
     """Ops, tensors and groups of one training step, priced for a set of devices.
 
     Attributes:
-        name: For people; not part of the fingerprint.
+        name: For display; not part of the fingerprint.
         samples_per_microbatch: Samples that one pass over the ops processes.
         devices: D devices.
         links: Communication between them.
         group_names: G unique names.
         resident_bytes: int64 [G], weights, gradients and optimizer state that the group pins for the whole step.
         weight_bytes, gradient_bytes, optimizer_bytes: int64 [G], the parts of `resident_bytes`; -1 where not given.
-        group_device: int32 [G], the only device that the group may sit on, -1 where it is free.
+        group_device: int32 [G], the only device that the group may be placed on, -1 where it is free.
         op_names: N unique names.
-        op_group: int32 [N].
+        op_group: int32 [N], group of each op.
         op_phase: int8 [N], index into `PHASES`.
         time_s: float64 [N, D], NaN where the op cannot run on the device.
-        temporary_bytes: int64 [N], live only while the op runs.
+        temporary_bytes: int64 [N], bytes in use only while the op runs.
         tensor_producer: int32 [T], producing op, or -1 for an owner's tensor.
         tensor_owner: int32 [T], owning group of a parameter that other groups read, or -1.
         tensor_bytes: int64 [T]; 0 is a pure ordering edge.
@@ -132,7 +132,7 @@ class Problem:
         collectives: Ops that communicate as one; each op is in at most one of them.
         source: Where the problem came from (MODEL, CLUSTER, options, fingerprints), or None; not part of the fingerprint.
         group_ops: Names of the captured forward ops of each group, when priced from a graph in this process; not saved.
-        group_modules: Module paths of each group, likewise.
+        group_modules: Module paths of each group, when priced from a graph in this process; not saved.
 
     Raises:
         InputError: On construction, when any field is out of range or the ops form a cycle.

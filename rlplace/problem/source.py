@@ -1,4 +1,4 @@
-"""The free-form `source` of problem and plan files: what other rooms read of it is of the right kind."""
+"""The free-form `source` of problem and plan files, with the types of the entries that other rooms read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlplace.records import build
 
 
 class Source(msgspec.Struct, frozen=True):
-    """What is read of a source, which may hold more: how the problem was made."""
+    """The entries of a source that are read, out of possibly more: how the problem was made."""
 
     graph: dict[str, Any] | None = None
     costs: dict[str, Any] | None = None
@@ -27,6 +27,6 @@ def check_source(source: Any, where: str) -> None:
     """Checks the `source` of a parsed file.
 
     Raises:
-        InputError: It is no object, or an entry that says how the problem was made is of another kind than rlplace writes.
+        InputError: It is no object, or one of these entries has another type than rlplace writes.
     """
     build(Source, source, f"{where}: source")

@@ -1,4 +1,4 @@
-"""`simulate`, `simulate_many` and `Simulator`: the ways to ask what a plan costs.
+"""`simulate`, `simulate_many` and `Simulator`: step time and peak memory of plans.
 
 All three run the compiled executor; numba is imported by the first call, not by importing this module.
 """
@@ -46,7 +46,7 @@ def simulate(
     """Simulates one training step.
 
     Args:
-        problem: The priced graph.
+        problem: The priced problem.
         plan: A plan for `problem`, or just a device number per group, int [G]. What a plan says about priority and order holds
             unless the other arguments replace it.
         priority: float [N], higher starts first; default `default_priority`.
@@ -119,9 +119,9 @@ def simulate_many(
     """Simulates K plans of one problem.
 
     Args:
-        problem: The priced graph.
+        problem: The priced problem.
         device_of_group: int [K, G].
-        priority: float [N], for all of them; default `default_priority`.
+        priority: float [N], for all plans; default `default_priority`.
         threads: Threads to spread the plans over.
     """
     from rlplace.simulator import fast
@@ -170,9 +170,9 @@ class Simulator:
         """Prepares.
 
         Args:
-            problem: The priced graph.
+            problem: The priced problem.
             priority: float [N], higher starts first; default `default_priority`.
-            timeline: Whether `work` is to hold the times of ops and transfers, which takes a little longer.
+            timeline: Whether `work` records the times of ops and transfers, which takes a little longer.
         """
         from rlplace.simulator import fast
         from rlplace.simulator.lowering import lower
@@ -205,7 +205,7 @@ class Simulator:
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
         """Step time and memory overflow of a plan.
 
-        Whether fixed groups sit on their device is not looked at: respect `Problem.group_allowed`.
+        Does not check that fixed groups are on their device: respect `Problem.group_allowed`.
 
         Args:
             device_of_group: int [G].
@@ -225,7 +225,7 @@ class Simulator:
         return step, overflow
 
     def evaluate_many(self, device_of_group: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What `evaluate` returns, for every row of an int array [K, G]: float64 [K] seconds, float64 [K] overflow."""
+        """`evaluate` for every row of an int array [K, G]: float64 [K] seconds, float64 [K] overflow."""
         from rlplace.simulator import fast
 
         devices = check_devices(device_of_group, (-1, self._groups), self._problem)
@@ -242,7 +242,7 @@ class Simulator:
 def _arguments(
     lowered: Lowered, ranks: NDArray[np.uint32], work: Any, devices: NDArray[np.int32], *results: NDArray[Any]
 ) -> tuple[Any, ...]:
-    """What `fast.simulate_plans` takes for the rows of `devices`."""
+    """The arguments of `fast.simulate_plans` for the rows of `devices`."""
     none = np.zeros(0, dtype=np.uint32)
     return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), *results)
 

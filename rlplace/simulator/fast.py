@@ -1,7 +1,7 @@
 """The compiled twin of `rlplace.simulator.reference`: the same step, bit for bit, some hundred times quicker.
 
 `rlplace.simulator.records` says what the arrays hold, `lowering` builds them, `queues` holds parts of the code, and
-`rlplace.simulator.api` is what people call.
+`rlplace.simulator.api` is the public interface.
 
 Where this differs in form, not in result, from the reference:
     * A ready task is known by its *rank* (`reference.ranks`). With an explicit order, ranks number the tasks of device 0,
@@ -34,7 +34,7 @@ from rlplace.simulator.queues import DUE, add_ready, levels, member_waits, part
 __all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simulate_plans"]
 
 STAMP = stamp_of(r, queues, loop, sys.modules[__name__])
-"""Of all that `simulate_plans` is compiled from."""
+"""Hash of all files that `simulate_plans` is compiled from."""
 
 
 @inner
@@ -72,22 +72,22 @@ def reset(g, w, device_of_group):
 
 @inner
 def begin(g, w, ranks, device_of_group):
-    """The tasks that miss nothing are ready, or one less keeps their collective waiting.
+    """Tasks without inputs become ready, or their collective waits for one task less.
 
     Returns:
         Lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
     """
     task, device, ready, due, first = g.task, w.device, w.ready, part(w, r.DUE_DEVICES), part(g, r.FIRST)
     collective_of = part(g, r.COLLECTIVE_OF)
-    waiting, used, found = np.uint32(len(device)), np.uint32(0), np.uint32(0)
+    waiting, used, starting = np.uint32(len(device)), np.uint32(0), np.uint32(0)
     middle, low = levels(len(ranks[0]))
     for i in range(len(first)):
         t = first[i]
         if len(collective_of) > 0 and collective_of[t] != r.NONE:
-            used, found = member_waits(g, w, np.int64(collective_of[t]), used, found)
+            used, starting = member_waits(g, w, np.int64(collective_of[t]), used, starting)
         else:
             waiting = add_ready(ready, device, due, waiting, middle, low, ranks[0, t], device_of_group[task[t].group])
-    return waiting, used, found
+    return waiting, used, starting
 
 
 @inner

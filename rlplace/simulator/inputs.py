@@ -1,4 +1,4 @@
-"""What people hand to the simulator, checked and brought into the form that compiled code reads."""
+"""Arguments of the simulator, checked and brought into the form that compiled code reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArr
         raise InputError("device_of_group: expected rows of equal length") from None
     if devices.size == 0 and devices.ndim == len(shape):
         devices = devices.astype(np.int32)
-    fits = devices.ndim == len(shape) and all(want in (-1, found) for want, found in zip(shape, devices.shape, strict=True))
+    fits = devices.ndim == len(shape) and all(want in (-1, size) for want, size in zip(shape, devices.shape, strict=True))
     if not fits:
         wanted = " x ".join("K" if n < 0 else str(n) for n in shape)
         raise InputError(f"device_of_group: expected {wanted} device numbers, found shape {devices.shape}")
@@ -46,9 +46,9 @@ def check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -
 
 def priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
     """uint32 [2, N], rank of every op and op of every rank."""
-    from rlplace.simulator.lowering import ranks
+    from rlplace.simulator.lowering import compiled_ranks
 
-    return lowered.ranks if priority is None else ranks(problem, check_priority(priority, problem))
+    return lowered.ranks if priority is None else compiled_ranks(problem, check_priority(priority, problem))
 
 
 def order_ranks(order: Sequence[Sequence[int]], count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

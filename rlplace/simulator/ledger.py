@@ -16,11 +16,11 @@ from rlplace.simulator.timeline import resident_by_device
 
 
 class Ledger:
-    """What every device holds at one moment of a step.
+    """Bytes in use on every device at one moment of a step.
 
     Attributes:
         memory: Bytes in use by device, resident and reserved bytes included.
-        peak: The most that there was.
+        peak: Largest value of `memory` so far, by device.
     """
 
     def __init__(self, problem: Problem, device_of_group: NDArray[np.int32]) -> None:
@@ -76,17 +76,17 @@ class Ledger:
             self.release(tensor, device)
 
     def release(self, tensor: int, device: int) -> None:
-        """Nothing needs the copy any more."""
+        """Frees a copy that nothing needs any more."""
         if not (self.owned[tensor] and device == self.source[tensor]):  # else part of its group's resident bytes
             self.deallocate(device, self.size[tensor])
 
     def allocate(self, device: int, size: int) -> None:
-        """A device holds so many bytes more."""
+        """Adds bytes to a device."""
         self.memory[device] += size
         self.peak[device] = max(self.peak[device], self.memory[device])
 
     def deallocate(self, device: int, size: int) -> None:
-        """A device holds so many bytes less."""
+        """Removes bytes from a device."""
         self.memory[device] -= size
 
     def _add_uses(self, tensor: int, device: int, count: int) -> None:

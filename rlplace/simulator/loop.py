@@ -34,7 +34,7 @@ _LOWER_HALF = 0xFFFFFFFF
 
 @inner
 def run(g, w, ranks, device_of_group, ordered, counts):
-    """Runs a step from its beginning until nothing happens any more.
+    """Runs a step from its beginning until no event is left.
 
     One long function over local names: numba counts references to every array of a tuple that is passed on, and to arrays
     that are passed to functions with branches. Indices are kept unsigned, or numba looks at each whether it is negative.
@@ -42,7 +42,7 @@ def run(g, w, ranks, device_of_group, ordered, counts):
     `counts` are what `begin` returned: lengths of DUE_DEVICES, of the slots in use and of STARTABLE.
 
     Returns:
-        How it ends, and when.
+        One of the outcomes above, and the time at which the run ends.
     """
     time_s, task, readers, pair, table_s, ahead = g.time_s, g.task, g.readers, g.pair, g.table_s, g.layout
     value, slots, channel, device, event, ready = w.value, w.slot, w.channel, w.device, w.event, w.ready
@@ -56,7 +56,7 @@ def run(g, w, ranks, device_of_group, ordered, counts):
     recording, collectives = times.shape[1] > 0, len(collective_of) > 0
 
     now, key, done, events, transfers = 0.0, num_tasks << 32, 0, 0, 0
-    waiting, used, found = counts
+    waiting, used, starting = counts
     while True:
         while True:  # everything that ends now
             number = key >> 32
@@ -68,8 +68,8 @@ def run(g, w, ranks, device_of_group, ordered, counts):
                     if collectives and collective_of[number] != r.NONE:
                         collective = np.int64(collective_of[number])
                         first, last = np.int64(member_ptr[collective]), np.int64(member_ptr[collective + 1])
-                        found = leave_queues(
-                            slots, channel, channels, following, width, startable, found, np.uint32(key & _LOWER_HALF)
+                        starting = leave_queues(
+                            slots, channel, channels, following, width, startable, starting, np.uint32(key & _LOWER_HALF)
                         )
                     else:
                         device[d].state = DUE
@@ -113,7 +113,7 @@ def run(g, w, ranks, device_of_group, ordered, counts):
                                     waits[reader] = missing
                                     if missing == 0:
                                         if collective_of[reader] != r.NONE:
-                                            used, found = member_waits(g, w, np.int64(collective_of[reader]), used, found)
+                                            used, starting = member_waits(g, w, np.int64(collective_of[reader]), used, starting)
                                         else:
                                             rank = ranks[0, reader]
                                             waiting = add_ready(ready, device, due, waiting, middle, low, rank, d)
@@ -152,14 +152,14 @@ def run(g, w, ranks, device_of_group, ordered, counts):
                             if pair[p].bandwidth == 0.0:
                                 return CANNOT_RUN, now
                             slots[s].value = v
-                            found = join_queues(
-                                slots, channel, channels, following, width, startable, found, s,
+                            starting = join_queues(
+                                slots, channel, channels, following, width, startable, starting, s,
                                 np.int64(pair[p].channels), np.int64(pair[p].channels_end),
                             )  # fmt: skip
             else:  # a transfer ends: the value is present there, its channels go to the next in their queues
                 s = np.uint32(key & _LOWER_HALF)
                 v, d = slots[s].value, slots[s].device
-                found = leave_queues(slots, channel, channels, following, width, startable, found, s)
+                starting = leave_queues(slots, channel, channels, following, width, startable, starting, s)
                 uses = value[v].uses - 1
                 value[v].uses = uses
                 if uses == 0:
@@ -171,10 +171,10 @@ def run(g, w, ranks, device_of_group, ordered, counts):
                         waits[reader] = missing
                         if missing == 0:
                             if collectives and collective_of[reader] != r.NONE:
-                                used, found = member_waits(g, w, np.int64(collective_of[reader]), used, found)
+                                used, starting = member_waits(g, w, np.int64(collective_of[reader]), used, starting)
                             else:
                                 waiting = add_ready(ready, device, due, waiting, middle, low, ranks[0, reader], d)
-            for i in range(found):
+            for i in range(starting):
                 s = np.int64(startable[i])
                 v, d = slots[s].value, slots[s].device
                 if d == r.NONE:
@@ -199,7 +199,7 @@ def run(g, w, ranks, device_of_group, ordered, counts):
                         transfers += 1
                 push_event(event, events, now + time, key)
                 events += 1
-            found = np.uint32(0)
+            starting = np.uint32(0)
             if events == 0 or event[0].time_s != now:
                 break
             key = pop_event(event, events)

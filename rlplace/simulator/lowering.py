@@ -24,12 +24,12 @@ class Lowered:
 
     Attributes:
         graph: The arrays, read-only.
-        value: Values as they are before a run, copied into every `Work`.
+        value: State of the values before a run, copied into every `Work`.
         priority: float64 [N], the default priority.
         ranks: uint32 [2, N], rank of every op and op of every rank, for the default priority.
         num_devices: D.
         num_channels: Distinct channels.
-        idle: State of simulations that nobody uses at the moment, without and with timeline.
+        idle: State of simulations for reuse, without and with timeline.
     """
 
     graph: Graph
@@ -41,7 +41,7 @@ class Lowered:
     idle: tuple[list[Work], list[Work]] = field(default_factory=lambda: ([], []))
 
     def new_work(self, *, timeline: bool = False) -> Work:
-        """Allocates the state of one simulation, which with `timeline` records when things happen."""
+        """Allocates the state of one simulation; with `timeline` it has room for start and end times."""
         tasks, devices, graph = len(self.priority), self.num_devices, self.graph
         collectives, width = max(0, len(part_of(graph, r.MEMBER_PTR)) - 1), int(graph.layout[r.WIDTH])
         slots = len(graph.readers) + collectives
@@ -93,13 +93,13 @@ def compiled_priority(problem: Problem) -> NDArray[np.float64]:
     return level
 
 
-def ranks(problem: Problem, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
-    """What `reference.ranks` defines: uint32 [2, N], rank of every op and op of every rank."""
+def compiled_ranks(problem: Problem, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
+    """`reference.ranks` as compiled code reads it: uint32 [2, N], rank of every op and op of every rank."""
     return with_inverse(np.argsort(-(compiled_priority(problem) if priority is None else priority), kind="stable"))
 
 
 def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
-    """The two rows of `ranks`."""
+    """The two rows of `compiled_ranks`, from the second one."""
     both = np.empty((2, len(task_of_rank)), dtype=np.uint32)
     both[1] = task_of_rank
     both[0, task_of_rank] = np.arange(len(task_of_rank), dtype=np.uint32)
@@ -109,18 +109,18 @@ def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
 @memoized
 def lower(problem: Problem) -> Lowered:
     """The arrays of a step; built on the first call and kept as long as the problem."""
-    count, size, made = problem.num_ops, problem.tensor_bytes, problem.tensor_producer >= 0
+    count, size, produced = problem.num_ops, problem.tensor_bytes, problem.tensor_producer >= 0
     tensor, reader, read = problem.edge_tensor, problem.consumers, np.diff(problem.consumer_ptr) > 0
     task = np.zeros(count + 2, dtype=r.TASK)
     alloc, free = problem.temporary_bytes.copy(), problem.temporary_bytes.copy()
-    np.add.at(alloc, problem.tensor_producer[made], size[made])
-    np.add.at(free, problem.tensor_producer[made], np.where(read, 0, size)[made])
+    np.add.at(alloc, problem.tensor_producer[produced], size[produced])
+    np.add.at(free, problem.tensor_producer[produced], np.where(read, 0, size)[produced])
     task["alloc_bytes"][:count], task["free_bytes"][:count] = alloc, free
     task["group"][:count] = problem.op_group
     heavy = size[tensor] > 0
     input_ptr, inputs = grouped(reader[heavy], tensor[heavy], count)
     task["inputs"] = np.append(input_ptr, input_ptr[-1])
-    owned, kept = np.flatnonzero(~made & read), np.flatnonzero(made & read)
+    owned, kept = np.flatnonzero(~produced & read), np.flatnonzero(produced & read)
     task["outputs"], outputs = grouped(
         np.concatenate([problem.tensor_producer[kept], np.full(len(owned), count)]), np.concatenate([kept, owned]), count + 1
     )
@@ -169,11 +169,11 @@ def lower(problem: Problem) -> Lowered:
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     table[overrides] = np.arange(len(overrides))
     value["bytes"][:-1], value["table"][:-1], value["readers"] = size, table, problem.consumer_ptr
-    return Lowered(frozen, value, compiled_priority(problem), ranks(problem), problem.num_devices, num_channels)
+    return Lowered(frozen, value, compiled_priority(problem), compiled_ranks(problem), problem.num_devices, num_channels)
 
 
 def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int, int]:
-    """What pairs of devices and collectives hold.
+    """The channels of pairs of devices and of collectives.
 
     Returns:
         `Graph.pair`; the lists CHANNELS (numbered 0, 1, ...) and HELD; the number of channels; the longest row, at least 1.

@@ -138,7 +138,7 @@ def pop_event(event, size):
 
 
 @inner(forceinline=True)
-def join_queues(slots, channel, channels, following, width, startable, found, slot, begin, end):
+def join_queues(slots, channel, channels, following, width, startable, starting, slot, begin, end):
     """A slot joins the queues of `channels[begin:end]`; returns how many slots can start now."""
     blocked = 0
     node = np.uint32(slot * width)
@@ -154,12 +154,12 @@ def join_queues(slots, channel, channels, following, width, startable, found, sl
         node = np.uint32(node + 1)
     slots[slot].blocked = blocked
     slots[slot].channels, slots[slot].channels_end = begin, end
-    startable[found] = slot  # whether it can or not: a branch here would make numba count references
-    return np.uint32(found + (blocked == 0))
+    startable[starting] = slot  # whether it can or not: a branch here would make numba count references
+    return np.uint32(starting + (blocked == 0))
 
 
 @inner(forceinline=True)
-def leave_queues(slots, channel, channels, following, width, startable, found, slot):
+def leave_queues(slots, channel, channels, following, width, startable, starting, slot):
     """A slot gives its channels to the next in their queues; returns how many slots can start now."""
     node = np.uint32(slot * width)
     for k in range(slots[slot].channels, slots[slot].channels_end):
@@ -170,26 +170,26 @@ def leave_queues(slots, channel, channels, following, width, startable, found, s
             blocked = slots[heir].blocked - 1
             slots[heir].blocked = blocked
             if blocked == 0:
-                i = found  # several start in the order in which they joined, which is that of their numbers
+                i = starting  # several start in the order in which they joined, which is that of their numbers
                 while i > 0 and startable[np.uint32(i - 1)] > heir:
                     startable[i] = startable[np.uint32(i - 1)]
                     i = np.uint32(i - 1)
                 startable[i] = heir
-                found = np.uint32(found + 1)
-    return found
+                starting = np.uint32(starting + 1)
+    return starting
 
 
 @inner
-def member_waits(g, w, collective, used, found):
+def member_waits(g, w, collective, used, starting):
     """One task less keeps a collective waiting; the last one lets it join the queues of its channels."""
     absent, held, slots = part(w, r.ABSENT), part(g, r.HELD), w.slot
     absent[collective] -= 1
     if absent[collective] > 0:
-        return used, found
+        return used, starting
     slots[used].value, slots[used].device = collective, r.NONE
     begin, end = np.int64(held[collective]), np.int64(held[collective + 1])
-    found = join_queues(
+    starting = join_queues(
         slots, w.channel, part(g, r.CHANNELS), part(w, r.FOLLOWING), g.layout[r.WIDTH], part(w, r.STARTABLE),
-        found, used, begin, end,
+        starting, used, begin, end,
     )  # fmt: skip
-    return np.uint32(used + 1), found
+    return np.uint32(used + 1), starting

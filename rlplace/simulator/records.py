@@ -1,4 +1,4 @@
-"""What the compiled simulator reads and writes: records and flat arrays.
+"""Records and flat arrays of the compiled simulator.
 
 Things that are read together sit together in one record, so that each costs one cache line. Numbers are unsigned, because
 numba then knows that an index is not negative. Small lists share one array (`Graph.words`, `Work.words`), as every array that
@@ -96,7 +96,7 @@ class Graph(NamedTuple):
 ) = range(11)
 
 WIDTH = 12
-"""Where `Graph.layout` says how many channels the widest slot holds, at least 1."""
+"""Entry of `Graph.layout` with the number of channels of the widest slot, at least 1."""
 
 
 class Work(NamedTuple):
@@ -124,4 +124,4 @@ class Work(NamedTuple):
 ) = range(5)
 
 TRANSFERS = 6
-"""Where `Work.layout` says how many transfers have started."""
+"""Entry of `Work.layout` with the number of transfers that have started."""

@@ -31,7 +31,7 @@ from rlplace.simulator.records import TRANSFER
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 
 STUCK = "the order makes devices wait for each other forever"
-"""Why a step that has begun cannot complete: nothing but an order can hold ops back forever."""
+"""Reason why a step that has begun cannot complete: nothing but an order can hold ops back forever."""
 
 _OP, _TRANSFER = 0, 1
 
@@ -58,7 +58,7 @@ def reference_priority(problem: Problem) -> NDArray[np.float64]:
 
 
 def ranks(problem: Problem, priority: NDArray[np.float64] | None) -> NDArray[np.int32]:
-    """Which of two ready ops starts first: the one of lower rank, that is of higher priority, then of smaller number.
+    """Order in which ready ops start: lower rank first, that is higher priority, then smaller number.
 
     Returns:
         int32 [N], distinct.

@@ -1,4 +1,4 @@
-"""The `Timeline` record: what happened when during one simulated step."""
+"""The `Timeline` record: start and end times of one simulated step."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def timeline_of(
     Args:
         problem: The problem.
         device_of_group: int32 [G].
-        violations: What is broken.
+        violations: One sentence per broken constraint.
         step_time_s: End of the last event.
         peak_memory_bytes: int64 [D].
         busy_s: float64 [D].

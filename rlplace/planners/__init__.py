@@ -95,7 +95,7 @@ def planner_names() -> list[str]:
 
 
 def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
-    """Runs a planner by name and measures it; arguments as of `rlplace.planners.attempt.attempt`, errors are raised."""
+    """Runs a planner by name and measures it; takes the arguments of `rlplace.planners.attempt.attempt`, raises errors."""
     from rlplace.planners.attempt import attempt
 
     return attempt(get_planner(name), problem, catch=(), **options)

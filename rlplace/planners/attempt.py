@@ -1,4 +1,4 @@
-"""One attempt of a planner: what it gave, or why it gave nothing, and what it took. Whatever times planners does it here."""
+"""One attempt of a planner: its plan or its error, its time and its simulator calls. All timing of planners is done here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OK, INFEASIBLE, MISSING, FAILED = "ok", "infeasible", "missing", "failed"
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """A plan or an error, and what it took.
+    """A plan or an error, with time and simulator calls.
 
     Attributes:
         answer: The plan; None where there is none.
-        judged: What `judge` found out about the plan.
-        error: Why there is no plan, or none that the judge admits.
+        judged: Result of `judge` for the plan.
+        error: The error of the planner, or of `judge`; None without one.
         seconds: Wall-clock time of the planner.
         simulator_calls: Simulations that it made.
     """
@@ -71,11 +71,11 @@ def attempt(
 
     Args:
         planner: A planner, or a function that is called like one.
-        problem: What to place.
-        seed: The seed of everything random.
-        judge: Looks at the plan when the clock has stopped; what it raises is held against the planner.
-        catch: Errors that end in the record; others are raised.
-        **options: Budget (`calls`, `time_limit_s`), `start` and what else the planner takes.
+        problem: The problem to place.
+        seed: Seed of all random choices.
+        judge: Checks the plan after the clock has stopped; its errors count as the planner's.
+        catch: Errors that are recorded; others are raised.
+        **options: Budget (`calls`, `time_limit_s`), `start` and other options of the planner.
     """
     answer, judged, caught = None, None, None
     took_s, told = None, 0

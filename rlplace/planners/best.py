@@ -1,6 +1,6 @@
 """The floor: all one-shot planners with the shared memory repair, no search; the best plan wins.
 
-Every planner that claims something is compared with this. Each one-shot planner yields a few candidates (numbers of devices,
+Every other planner is compared with this. Each one-shot planner yields a few candidates (numbers of devices,
 orders, weights); see their modules. The result is the minimum over what each of them would return by itself, so `best` is never
 worse than any of them. Without a time limit it is deterministic and does not depend on the seed.
 """
@@ -40,7 +40,7 @@ def warm_up() -> None:
 
 
 def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:
-    """What `best` would return, as an answer; the least bad infeasible one when nothing fits."""
+    """The result of `best` as an answer; the infeasible one nearest to fitting when nothing fits."""
     answers = [answer for _, answer in floor_answers(problem, evaluator, deadline)]
     return min(answers, key=lambda a: a.score.objective_s, default=None)
 

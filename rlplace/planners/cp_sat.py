@@ -116,7 +116,7 @@ def cp_sat(
 
 
 def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instance) -> dict[str, Any]:
-    """What is proven about a plan of this problem, as plain data."""
+    """The proof about a plan of this problem, as plain data."""
     bound = min(bound_s, step_time_s)
     gap = 1.0 - bound / step_time_s if step_time_s > 0 else 0.0
     return {
@@ -130,7 +130,7 @@ def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instan
 
 
 def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> list[Realised]:
-    """The ways to run the solver's solutions, the best solutions and of each the plainest way first."""
+    """The ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
         rank = expand_solution(instance, solution, instance.problem, np.arange(instance.num_tasks))

@@ -44,7 +44,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 
 
 def critical_ops(problem: Problem, rank: NDArray[np.float64]) -> list[int]:
-    """Ops of a longest path: from the op of highest rank, always on to the successor of highest rank."""
+    """Ops of a longest path: from the op of highest rank, always to the successor of highest rank."""
     arrays = op_arrays(problem)
     op = int(rank.argmax())
     path = [op]

@@ -1,6 +1,6 @@
-"""Planners of other packages: called like the built-in ones, and believed only after a check.
+"""Planners of other packages: called like the built-in ones, with their plans checked.
 
-What such a planner returns, a plan or an int [G], is checked against the problem, simulated, and carries the simulator's
+The result of such a planner, a plan or an int [G], is checked against the problem, simulated, and carries the simulator's
 prediction, not its own.
 """
 

@@ -42,9 +42,9 @@ class HeftSchedule:
     """HEFT's own schedule.
 
     Attributes:
-        devices: int32 [G].
-        start_s: float64 [N].
-        finish_s: float64 [N].
+        devices: int32 [G], device of each group.
+        start_s: float64 [N], start of each op.
+        finish_s: float64 [N], end of each op.
     """
 
     devices: Assignment
@@ -65,9 +65,9 @@ def schedule(
     Args:
         problem: The problem.
         order: int32 [N], ops in the order they are scheduled, producers first.
-        subset: Devices that may be used; groups that may sit on none of them go anywhere they may.
+        subset: Devices that may be used; groups that are allowed on none of them go to any allowed device.
         contention: Whether transfers wait for their channels.
-        decided: int32 [G], devices that are settled beforehand, -1 elsewhere.
+        decided: int32 [G], devices that are fixed beforehand, -1 elsewhere.
     """
     arrays = op_arrays(problem)
     mask = np.zeros(problem.num_devices, dtype=bool)

@@ -30,10 +30,10 @@ class LocalSearchSettings:
     """Parameters of the search, tuned on the validation split; see docs/planners/local_search.md.
 
     Attributes:
-        tries: Guided moves tried from one assignment before random ones are.
+        tries: Guided moves tried from one assignment before random ones.
         random_tries: Random moves tried from one assignment before a kick.
         kick: Most random moves of a kick.
-        kick_worse: By how much a kick may worsen the step time, relative to the best one: the descent would not find back from
+        kick_worse: Largest increase of the step time by a kick, relative to the best one: the descent would not return from
             more within a budget.
     """
 
@@ -54,7 +54,7 @@ SETTINGS = LocalSearchSettings
 
 
 def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
-    """Spends the search's budget; `seed` is that of the kicks."""
+    """Spends the search's budget; `seed` is the seed of the kicks."""
     moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
     explored: set[bytes] = set()
     while moves.movable and search.progress() < 1.0:

@@ -107,7 +107,7 @@ def metis_partition(
 
 @contextmanager
 def _stdout_kept_clean() -> Iterator[None]:
-    """Drops what METIS prints to the C library's stdout when parts are empty: it would end up between results."""
+    """Discards METIS's output to the C library's stdout when parts are empty: it would appear between results."""
     if os.name != "posix":
         yield
         return
@@ -125,7 +125,7 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _whole(values: NDArray[np.float64], *, least: int) -> NDArray[np.int64]:
-    """Weights as METIS wants them: whole numbers whose sum stays far from the limit of 32 bits."""
+    """Weights for METIS: whole numbers whose sum stays far below the limit of 32 bits."""
     top = float(values.sum())
     if top <= 0.0:
         return np.ones(len(values), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The best of a number of random feasible plans: what a planner must beat to be worth anything.
+"""The best of a number of random feasible plans, a baseline that every planner should beat.
 
 Half of the samples give every group a device of its own choice, half cut the topological order at random places, because
 scattered groups drown in transfers. A random number of devices is used. Samples that do not fit are repaired only when no
@@ -18,7 +18,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int, *, samples: int = 64) -> Iterator[Assignment]:
-    """So many random assignments, scattered and contiguous in turn."""
+    """Random assignments, scattered and contiguous in turn."""
     if samples < 1:
         raise InputError(f"random: samples must be at least 1, found {samples}")
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Groups dealt out to devices in turn, in topological order: the plan that balances counts and ignores traffic."""
+"""Groups assigned to devices in turn, in topological order: a plan that balances counts and ignores traffic."""
 
 from __future__ import annotations
 

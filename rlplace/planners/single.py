@@ -14,7 +14,7 @@ from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
 
 REPAIRS = 0
-"""A repaired plan would use several devices."""
+"""No repairs: a repaired plan would use several devices."""
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:

@@ -9,7 +9,7 @@ Paper: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Scien
 2019) searches parallel strategies this way.
 
 Departures: starts from `best` instead of at random and therefore cool; the fewer calls a group, the cooler. A few times, spread
-evenly over the budget, the search goes back to the best assignment seen. That is also the answer, never worse than the start.
+evenly over the budget, the search returns to the best assignment seen, which is also the answer, never worse than the start.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COOLING = 0.01
 """End temperature relative to the start temperature."""
 
 RETURNS = 8
-"""How often, spread evenly over the budget, the search goes back to the best assignment so far."""
+"""Number of times, spread evenly over the budget, that the search returns to the best assignment so far."""
 
 _CHUNK = 256
-"""Simulations between two looks at the budget; fewer when they would take longer than `_CHUNK_S`."""
+"""Simulations between two checks of the budget; fewer when they would take longer than `_CHUNK_S`."""
 
 _CHUNK_S = 0.01
 
@@ -46,7 +46,7 @@ class AnnealingSettings:
         start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget and
             number of groups.
         cooling: End temperature relative to the start temperature.
-        returns: How often the search goes back to the best assignment so far; 0: never.
+        returns: Number of times that the search returns to the best assignment so far.
     """
 
     start_temperature: float | None = None
@@ -79,7 +79,7 @@ def warm_up() -> None:
 
 
 def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
-    """Spends the search's budget; `seed` is that of the moves."""
+    """Spends the search's budget; `seed` is the seed of the moves."""
     from rlplace.planners.annealing.kernels import anneal
 
     moves = MoveMaker(search.evaluator.problem, seed)

@@ -1,6 +1,6 @@
 """The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
 
-What it minimises, and what it walks on, is `rlplace.planners.common.objective`. The kernel holds the compiled simulator.
+It minimises `objective_s` and weighs moves by `descent_s` (`rlplace.planners.common.objective`). It holds the simulator.
 """
 
 # Compiled functions take their types from their arguments.
@@ -16,7 +16,7 @@ from rlplace.planners.common.objective import descent_s, objective_s
 from rlplace.simulator.fast import STAMP, simulate_plans
 
 IDLE = 1000
-"""So many draws in a row without a move: nothing is movable."""
+"""Draws in a row without a move after which nothing counts as movable."""
 
 _COOL_EVERY = 16  # simulations between two changes of the temperature
 
@@ -33,17 +33,17 @@ def _compile(stamp):
             simulation: Arguments of `fast.simulate_plans`; it simulates `trial`.
             trial: int32 [G], `devices` when the loop begins and when it ends.
             tables: A `Tables` as a plain tuple.
-            state: uint64 [1], of the random numbers.
+            state: uint64 [1], state of the random numbers.
             devices: int32 [G], the current assignment, changed.
             best: int32 [G], the best assignment so far, changed.
             score: float64 [4], step time and overflow of the current assignment and of the best one, changed.
-            groups: int32, room for a move; see `draw_move`.
-            targets: int32, likewise.
-            calls: How many.
+            groups: int32 [max(G, CLUSTER)], buffer for the groups of a move.
+            targets: int32 [max(G, CLUSTER)], buffer for their devices.
+            calls: Simulations to make.
             hot: Start temperature relative to the best step time.
             cooling: End temperature relative to `hot`.
             progress: Share of the budget that is spent.
-            slope: By how much it grows with every simulation.
+            slope: Increase of `progress` with every simulation.
         """
         _ = stamp
         t = Tables(*tables)

@@ -40,7 +40,7 @@ from rlplace.planners.common.subsets import device_order, device_subsets
 from rlplace.problem import Problem
 
 GAP = 8
-"""Layers that a forward cut and its backward cut may be apart unless told otherwise."""
+"""Default for the layers that a forward cut and its backward cut may be apart."""
 
 GAPS = (0, 1, 2, 4)
 """Smaller gaps that are tried as well: the simulator knows more than the chain, and displaced layers may not pay."""
@@ -49,7 +49,7 @@ MAX_COUNTS = 5
 """Numbers of devices that are tried, the full one among them."""
 
 CHOICES = ((1.0, False), (1.0, True), (1.1, False))
-"""Bottlenecks allowed, as multiples of the optimum, and whether workers are then as even as can be or traffic as small."""
+"""Bottlenecks allowed, as multiples of the optimum, and whether loads are then as even or traffic as small as possible."""
 
 
 def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, gap: int = GAP) -> PlacementPlan:

@@ -33,8 +33,8 @@ class Layers:
 
     Attributes:
         chain: The layers, with a column of times for every device.
-        layer_of_group: int64 [G].
-        follows_backward: bool [G], whether a group runs backward ops only and so goes where the backward cuts say.
+        layer_of_group: int64 [G], layer of each group.
+        follows_backward: bool [G], whether a group runs backward ops only and so follows the backward cuts.
         devices: The workers, in pipeline order.
     """
 
@@ -53,7 +53,7 @@ class Layers:
 
 
 def is_split(problem: Problem) -> bool:
-    """Whether no group holds forward ops together with others, so that backward passes may sit elsewhere."""
+    """Whether no group holds forward ops together with others, so that backward passes can be placed apart."""
     forward = problem.op_phase == FORWARD
     return not np.intersect1d(problem.op_group[forward], problem.op_group[~forward]).size
 
@@ -102,7 +102,7 @@ def layer_numbers(problem: Problem, order: NDArray[np.int32]) -> tuple[NDArray[n
 
 
 def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
-    """Gives the groups without a layer the last one that feeds them, else the first one that they feed, else the last."""
+    """Gives groups without a layer that of the last that feeds them, else of the first one that they feed, else the last."""
     source, target = _group_edges(problem)
     before = layer.copy()
     np.maximum.at(before, target, layer[source])
@@ -227,8 +227,8 @@ def make_pipeline(problem: Problem, devices: Sequence[int], *, limited: bool = T
 
     Args:
         problem: The problem.
-        devices: In pipeline order.
-        limited: False: without memory limits.
+        devices: Device numbers in pipeline order.
+        limited: Whether memory limits hold.
     """
     _, inverse = finite_links(problem)
     count = len(devices)

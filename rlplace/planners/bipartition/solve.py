@@ -9,7 +9,7 @@ forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise
 Among cuts with the smallest bottleneck the ones with the least traffic are returned, and of those the ones that displace the
 fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so that the optimum is never worse than that.
 
-A chain of layers as bi-partition sees it: what each layer costs, sends and keeps, and the workers that share it out.
+A chain of layers: the time, traffic and memory of each layer, and the workers among which the layers are divided.
 
 Axes used below: L layers, W workers in pipeline order.
 """
@@ -34,9 +34,9 @@ class Chain:
     Attributes:
         names: L names.
         forward_s, backward_s: float64 [L], or [L, W] where workers differ; finite.
-        activation_bytes: float64 [L], what the forward pass sends across the cut behind each layer.
-        gradient_bytes: float64 [L], what the backward pass sends back across the same cut.
-        stash_bytes: float64 [L], what the layer's backward reads of the forward pass: kept from the one to the other, and
+        activation_bytes: float64 [L], bytes that the forward pass sends across the cut behind each layer.
+        gradient_bytes: float64 [L], bytes that the backward pass sends back across the same cut.
+        stash_bytes: float64 [L], bytes of the forward pass that the layer's backward reads: kept in between, and
             shipped where they run on different workers.
         weight_bytes: float64 [L], parameters: returned to the worker of the forward pass where the two differ.
         resident_bytes: float64 [L], pinned by the worker that runs the backward pass (weights, gradients, optimizer state).
@@ -64,10 +64,10 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Workers:
-    """The pipeline that the layers are shared out to; a worker computes while it transfers and takes the longer of the two.
+    """The workers of a pipeline; a worker computes while it transfers and takes the longer of the two.
 
     Attributes:
-        seconds_per_byte: float64 [W], of each worker's link; 0: communication costs nothing.
+        seconds_per_byte: float64 [W], inverse bandwidth of each worker's link; 0: communication costs nothing.
         memory_bytes: float64 [W], inf where there is no limit.
     """
 
@@ -80,10 +80,10 @@ class Workers:
 
 
 def free_workers(count: int) -> Workers:
-    """So many workers without communication costs and memory limits.
+    """A number of workers without communication costs and memory limits.
 
     Raises:
-        InputError: No worker.
+        InputError: The number is below 1.
     """
     whole_number(count, "workers: count", 1)
     return Workers(np.zeros(count), np.full(count, np.inf))
@@ -91,7 +91,7 @@ def free_workers(count: int) -> Workers:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Who runs what: worker i has the forward pass of layers ``forward[i]`` up to ``forward[i + 1]``, and so on.
+    """Layers by worker: worker i has the forward pass of layers ``forward[i]`` up to ``forward[i + 1]``, and so on.
 
     Attributes:
         forward, backward: W + 1 offsets into the layers, from 0 to L.
@@ -142,9 +142,9 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *
 
     Args:
         chain: The layers.
-        workers: As for `bi_partition`.
-        gap: As for `bi_partition`.
-        known_s: The result for a smaller gap, if known: saves work.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+        known_s: The result for a smaller gap, if known, as an upper bound.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
     arrays = kernel_arrays(chain, pipeline)
@@ -164,10 +164,10 @@ def least_traffic(
 
     Args:
         chain: The layers.
-        workers: As for `bi_partition`.
-        bound_s: At least the smallest bottleneck.
-        gap: As for `bi_partition`.
-        even: Asks for the smallest sum of squared costs in place of the least traffic.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        bound_s: Largest cost of a worker that is allowed, at least the smallest bottleneck.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+        even: Whether to minimise the sum of squared costs in place of the traffic.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
     arrays = kernel_arrays(chain, pipeline)

@@ -24,7 +24,7 @@ from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 MAX_LAYERS = 512
-"""Layers that are told apart; neighbours are merged beyond."""
+"""Most layers of a chain; neighbours are merged beyond."""
 
 
 def straight_pipelines(problem: Problem) -> Iterator[Assignment]:
@@ -49,8 +49,8 @@ def block_partition(costs: Sequence[float] | NDArray[np.float64], parts: int) ->
     """The balanced partition of a sequence that torchgpipe makes.
 
     Args:
-        costs: One number for each layer.
-        parts: Blocks; no more than layers are made.
+        costs: Cost of each layer.
+        parts: Number of blocks, at most the number of layers.
 
     Returns:
         Offsets of the blocks, from 0 to the number of layers. The largest block exceeds the smallest by at most the spread of

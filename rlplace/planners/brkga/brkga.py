@@ -37,7 +37,7 @@ BARRED = 0.1
 """Affinities below this bar a device."""
 
 MAX_POPULATION = 64
-"""Chromosomes of a generation where there are calls enough."""
+"""Chromosomes of a generation where the budget of calls allows it."""
 
 _CHUNK = 16
 """Chromosomes that are decoded and simulated between two looks at the clock."""
@@ -52,8 +52,8 @@ class BrkgaSettings:
 
     Attributes:
         population: Chromosomes of a generation; None: a sixteenth of the calls, 16 to `MAX_POPULATION`.
-        elite: Share of them that lives on.
-        mutants: Share of them that is new and random.
+        elite: Share of a generation that is kept for the next.
+        mutants: Share of a generation that is new and random.
         rho: Probability that a child has a key of its elite parent.
         bias: Delay of an affinity of 0, in mean op times.
     """
@@ -68,8 +68,8 @@ class BrkgaSettings:
         if self.population is not None:
             whole_number(self.population, "brkga: population", 4)
         if not (0.0 < self.elite < 1.0 and 0.0 <= self.mutants < 1.0 and self.elite + self.mutants < 1.0):
-            found = f"{show(self.elite)} and {show(self.mutants)}"
-            raise InputError(f"brkga: elite must be above 0, mutants at least 0, both together below 1, found {found}")
+            shares = f"{show(self.elite)} and {show(self.mutants)}"
+            raise InputError(f"brkga: elite must be above 0, mutants at least 0, both together below 1, found {shares}")
         if not 0.5 <= self.rho <= 1.0:
             raise InputError(f"brkga: rho must be in 0.5..1, found {show(self.rho)}")
         if not 0.0 <= self.bias < float("inf"):
@@ -87,7 +87,7 @@ def warm_up() -> None:
 
 
 def spend(search: Search, seed: int, settings: BrkgaSettings) -> None:
-    """Spends the search's budget; `seed` is that of the keys."""
+    """Spends the search's budget; `seed` is the seed of the keys."""
     problem, rng = search.evaluator.problem, np.random.default_rng(seed)
     decoder = Decoder(problem, settings.bias)
     known = {answer.devices.tobytes(): answer.score.descent_s for answer in search.starts}
@@ -123,7 +123,7 @@ def mix(elite: NDArray[np.float64], other: NDArray[np.float64], rho: float, rng:
 
 
 def _evaluate(search: Search, known: dict[bytes, float], plans: NDArray[np.int32], value: NDArray[np.float64]) -> bool:
-    """Fills `value` [K] with what the plans [K, G] score, simulating new ones; False when the budget is spent."""
+    """Fills `value` [K] with the objective of the plans [K, G], simulating new ones; False when the budget is spent."""
     if search.progress() >= 1.0:
         return False
     new: dict[bytes, int] = {}

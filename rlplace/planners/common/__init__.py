@@ -1,1 +1,1 @@
-"""What planners share: scores and counted calls, candidates and repair, group arrays, moves, bounds."""
+"""Shared parts of planners: scores and counted calls, candidates and repair, group arrays, moves, bounds."""

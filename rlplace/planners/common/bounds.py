@@ -1,4 +1,4 @@
-"""What no plan can beat: lower bounds on step time, and conditions without which no plan fits in memory.
+"""Lower bounds on the step time of any plan, and conditions without which no plan fits in memory.
 
 All bounds hold for every plan under the simulator's rules:
 
@@ -69,7 +69,7 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def device_time_s(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G, D], for how long each group holds a device, inf where it may not sit; ops of collectives hold none."""
+    """float64 [G, D], seconds for which each group occupies a device, inf where not allowed; ops of collectives occupy none."""
     if not problem.collectives:
         return problem.group_time_s
     time_s = np.nan_to_num(problem.time_s, nan=0.0)
@@ -185,7 +185,7 @@ def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64]
     """The same from arrays.
 
     Args:
-        time_s: float64 [G, D], inf where a group may not sit.
+        time_s: float64 [G, D], inf where a group is not allowed.
         resident_bytes: int64 [G].
         limit_bytes: float64 [D], inf without a limit.
     """
@@ -242,7 +242,7 @@ def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64]
 
 
 def least_devices(needed_bytes: float, limit_bytes: NDArray[np.float64]) -> int | None:
-    """Smallest number of devices, the largest ones, that hold so many bytes; None when all together do not."""
+    """Smallest number of devices, largest ones first, that hold these bytes; None when all together do not."""
     total = np.cumsum(np.sort(np.maximum(limit_bytes, 0.0))[::-1])
     enough = np.flatnonzero(total >= needed_bytes)
     return int(enough[0]) + 1 if len(enough) else None

@@ -16,7 +16,7 @@ from rlplace.planners.common.listkernels import _inputs_present, _pop, _push
 
 @inner
 def _latest_start(op, group, devices, mask, room, footprint, present, free):
-    """When every device that may take the op could have started it."""
+    """Time at which every device that may take the op could have started it."""
     if devices[group] >= 0:
         return max(free[devices[group]], present[op, devices[group]])
     latest = 0.0
@@ -44,7 +44,7 @@ def _compile(stamp):
     @entry
     def earliest_task_first(
         favorite, priority, mask, devices, room, start, finish, arrival, channel_free, free, missing, done, offered, fresh,
-        later_key, later_op, later, now_key, now_op, now, present, made, last, output_ptr, outputs, consumer_ptr, consumers,
+        later_key, later_op, later, now_key, now_op, now, present, inputs_s, last, output_ptr, outputs, consumer_ptr, consumers,
         time_s, op_group, footprint, input_ptr, inputs, producer, holder, size, table, tables, latency, inverse, channel_ptr,
         channels, num_fresh,
     ):  # fmt: skip
@@ -56,12 +56,12 @@ def _compile(stamp):
         fresh: int64 [N], the first `num_fresh` are ops without such inputs.
         later_key, later_op, later: Per device a heap [D, N] of ready ops whose inputs arrive later (by arrival), its size [D].
         now_key, now_op, now: The same for those that could start now (by priority).
-        present: float64 [N, D], inf; when the inputs of a ready op can be on a device.
-        made: float64 [N], zeros; when all inputs of a ready op are made.
+        present: float64 [N, D], inf; time at which the inputs of a ready op can be on a device.
+        inputs_s: float64 [N], zeros; time at which all inputs of a ready op are produced.
         last: int64 [D], -1; the op that a device ran last.
 
         Returns:
-            How often a device waited for a favorite child instead of taking the op it could have started.
+            Number of times that a device waited for a favorite child instead of taking an op that it could have started.
         """
         _ = stamp
         num_ops, num_devices = time_s.shape
@@ -73,7 +73,7 @@ def _compile(stamp):
                 group = op_group[op]
                 for k in range(input_ptr[op], input_ptr[op + 1]):
                     if producer[inputs[k]] >= 0:
-                        made[op] = max(made[op], finish[producer[inputs[k]]])
+                        inputs_s[op] = max(inputs_s[op], finish[producer[inputs[k]]])
                 if devices[group] < 0:
                     fits, roomiest = False, -1
                     for device in range(num_devices):
@@ -119,7 +119,7 @@ def _compile(stamp):
                         child, awake = none, False
                         if last[device] >= 0:
                             child = np.int64(favorite[last[device]])
-                        if child >= 0 and child != op and not done[child] and offered[child] > 0 and made[child] <= begin:
+                        if child >= 0 and child != op and not done[child] and offered[child] > 0 and inputs_s[child] <= begin:
                             awake = _awaits(child, device, op_group[child], devices, mask, room, footprint, present, free)
                         if awake:
                             begin = max(free[device], present[child, device])

@@ -66,12 +66,12 @@ class Score:
 
     @property
     def objective_s(self) -> float:
-        """What planners minimise; see `rlplace.planners.common.objective`."""
+        """The objective of planners; see `rlplace.planners.common.objective`."""
         return objective_s(self.step_time_s, self.overflow)
 
     @property
     def descent_s(self) -> float:
-        """What their moves are weighed by."""
+        """The value by which searches weigh their moves; see `rlplace.planners.common.objective`."""
         return descent_s(self.step_time_s, self.overflow)
 
 
@@ -98,7 +98,7 @@ def count_calls() -> Iterator[CallCounter]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Hides the calls of a warm-up, which are no part of any plan's cost."""
+    """Hides the calls of a warm-up, which do not count towards any plan."""
     hidden, _counters[:] = _counters[:], []
     try:
         yield
@@ -108,10 +108,10 @@ def uncounted() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """An assignment and what the simulator says about it.
+    """An assignment with its simulated score and peaks.
 
     Attributes:
-        devices: int32 [G].
+        devices: int32 [G], device of each group.
         score: Step time and overflow.
         peaks: int64 [D], peak memory with resident and reserved bytes.
     """
@@ -142,7 +142,7 @@ class Evaluator:
 
     @property
     def simulator(self) -> Simulator:
-        """For compiled loops, which tell `count` what they simulated."""
+        """For compiled loops, which report their simulations to `count`."""
         return self._simulator
 
     def answer(self, devices: Assignment) -> Answer:
@@ -151,7 +151,7 @@ class Evaluator:
         return Answer(devices, score, self._simulator.peak_memory_bytes.copy())
 
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
-        """The whole timeline of an assignment; one call like any other. `order` holds a `priority` or an `order`, if any."""
+        """The timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""
         self.count()
         return simulate(self.problem, devices, **order)
 

@@ -1,4 +1,4 @@
-"""Choosing among candidates: what turns the assignments of a heuristic into its plan.
+"""Choosing among candidates: from the assignments of a heuristic to its plan.
 
 A one-shot planner yields a few candidates. They are simulated, the most promising ones that do not fit are repaired, and the
 best feasible one becomes the plan. Nothing here searches.
@@ -31,10 +31,10 @@ def best_of(
 
     Args:
         problem: The problem.
-        candidates: Assignments; groups on devices where they may not sit are moved first.
+        candidates: Assignments; groups on devices that are not allowed are moved first.
         evaluator: Counts the simulations.
-        deadline: When passed, what is known by then is ranked; at least one candidate is always looked at.
-        repairs: How many infeasible candidates to repair.
+        deadline: When passed, the candidates known by then are ranked; at least one is always simulated.
+        repairs: Number of infeasible candidates to repair.
 
     Returns:
         The best answer, feasible if any is, or None when there was no candidate.
@@ -80,7 +80,7 @@ def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) 
 
 
 def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """The planner of a module that defines `candidates`, and `REPAIRS` where it does not want the default.
+    """The planner of a module that defines `candidates`, and `REPAIRS` in place of the default.
 
     Options of `candidates` are options of the planner.
     """
@@ -103,7 +103,7 @@ def one_shot(
     time_limit_s: float | None,
     repairs: int = REPAIRS,
 ) -> PlacementPlan:
-    """The whole of a planner that only builds candidates."""
+    """Runs a planner that only builds candidates."""
     check_possible(problem)
     answer = best_of(problem, candidates(problem, seed), Evaluator(problem), Deadline(time_limit_s), repairs=repairs)
     return finish(problem, answer, planner=planner, seed=seed)

@@ -1,4 +1,4 @@
-"""The group graph: what planners need to know about groups, as arrays.
+"""The group graph: times, memory and traffic of groups, as arrays.
 
 Planners place groups, but a problem lists ops and tensors. This module sums ops up to groups once per problem and keeps the
 result while the problem lives.
@@ -23,7 +23,7 @@ class GroupGraph:
     """Groups and the traffic between them.
 
     Attributes:
-        time_s: float64 [G, D], summed op times; inf where the group may not sit.
+        time_s: float64 [G, D], summed op times; inf where the group is not allowed.
         mean_time_s: float64 [G], mean of `time_s` over the devices that can run the group.
         footprint_bytes: int64 [G], resident bytes plus the outputs of forward ops that backward ops read: an estimate of
             what the group adds to its device's peak.

@@ -14,7 +14,7 @@ from rlplace.compiled import entry, inner
 
 @inner
 def _communication(group, device, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
-    """Seconds of all transfers of `group` if it sat on `device`, neighbours staying put."""
+    """Seconds of all transfers of `group` if it were on `device` and its neighbours stayed."""
     total = 0.0
     for k in range(ptr[group], ptr[group + 1]):
         other = devices[neighbor[k]]
@@ -139,7 +139,7 @@ def swap_parts(where, size, count, load, latency, inverse, rounds):
 
 @entry
 def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
-    """Moves groups off devices where they may not sit, to the one with the least time plus transfers, in group order."""
+    """Moves groups off devices that are not allowed, to the one with the least time plus transfers, in group order."""
     for i in range(len(order)):
         g = np.int64(order[i])
         if time_s[g, devices[g]] == np.inf:

@@ -1,4 +1,4 @@
-"""Compiled list scheduling: upward ranks, HEFT, and what other list schedulers are built from.
+"""Compiled list scheduling: upward ranks, HEFT, and parts of other list schedulers.
 
 All of it lies in one file, because numba's on-disk cache only notices changes of the file that holds the compiled function.
 The kernels allocate nothing and take plain arrays of one type each: that halves the time to compile them, which the first
@@ -39,7 +39,7 @@ def _inputs_present(
     op, device, commit, contention, devices, finish, arrival, channel_free, input_ptr, inputs, producer, holder, size, table,
     tables, latency, inverse, channel_ptr, channels,
 ):  # fmt: skip
-    """When all inputs of an op can be present on a device; `commit` books the transfers, one after another."""
+    """Time at which all inputs of an op can be on a device; `commit` books the transfers, one after another."""
     present = 0.0
     for k in range(input_ptr[op], input_ptr[op + 1]):
         tensor = inputs[k]

@@ -13,8 +13,6 @@ import numpy as np
 
 from rlplace.compiled import entry, inner
 
-"""Nobody outside calls these."""
-
 CLUSTER = 8
 """Most groups of a cluster move, plus one."""
 
@@ -23,7 +21,7 @@ NEIGHBOR, SINGLE, SWAP, SEGMENT = 0.32, 0.50, 0.62, 0.90
 
 
 class Tables(NamedTuple):
-    """What moves are drawn from. Axes: G groups, D devices."""
+    """Tables from which moves are drawn. Axes: G groups, D devices."""
 
     may: Any  # bool [G, D], where a group may sit
     allowed_ptr: Any  # int64 [G + 1]
@@ -37,7 +35,7 @@ class Tables(NamedTuple):
 
 @inner
 def draw_uniform(state):
-    """A float64 in [0, 1); `state` uint64 [1] moves on."""
+    """A float64 in [0, 1); advances `state` uint64 [1]."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -122,27 +120,27 @@ def _segment(t, state, group, devices, groups, targets):
 def _cluster(t, state, group, devices, groups, targets):
     here, device = devices[group], _other(t, state, group, devices)
     size = 2 + _below(state, 6)
-    # `groups` holds what was found, `targets` the frontier, until the devices are known to be legal.
+    # `groups` holds the members, `targets` the frontier, until the devices are known to be legal.
     groups[0], targets[0] = group, group
-    found, waiting = 1, 1
-    while waiting > 0 and found < size:
+    members, waiting = 1, 1
+    while waiting > 0 and members < size:
         at = _below(state, waiting)
         last = targets[at]
         waiting -= 1
         targets[at] = targets[waiting]
         for i in range(t.neighbor_ptr[last], t.neighbor_ptr[last + 1]):
             n = t.neighbor[i]
-            if devices[n] != here or found >= size:
+            if devices[n] != here or members >= size:
                 continue
             again = False
-            for j in range(found):
+            for j in range(members):
                 again = again or groups[j] == n
             if not again:
-                groups[found], targets[waiting] = n, n
-                found += 1
+                groups[members], targets[waiting] = n, n
+                members += 1
                 waiting += 1
     count = 0
-    for j in range(found):
+    for j in range(members):
         if t.may[groups[j], device]:
             groups[count], targets[count] = groups[j], device
             count += 1
@@ -153,7 +151,7 @@ def _cluster(t, state, group, devices, groups, targets):
 def draw_move(t, state, devices, groups, targets):
     """Draws a move that changes `devices` int32 [G] into `groups` and `targets` int32 [max(G, CLUSTER)]; returns its length.
 
-    0 when the draw came to nothing.
+    0 when the draw gave no move.
     """
     if len(t.movable) == 0:
         return 0

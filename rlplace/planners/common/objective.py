@@ -7,13 +7,13 @@ is short of less memory. A step that cannot complete is worst. Compiled loops co
 from __future__ import annotations
 
 UNFIT_S = 1e12
-"""Stands for the step of a plan that does not fit: longer than any step."""
+"""Seconds that stand for the step of a plan that does not fit: longer than any step."""
 
 _SLOPE, _BASE = 3.0, 0.02
 
 
 def objective_s(step_s: float, overflow: float) -> float:
-    """What is minimised: the step time of a plan that fits, and of any other `UNFIT_S` times 1 + overflow.
+    """The objective: the step time of a plan that fits; for any other plan `UNFIT_S` times 1 + overflow.
 
     Args:
         step_s: Step time; inf when the step cannot complete.
@@ -25,14 +25,14 @@ def objective_s(step_s: float, overflow: float) -> float:
 
 
 def descent_s(step_s: float, overflow: float) -> float:
-    """What a search weighs its next move by: step time, raised where memory overflows.
+    """The value by which a search weighs its next move: step time, raised where memory overflows.
 
-    The way to a better plan that fits often leads through plans that do not, which the objective would wall off. What a search
-    answers with is chosen by the objective.
+    The way to a better plan that fits often leads through plans that do not, which the objective would bar. The answer of a
+    search is chosen by the objective.
 
     Args:
-        step_s: As above.
-        overflow: As above.
+        step_s: Step time; inf when the step cannot complete.
+        overflow: Bytes over the limit relative to the device's memory, summed over devices.
     """
     if overflow == 0.0:
         return step_s

@@ -22,7 +22,7 @@ from rlplace.problem.order import grouped
 
 
 class OpArrays(NamedTuple):
-    """What a list scheduler reads."""
+    """The arrays of a problem that list schedulers read."""
 
     time_s: Any  # float64 [N, D], inf where the op's group may not sit
     op_group: Any  # int32 [N]
@@ -69,7 +69,7 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
 
 
 def place_rest(problem: Problem, devices: NDArray[np.int32], room: NDArray[np.float64]) -> None:
-    """Puts groups without a device, -1, where most room is left: one without ops is in no schedule."""
+    """Places groups without a device (-1) where most room is left: groups without ops are in no schedule."""
     footprint = group_graph(problem).footprint_bytes
     for group in np.flatnonzero(devices < 0):
         devices[group] = int(np.where(problem.group_allowed[group], room, -np.inf).argmax())
@@ -144,7 +144,7 @@ def earliest_assignments(problem: Problem, favorite: NDArray[np.int32] | None = 
 def earliest_schedule(
     problem: Problem, subset: Sequence[int], share: float = 1.0, favorite: NDArray[np.int32] | None = None
 ) -> tuple[Assignment, NDArray[np.float64], NDArray[np.float64], int]:
-    """Of all ready ops and all devices with room for the op's group, the pair that can start earliest goes next.
+    """List schedule: of all ready ops and devices with room for the op's group, the pair that can start earliest goes next.
 
     Args:
         problem: The problem.
@@ -153,7 +153,7 @@ def earliest_schedule(
         favorite: int32 [N], the favorite child of every op, for which its device may wait; -1 for none. None: no op has one.
 
     Returns:
-        int32 [G] devices; start and finish times of the schedule itself, float64 [N] seconds; how often a device waited for a
+        int32 [G] devices; float64 [N] start and finish seconds of the schedule itself; number of times a device waited for a
         favorite.
     """
     arrays = op_arrays(problem)

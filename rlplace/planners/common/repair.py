@@ -1,6 +1,6 @@
 """The memory repair that all planners share: makes an assignment fit, by exact simulated peaks.
 
-Two steps. `legalize` moves groups off devices where they may not sit (null times, fixed devices) and away from missing links;
+Two steps. `legalize` moves groups off devices that are not allowed (null times, fixed devices) and away from missing links;
 it needs no simulation. `repair` then simulates, moves groups off overflowing devices (least added time per freed byte first,
 by estimated footprints), and simulates again. When estimates no longer help, because the peak comes from received copies or
 temporaries, it tries single moves and swaps and keeps what truly lowers the overflow.
@@ -29,9 +29,9 @@ _TRIES = 24
 
 
 def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
-    """A copy with every group on a device where it may sit, and without missing links where moving groups can avoid them.
+    """A copy with every group on an allowed device, and without missing links where moving groups can avoid them.
 
-    Every group must have a device it may sit on (`rlplace.planners.common.shortage.check_possible`).
+    Every group must have an allowed device (`rlplace.planners.common.shortage.check_possible`).
     """
     devices = np.array(device_of_group, dtype=np.int32)
     graph = group_graph(problem)
@@ -92,7 +92,7 @@ def repair_answer(
 
 @memoized
 def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """What the kernels of `rlplace.planners.common.kernels` need to price transfers."""
+    """The arguments of `rlplace.planners.common.kernels` that price transfers."""
     graph = group_graph(problem)
     return (
         graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,

@@ -1,4 +1,4 @@
-"""What the search planners share: budget, start and the best answer so far.
+"""Budget, start and best answer so far of the search planners.
 
 Random changes of an assignment, shared by the search planners.
 
@@ -36,10 +36,10 @@ class MoveMaker:
     """Draws random moves for one problem; a move is a list of (group, device).
 
     Attributes:
-        tables: What moves are drawn from.
-        state: uint64 [1], of the random numbers.
+        tables: Tables from which moves are drawn.
+        state: uint64 [1], state of the random numbers.
         groups: int32 [max(G, CLUSTER)], the groups of the last move; longer than it.
-        targets: int32, likewise, their devices.
+        targets: int32 [max(G, CLUSTER)], their devices.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -67,7 +67,7 @@ class MoveMaker:
         return len(self.tables.movable) > 0
 
     def draw(self, devices: Assignment) -> list[tuple[int, int]]:
-        """A move that changes `devices` int32 [G]; empty when the draw came to nothing."""
+        """A move that changes `devices` int32 [G]; empty when the draw gave none."""
         count = draw(*self._arguments, devices, self.groups, self.targets)
         return list(zip(self.groups[:count].tolist(), self.targets[:count].tolist(), strict=True))
 
@@ -79,10 +79,10 @@ Start = PlacementPlan | Sequence[int] | NDArray[Any] | None
 
 
 def start_devices(problem: Problem, start: Start, planner: str) -> Assignment:
-    """int32 [G] of a given start."""
-    given = start.device_of_group if isinstance(start, PlacementPlan) else start
+    """int32 [G], the devices of a start."""
+    devices = start.device_of_group if isinstance(start, PlacementPlan) else start
     try:
-        return check_devices(given, (problem.num_groups,), problem)
+        return check_devices(devices, (problem.num_groups,), problem)
     except InputError as error:
         raise InputError(f"{planner}: start must be a plan or name a device for every group: {error}") from None
 
@@ -92,9 +92,9 @@ class Search:
 
     Attributes:
         assignment: int32 [G], the current one; compiled loops that change it call `settle`.
-        score: Its score.
+        score: Score of the current assignment.
         best_devices: int32 [G], the best assignment so far.
-        best_score: Its score.
+        best_score: Score of the best assignment so far.
         starts: The floor's answers, one a one-shot planner and the best first, or the given start alone.
     """
 
@@ -143,7 +143,7 @@ class Search:
         return share
 
     def evaluate(self, move: list[tuple[int, int]]) -> Score:
-        """Scores the current assignment with a move applied; nothing is kept but a new best answer."""
+        """Scores the current assignment with a move applied; keeps only a new best answer."""
         before = self.assignment.copy()
         for group, device in move:
             self.assignment[group] = device
@@ -154,7 +154,7 @@ class Search:
         return score
 
     def evaluate_many(self, devices: NDArray[np.int32]) -> list[Score]:
-        """Scores the rows of an int32 [K, G]; nothing is kept but a new best answer."""
+        """Scores the rows of an int32 [K, G]; keeps only a new best answer."""
         scores = self.evaluator.scores(devices)
         for row, score in zip(devices, scores, strict=True):
             if score.objective_s < self.best_score.objective_s:
@@ -162,13 +162,13 @@ class Search:
         return scores
 
     def accept(self, move: list[tuple[int, int]], score: Score) -> None:
-        """Makes a move that was evaluated."""
+        """Applies a move that was evaluated."""
         for group, device in move:
             self.assignment[group] = device
         self.score = score
 
     def settle(self, score: Score, best_devices: Assignment, best_score: Score) -> None:
-        """Takes over what a compiled loop found: it has changed `assignment`, whose score is given."""
+        """Takes over the result of a compiled loop: it has changed `assignment`, whose score is an argument."""
         self.score, self.best_devices, self.best_score = score, best_devices, best_score
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Why no plan exists, or none was found: which device, how many bytes short, and what would make it fit."""
+"""Reasons why no plan exists or was found: the device, the missing bytes, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_possible(problem: Problem) -> None:
     """Raises when a bound proves that the problem has no feasible plan.
 
     Raises:
-        InfeasibleError: A group may sit nowhere, a group alone exceeds every device it may sit on, the groups fixed to a device
+        InfeasibleError: A group is allowed nowhere, a group alone exceeds every allowed device, the groups fixed to a device
             exceed it, or everything together exceeds all devices.
     """
     _check_nowhere(problem)
@@ -160,7 +160,7 @@ def _more_devices(problem: Problem, needed: float) -> str:
 
 
 def _relaxations(problem: Problem, short: float, *, batch: bool) -> str:
-    """What the person can change, with the bytes it frees where the problem says so.
+    """Changes that a user can make, with the bytes that they free where the problem has them.
 
     Args:
         problem: The problem.

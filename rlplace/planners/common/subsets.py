@@ -1,4 +1,4 @@
-"""Which devices to use, in which order, and which part goes where.
+"""Choice and order of the devices to use, and assignment of parts to them.
 
 Leaving devices unused is often best when links are slow, so that every constructive planner builds one candidate per number of
 devices. Fast and well connected devices come first.
@@ -25,7 +25,7 @@ LARGE_OPS = 30_000
 
 
 def device_classes(problem: Problem, among: Sequence[int] | None = None) -> list[list[int]]:
-    """Devices, of all or of some, that run everything equally fast, hold equally much and may take the same groups."""
+    """Classes of devices, of all or of some, with equal op times, equal memory and the same allowed groups."""
     graph = group_graph(problem)
     classes: dict[tuple[bytes, float], list[int]] = {}
     for device in range(problem.num_devices) if among is None else among:
@@ -35,7 +35,7 @@ def device_classes(problem: Problem, among: Sequence[int] | None = None) -> list
 
 
 def device_order(problem: Problem) -> list[int]:
-    """All devices, greedily: the next one is the fastest for its links to those before it.
+    """All devices in greedy order: the next one is the fastest for its links to those before it.
 
     Speed is the mean group time on the device; links count with the mean traffic of a group.
     """

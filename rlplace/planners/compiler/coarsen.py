@@ -1,4 +1,4 @@
-"""Fusing vertices that trade much, so that refinement can move them together.
+"""Fusing vertices with heavy traffic between them, so that refinement can move them together.
 
 Vertices of one device and band are matched in pairs by heaviest traffic; chains of single consumers, whose traffic has nowhere
 else to go, come out first.
@@ -15,7 +15,7 @@ from rlplace.compiled import entry
 from rlplace.planners.compiler.nets import Level
 
 WIDE = 32
-"""Nets with more readers than this say nothing about who belongs together."""
+"""Nets with more readers than this are ignored when vertices are matched."""
 
 
 def match(
@@ -26,8 +26,8 @@ def match(
     Args:
         level: The graph.
         part: int32 [G]; only vertices of one part are matched.
-        order: int64 [G], who chooses a partner first.
-        link: Latency in seconds and seconds per byte, to weigh traffic with.
+        order: int64 [G], order in which vertices choose their partner.
+        link: Latency in seconds and seconds per byte, by which traffic is weighed.
         most_s: Largest time of a cluster on the fastest device.
     """
     nets = level.nets

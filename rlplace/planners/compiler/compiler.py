@@ -28,7 +28,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 
 
 def family(problem: Problem, devices: Sequence[int], *, seed: int = 0) -> Iterator[Assignment]:
-    """Partitions on given devices that differ in bands and allowed imbalance; arguments as those of `partition`."""
+    """Partitions on given devices that differ in bands and allowed imbalance; takes the arguments of `partition`."""
     starts = 0 if problem.num_groups > LARGE_GROUPS else 2
     for bands, eps in balances(problem.num_groups, len(devices)):
         yield partition(problem, devices, eps=eps, bands=bands, seed=seed, starts=starts).device_of_group

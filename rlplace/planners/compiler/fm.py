@@ -17,7 +17,7 @@ BUCKETS = 512
 """Gain buckets on each side of zero."""
 
 LOOKS = 24
-"""Entries of a device's buckets that are looked at for one that fits, before the device is passed over."""
+"""Entries of a device's buckets that are tried for one that fits, before the device is skipped."""
 
 
 @inner
@@ -89,13 +89,13 @@ def _link(entry, target, gain, quantum, bucket_of, head, following, before, top)
 
 @inner
 def _over(value, limit):
-    """What a value is above its limit, as a share of the limit; rounding of sums does not count."""
+    """Excess of a value over its limit, as a share of the limit; rounding of sums does not count."""
     return max(0.0, value / limit - 1.0 - 1e-9) if limit < np.inf else 0.0
 
 
 @inner
 def _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit, room):
-    """By how much the excess changes when a vertex moves."""
+    """Change of the excess when a vertex moves."""
     w = band[vertex]
     change = _over(load[to, w] + time_s[vertex, to], limit[to, w]) - _over(load[to, w], limit[to, w])
     change += _over(load[here, w] - time_s[vertex, here], limit[here, w]) - _over(load[here, w], limit[here, w])

@@ -1,4 +1,4 @@
-"""What the partitioner moves and what moving it costs: groups, and the nets that join them.
+"""The graph that the partitioner cuts: groups, and the nets that join them.
 
 A *net* is all that one group sends to the same set of other groups: it pays once for every device that holds a reader and not
 the sender, however many readers sit there. Nets of equal sender and readers are one net, with their bytes and counts added up.
@@ -42,10 +42,10 @@ class Level(NamedTuple):
     """The graph at one coarseness.
 
     Attributes:
-        time_s: float64 [G, K], inf where the vertex may not sit.
-        footprint_bytes: float64 [G].
+        time_s: float64 [G, K], seconds on each device, inf where the vertex is not allowed.
+        footprint_bytes: float64 [G], memory of each vertex.
         band: int32 [G], the part of the step in which the vertex runs; load is balanced in each.
-        nets: Traffic.
+        nets: Traffic between vertices.
         source_ptr, source_nets: int64 [G + 1], int32 [N], nets by sender.
         reader_ptr, reader_nets: int64 [G + 1], int32 [P], nets by reader.
     """
@@ -107,7 +107,7 @@ def finest_level(problem: Problem, devices: Sequence[int], nets: Nets, band: NDA
         problem: The problem.
         devices: The K devices in use.
         nets: Traffic between groups.
-        band: int32 [G].
+        band: int32 [G], band of each group.
     """
     graph = group_graph(problem)
     time_s = np.ascontiguousarray(graph.time_s[:, list(devices)])

@@ -22,7 +22,7 @@ ROUNDS = 4
 """Rounds of fusing and refining, at most; they end when one brings nothing."""
 
 SLACKS = (1.0, 4.0, 10.0)
-"""How far the seeds' cuts may be off balance, as multiples of the allowed imbalance: a cheap cut that is off can be mended."""
+"""Imbalance of the seeds' cuts, as multiples of the allowed one: refinement can balance a cheap cut."""
 
 STARTS, GROWTHS = 8, 6
 """Starts grown from the coarsest level by default, and random orders that each of them tries there."""
@@ -56,7 +56,7 @@ def partition(
     nets: Nets | None = None,
     starts: int = STARTS,
 ) -> Partition:
-    """Cuts the graph of groups so that devices trade little and have equal loads.
+    """Cuts the graph of groups so that devices have little traffic and equal loads.
 
     Args:
         problem: The priced graph.
@@ -64,7 +64,7 @@ def partition(
         eps: Allowed imbalance: the load of a device may be 1 + `eps` times its fair share (more where single groups are
             larger than that).
         bands: Parts of the step in each of which loads are balanced; 1 balances totals only.
-        seed: Decides the order in which groups are fused.
+        seed: Seed of the order in which groups are fused.
         nets: Traffic between groups, default `problem_nets`.
         starts: Starts grown from the coarsest level; with 0 there are only those that follow an order, one of each kind.
 
@@ -80,7 +80,7 @@ def partition(
 
 
 def warm_up(problem: Problem) -> None:
-    """Compiles what partitions of small problems do without: bands, and levels that fuse vertices."""
+    """Compiles the parts that partitions of small problems do not use: bands, and levels that fuse vertices."""
     bands = Partitioner(problem, list(range(problem.num_devices)), 0.3, 2)
     size = len(bands.level.band)
     match(bands.level, np.zeros(size, dtype=np.int32), np.arange(size), bands.link, np.inf)
@@ -136,7 +136,7 @@ class Partitioner:
                 yield self.grow(rng)
 
     def legal(self, part: NDArray[np.int32], level: Level | None = None) -> NDArray[np.int32]:
-        """Vertices that may not sit where a seed put them go to the device of the row with the least time for them."""
+        """Moves vertices off devices that are not allowed to the device of the row with the least time for them."""
         time_s = self.level.time_s if level is None else level.time_s
         barred = ~np.isfinite(time_s[np.arange(len(part)), part])
         part = part.copy()
@@ -160,7 +160,7 @@ class Partitioner:
         return part
 
     def grow(self, rng: np.random.Generator) -> NDArray[np.int32]:
-        """A start that no order biases: fuse everything that trades much, then place the coarsest vertices in random orders."""
+        """A start that no order biases: fuses vertices with heavy traffic, then places the coarsest ones in random orders."""
         levels, clusters = self._fuse(None, rng)
         coarsest = levels[-1]
         grown: list[tuple[tuple[float, float, float], int, NDArray[np.int32]]] = []
@@ -225,7 +225,7 @@ class Partitioner:
 
 
 def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
-    """float64 [W], the time at which all devices would end if the work of a band could be shared at will."""
+    """float64 [W], the time at which all devices would end if the work of a band could be divided freely."""
     finite = np.isfinite(level.time_s)
     mean = finite_mean(level.time_s)
     total = np.zeros((bands, level.time_s.shape[1]))

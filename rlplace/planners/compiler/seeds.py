@@ -1,4 +1,4 @@
-"""Where refinement starts: contiguous pieces of a topological order, or streamed bands.
+"""Starts of refinement: contiguous pieces of a topological order, or streamed bands.
 
 Bands cut the step into parts of equal work by when groups can start: with W bands, every device gets its share of each, so
 that all have work at all times. One band asks for equal totals only, which a row of stages satisfies although its devices take
@@ -55,11 +55,11 @@ def _top_levels(order, mean, input_ptr, inputs, producer, start):
 def contiguous(
     time_s: NDArray[np.float64], order: NDArray[np.int32], cut_s: NDArray[np.float64], share: NDArray[np.float64], eps: float
 ) -> NDArray[np.int32]:
-    """K contiguous pieces of an order, each cut where least is sent across within `eps` of the prefix sum that it aims at.
+    """K contiguous pieces of an order, each cut at the least traffic within `eps` of the wanted prefix sum.
 
     Args:
         time_s: float64 [G], mean time of every vertex.
-        order: int32 [G].
+        order: int32 [G], vertices in the order that is cut.
         cut_s: float64 [G + 1], seconds that cross a cut before each vertex of the order, and at its end.
         share: float64 [K], share of the work of each piece.
         eps: Allowed imbalance; a cut stays within half of it, in shares of a mean piece.
@@ -99,7 +99,7 @@ def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[flo
 def streamed(
     level: Level, order: NDArray[np.int32], limit: NDArray[np.float64], room: NDArray[np.float64], link: tuple[float, float]
 ) -> NDArray[np.int32]:
-    """int32 [G]: each vertex in turn goes where most of its traffic with earlier ones is, of the cells with room for it."""
+    """int32 [G]: each vertex in turn goes to the cell with room that has most of its traffic with earlier ones."""
     nets = level.nets
     seconds = nets.tensors * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     part = np.full(len(order), -1, dtype=np.int32)

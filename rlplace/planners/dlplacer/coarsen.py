@@ -1,8 +1,8 @@
-"""Which groups sit together: shrinks the graph of groups until the exact program can handle it.
+"""Groups that share a device: shrinks the graph of groups until the exact program can handle it.
 
 Three steps, each of which keeps the forward graph acyclic: groups that take next to no time join the neighbour they exchange
 most with; chains (a group whose only reader has no other input) are fused; then the pair with the most traffic for its work is
-joined, again and again, until few enough are left. Groups join only where they may sit together and where the two still fit
+joined, again and again, until few enough are left. Groups join only where an allowed device is common and where both fit
 into a share of a device.
 """
 
@@ -75,7 +75,7 @@ class _Graph:
         return level
 
     def depth_first(self, rank: NDArray[np.int64]) -> list[int]:
-        """A topological order: the node that became ready last comes next, of several the one of least `rank` [G]."""
+        """A topological order: the node that became ready last comes next, among several the one of least `rank` [G]."""
         edges = np.array([(rank[u], rank[v]) for u, v, _ in self.edges()], dtype=np.int64).reshape(-1, 2)
         order, _ = topological_order(edges[:, 0], edges[:, 1], self.num_groups, depth_first=True)
         by_rank = np.argsort(rank)
@@ -124,7 +124,7 @@ def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
 
     Args:
         problem: The problem; one of at most `count` groups is left as it is.
-        count: Nodes wanted.
+        count: Largest number of nodes.
 
     Returns:
         int32 [G], the node of every group, numbered by their first group.

@@ -109,7 +109,7 @@ CoarseTensor = tuple[int, int, int, Sequence[int], "NDArray[Any] | None"]
 
 
 def _tensors(problem: Problem, node_of_group: NDArray[np.int32], part: NDArray[np.int64]) -> list[CoarseTensor]:
-    """(producer, owner, bytes, consumers, transfer times) of what leaves its part; equal senders and readers are one tensor."""
+    """(producer, owner, bytes, consumers, transfer times) of tensors that leave their part; equal ends are one tensor."""
     alike: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for tensor in range(problem.num_tensors):
         readers = problem.consumers[problem.consumer_ptr[tensor] : problem.consumer_ptr[tensor + 1]]

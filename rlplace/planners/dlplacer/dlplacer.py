@@ -48,13 +48,13 @@ EFFORT = 10.0
 """Default limit in the solver's deterministic seconds."""
 
 MAX_CARRIED = 4000
-"""Ways that tensors can go; with more of them, transfers are not kept apart on channels."""
+"""Possible transfers of all tensors up to which the program keeps transfers apart on channels."""
 
 _CANDIDATES = 8
 """Solutions that are simulated, the best ones."""
 
 _KEPT_S = 0.15
-"""Share of the time limit that is kept for what comes after the solver."""
+"""Share of the time limit that is reserved for the steps after the solver."""
 
 
 def dlplacer(
@@ -145,7 +145,7 @@ def _solve(
 
 
 def _ways(instance: Instance) -> int:
-    """Sender and receiver pairs over all values that may be sent."""
+    """Number of sender and receiver pairs over all values that may be sent."""
     allowed = instance.problem.group_allowed.sum(axis=1)
     total = 0
     for value, home in enumerate(instance.holder.tolist()):

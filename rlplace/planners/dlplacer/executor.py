@@ -1,4 +1,4 @@
-"""What the executor does beyond the placement program: it sends in the order of request, and it never waits without a reason.
+"""Rules of the executor beyond the placement program: it sends in the order of request and never waits without a reason.
 
 The program lets transfers pass each other and lets devices and links stand idle, for example to let another tensor go first.
 `keep_request_order` and `start_at_once` take that away. Every simulated step obeys both, whatever its order or priorities, so
@@ -23,7 +23,7 @@ _Route = tuple[int, int, int]
 
 
 def keep_request_order(program: PlacementProgram) -> bool:
-    """Of two transfers that want a channel, the one whose tensor was finished first goes first.
+    """Constrains transfers that want one channel to go in the order in which their tensors were produced.
 
     Transfers of one tensor go by the numbers of the devices, where exchanging like devices cannot change that.
 
@@ -39,7 +39,7 @@ def keep_request_order(program: PlacementProgram) -> bool:
 
 
 def start_at_once(program: PlacementProgram) -> bool:
-    """A task starts when an input arrives or its device becomes free, a transfer when its tensor is made or a channel is freed.
+    """Constrains tasks to start when an input arrives or their device is freed, transfers when a tensor or channel is ready.
 
     Returns:
         Whether the program, which must have contention, is small enough.
@@ -85,7 +85,7 @@ def _slack(program: PlacementProgram) -> int:
 
 
 def _order_pair(program: PlacementProgram, first: _Route, second: _Route) -> None:
-    """Of two transfers, `first` being that of the lower tensor, or of the same one to the lower device."""
+    """Constrains the order of two transfers; `first` is that of the lower tensor, or of the same one to the lower device."""
     instance, model = program.instance, program.model
     both = [program.carried[first], program.carried[second]]
     before = program.sent[first[0], first[2]] + int(instance.transfer[first]) <= program.sent[second[0], second[2]]

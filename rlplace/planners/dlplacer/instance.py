@@ -1,4 +1,4 @@
-"""A problem in whole numbers: what the placement program is built from.
+"""A problem in whole numbers, from which the placement program is built.
 
 Axes: K tasks, which are the ops, V values, which are the tensors, G groups, D devices.
 
@@ -32,7 +32,7 @@ _MAX_DENOMINATOR = 10**9
 _EXACT_TICKS = 1 << 40
 
 _LONGER_THAN_ANY = 1 << 41
-"""Ticks that times are cut down to: longer than every step that is considered, and sums of them stay within 64 bits."""
+"""Limit on times in ticks: longer than every step that is considered, and small enough for sums in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Instance:
 
     Attributes:
         problem: The problem.
-        ticks: Seconds to ticks.
+        ticks: Conversion of seconds to ticks.
         horizon: Ticks of the longest step that is considered.
-        duration: int64 [K, D], -1 where the task's group may not sit.
+        duration: int64 [K, D], ticks of each task, -1 where its group is not allowed.
         transfer: int64 [V, D, D], ticks of a value from one device to another, -1 where there is no link; 0 on the diagonal.
         group: int32 [K], group of each task.
         producers, readers: Tasks of each value.
@@ -171,7 +171,7 @@ def make_instance(problem: Problem, horizon_s: float) -> Instance:
 
     Args:
         problem: The problem.
-        horizon_s: Step time of some plan in seconds; the program looks for nothing slower.
+        horizon_s: Step time of some plan in seconds; the program considers no slower step.
     """
     group, maker = problem.op_group, problem.tensor_producer
     time_s = np.where(problem.group_allowed[group], problem.time_s, np.nan)
@@ -197,7 +197,7 @@ def make_instance(problem: Problem, horizon_s: float) -> Instance:
 
 
 def safe_horizon_s(problem: Problem) -> float:
-    """Seconds in which any step of the problem can be done if it can be done at all: everything one after another."""
+    """Seconds in which any step of the problem completes if it can: everything one after another."""
     slowest = np.nan_to_num(problem.time_s, nan=0.0).max(axis=1).sum()
     sent = transfer_seconds(problem)
     worst = np.where(np.isfinite(sent), sent, 0.0).max(axis=(1, 2), initial=0.0).sum() * (problem.num_devices - 1)

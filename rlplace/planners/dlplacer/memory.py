@@ -26,7 +26,7 @@ _MAX_UNITS = 1 << 24
 
 
 def limited_devices(problem: Problem) -> list[int]:
-    """Devices whose limit could bind: everything together would not fit."""
+    """Devices whose limit could bind: all groups together would not fit."""
     everything = int(problem.resident_bytes.sum() + problem.tensor_bytes.sum() + problem.temporary_bytes.max(initial=0))
     return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < everything]
 
@@ -143,7 +143,7 @@ def limit_static(program: PlacementProgram) -> None:
 
 
 def _saved(problem: Problem) -> NDArray[np.bool_]:
-    """Bool [T], what forward ops keep for backward ops, and parameters that ops read."""
+    """Bool [T], tensors that forward ops keep for backward ops, and parameters that ops read."""
     saved = kept_for_backward(problem)
     read = problem.edge_tensor
     saved[read[problem.tensor_producer[read] < 0]] = True

@@ -47,16 +47,16 @@ class PlacementProgram:
     """The model and its variables.
 
     Attributes:
-        instance: What it was built from.
+        instance: The problem in ticks.
         model: The `CpModel`.
-        placed: For each group, by device that it may sit on, the literal that it sits there.
-        start: Per task, ticks.
-        duration: Per task, ticks; an expression where devices differ.
-        makespan: Ticks.
-        apart: Literal by pair of groups, low number first: they sit on different devices.
+        placed: For each group, by allowed device, the literal that it is placed there.
+        start: Start of each task in ticks.
+        duration: Duration of each task in ticks; an expression where devices differ.
+        makespan: End of the last task in ticks.
+        apart: Literal by pair of groups, low number first: they are on different devices.
         needed: Literal by (value, device): the value is sent there.
-        sent: Ticks by (value, device): when that transfer starts.
-        carried: Literal by (value, source, device): which way it goes.
+        sent: Start in ticks by (value, device) of that transfer.
+        carried: Literal by (value, source, device): the transfer starts at that source.
         classes: Devices that may be permuted.
     """
 
@@ -186,7 +186,7 @@ def _one_task_at_a_time(program: PlacementProgram) -> None:
 
 
 def _inputs(program: PlacementProgram) -> None:
-    """A task starts when its inputs are there, transfers at their shortest."""
+    """Constrains tasks to start after their inputs are there, with transfers at their shortest."""
     instance, model = program.instance, program.model
     ordered: set[tuple[int, int]] = set()
     for value in range(instance.num_values):
@@ -263,7 +263,7 @@ def _channels(program: PlacementProgram) -> None:
 
 
 def _symmetry(program: PlacementProgram) -> None:
-    """Of devices that may be permuted, a later one is used only after the one before it, in the order of the groups."""
+    """Constrains devices that may be permuted: a later one is used only after the one before it, in order of groups."""
     order = group_graph(program.instance.problem).order.tolist()
     for members in program.classes:
         for earlier, later in pairwise(members):

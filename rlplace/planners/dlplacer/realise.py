@@ -27,7 +27,7 @@ class Realised:
     Attributes:
         line: The simulated step.
         devices: int32 [G].
-        fields: ``priority`` or ``order`` of the plan, or nothing.
+        fields: The plan's ``priority`` or ``order``, or empty.
     """
 
     line: Timeline
@@ -47,7 +47,7 @@ def realise(evaluator: Evaluator, devices: Assignment, start: NDArray[Any], orde
     Args:
         evaluator: Simulates and counts.
         devices: int32 [G].
-        start: Number [N], when the solver starts each op.
+        start: Number [N], start of each op in the solver's solution.
         order: The solver's order on every device.
     """
     ways: list[dict[str, Any]] = [{}, {"priority": priorities(evaluator.problem, start)}, {"order": order}]
@@ -67,7 +67,7 @@ def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part
 
     Args:
         coarse: The coarse problem in ticks.
-        solution: Its solution.
+        solution: A solution of the coarse problem.
         problem: The problem.
         part: int64 [N], coarse op of every op.
     """

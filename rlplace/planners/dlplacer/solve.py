@@ -1,4 +1,4 @@
-"""Runs the solver on a placement program: hint, limits, and what it proved.
+"""Runs the solver on a placement program: hint, limits, and the proven bound.
 
 One worker and a limit on deterministic time make the result a function of the program and the seed. A limit in seconds, when a
 person gives one, ends the search too, and then only the machine's speed decides how far it came.
@@ -32,8 +32,8 @@ class Solution:
 
     Attributes:
         device_of_group: int32 [G].
-        start: int64 [K], ticks.
-        makespan: Ticks.
+        start: int64 [K], start of each task in ticks.
+        makespan: End of the last task in ticks.
     """
 
     device_of_group: NDArray[np.int32]
@@ -43,13 +43,13 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What the solver found.
+    """The result of the solver.
 
     Attributes:
         status: ``"optimal"``, ``"feasible"``, ``"infeasible"`` or ``"unknown"`` (nothing found, nothing proven).
         objective_s: Makespan of the best solution, None without one.
         bound_s: No solution of the program is shorter; inf when it has none.
-        solutions: Improving ones, the best first.
+        solutions: Improving solutions, the best first.
     """
 
     status: str
@@ -118,7 +118,7 @@ def solve_program(
 
 
 def _interruptible(solver: Any, model: Any, callback: Any) -> Any:
-    """Solves on a thread, so that Ctrl-C ends the planner: the solver by itself would stop and answer as if nothing was."""
+    """Solves on a thread, so that Ctrl-C ends the planner: the solver alone would stop and return as usual."""
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(solver.solve, model, callback)
@@ -130,7 +130,7 @@ def _interruptible(solver: Any, model: Any, callback: Any) -> Any:
 
 
 def _hint_solution(model: Any, solver: Any) -> None:
-    """The next search starts from what this one found."""
+    """Hints the next search with the solution of this one."""
     model.clear_hints()
     values = solver.response_proto.solution
     for index in range(len(values)):
@@ -144,7 +144,7 @@ def _read(program: PlacementProgram, value: Any, boolean: Any) -> Solution:
 
 
 def add_hint(program: PlacementProgram, line: Timeline) -> None:
-    """Tells the solver of a simulated step, with devices renamed so that it obeys the symmetry breaking."""
+    """Hints the solver with a simulated step, its devices renamed so that it obeys the symmetry breaking."""
     instance, model = program.instance, program.model
     model.clear_hints()
     simulated = np.zeros(len(program.placed), dtype=np.int32)

@@ -101,8 +101,8 @@ def favorites(problem: Problem, *, max_nodes: int = MAX_NODES, time_limit_s: flo
 
     Args:
         problem: The problem.
-        max_nodes: Larger graphs are contracted to so many nodes.
-        time_limit_s: For the solver; half the nodes are tried when it is spent, and so on.
+        max_nodes: Larger graphs are contracted to this number of nodes.
+        time_limit_s: Seconds for the solver; when they are spent, half the nodes are tried, and so on.
     """
     arrays = op_arrays(problem)
     ops, source, target, transfer = leading_edges(problem)
@@ -170,13 +170,13 @@ def favorite_children(
     """Solves the program with HiGHS and rounds it.
 
     Args:
-        time: float64 [N], of every node.
-        source: int32 [E], where the edges of an acyclic graph begin; no two edges have both ends in common.
-        target: int32 [E], where they end.
-        transfer: float64 [E], when the ends sit apart, in the same unit.
+        time: float64 [N], time of every node.
+        source: int32 [E], sources of the edges of an acyclic graph; no two edges have both ends in common.
+        target: int32 [E], targets of the edges.
+        transfer: float64 [E], transfer time between different devices, in the same unit.
         bound: bool [E], edges whose ends share a device anyway: no transfer, and no favorites.
-        threshold: Edges with x up to this are favorites; of several the last one holds.
-        time_limit_s: For the solver.
+        threshold: Edges with x up to this are favorites; among several the last one counts.
+        time_limit_s: Seconds for the solver.
 
     Returns:
         The favorites, or None when the solver ran out of time.

@@ -34,7 +34,7 @@ def levels(order, weight, out_ptr, out, out_cost, cluster, top, bottom):
 
 @entry
 def heaviest_paths(order, weight, out_ptr, out, out_cost, barred, count, cluster, bottom):
-    """Gives the nodes of the heaviest path of what is left the number 0, then 1, up to `count`; returns how many there were.
+    """Numbers the nodes of the heaviest paths, each among the nodes that are left, from 0 up to `count`; returns their number.
 
     barred: bool [V], nodes that stay out of paths. cluster: int32 [V], -1 everywhere.
     """
@@ -51,7 +51,7 @@ def heaviest_paths(order, weight, out_ptr, out, out_cost, barred, count, cluster
                 child = out[k]
                 if barred[child] or cluster[child] >= 0:
                     continue
-                # Of equally heavy children the one with the smallest number.
+                # Among equally heavy children the one with the smallest number.
                 length = out_cost[k] + bottom[child]
                 if next_node < 0 or length > longest or (length == longest and child < next_node):
                     longest, next_node = length, child

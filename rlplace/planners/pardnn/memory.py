@@ -37,7 +37,7 @@ ROUNDS = 12
 """Runs and sweeps of one call of `reduce_peaks`."""
 
 SLACK = 0.01
-"""Bytes that one overflow frees beyond what it must, relative to the limit."""
+"""Bytes that a move frees beyond the overflow, relative to the limit."""
 
 MAX_MOVED = 0.15
 """Share of the ops that H1 may move in all; one op always may."""
@@ -97,7 +97,7 @@ def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 
     Args:
         problem: The problem.
         devices: int32 [G], legal; not changed.
-        tolerance: How far above 1 a device may stay.
+        tolerance: Allowed excess of a device above 1.
 
     Returns:
         int32 [G].

@@ -1,4 +1,4 @@
-"""The graph that ParDNN cuts: weighted nodes, weighted edges, and which group each node belongs to.
+"""The graph that ParDNN cuts: weighted nodes, weighted edges, and the group of each node.
 
 Two views of a problem. `op_graph`: a node per op, and one of no time for every parameter that other groups read (the paper's
 variable nodes). `folded_graph`: a node per group, for problems whose groups hold forward and backward ops; an edge then costs
@@ -27,13 +27,13 @@ class NodeGraph:
 
     Attributes:
         devices: K device numbers of the problem; column k of `time_s` is device ``devices[k]``.
-        group: int32 [V].
-        time_s: float64 [V, K], inf where the node's group may not sit.
+        group: int32 [V], group of each node.
+        time_s: float64 [V, K], inf where the node's group is not allowed.
         weight_s: float64 [V], mean of the finite entries of `time_s`; 0 where there is none.
-        order: int32 [V], topological.
-        source, target: int32 [E].
+        order: int32 [V], nodes in topological order.
+        source, target: int32 [E], ends of the edges.
         cost_s: float64 [E], latency and transfer of the edge between two devices (mean over the links in use).
-        footprint_bytes: float64 [V], what a group keeps (`rlplace.planners.common.groupgraph`), at its heaviest node.
+        footprint_bytes: float64 [V], a group's footprint (`rlplace.planners.common.groupgraph`), at its heaviest node.
         backward: bool [V], ops after the forward pass; nothing in a graph of groups.
         distance: float64 [K, K], transfer time of a mean tensor between two devices relative to the mean over all pairs; 1
             off the diagonal where links are equal, 0 on it.

@@ -41,7 +41,7 @@ from rlplace.planners.pardnn.slicing import Clusters, bind_groups, cut_long_prim
 from rlplace.problem import Problem
 
 WORK_SHARES = (1.0, 2.0, 0.3, 0.1, 0.03, None)
-"""What work counts beside traffic when load is balanced (`rlplace.planners.pardnn.slicing.map_clusters`); 1 is the paper's."""
+"""Weight of work beside traffic when load is balanced (`rlplace.planners.pardnn.slicing.map_clusters`); 1 is the paper's."""
 
 WORK_SHARES_LARGE = (1.0, 0.1, None)
 """The same for problems of more than `LARGE_OPS` ops."""
@@ -104,7 +104,7 @@ def place_clusters(
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """One way to cut and map a problem, and where it puts the groups."""
+    """One way to cut and map a problem, and the resulting devices of groups."""
 
     graph: NodeGraph
     clusters: Clusters
@@ -143,13 +143,13 @@ def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evalu
 
 
 def group_devices(problem: Problem, graph: NodeGraph, clusters: Clusters, device: NDArray[np.int32]) -> Assignment:
-    """int32 [G], devices of the problem.
+    """int32 [G], device of each group, by the votes of its nodes.
 
     Args:
         problem: The problem.
-        graph: One of its graphs.
-        clusters: The cut graph.
-        device: int32 [S], from `rlplace.planners.pardnn.slicing.map_clusters`; -1 for clusters that can go to no device in use.
+        graph: One of the problem's graphs.
+        clusters: The graph cut into clusters.
+        device: int32 [S], from `rlplace.planners.pardnn.slicing.map_clusters`; -1 for clusters that no device in use can run.
     """
     node = device[clusters.cluster]
     count, groups = len(graph.devices), problem.num_groups

@@ -35,7 +35,7 @@ class Clusters:
 
     Attributes:
         cluster: int32 [V]; the primaries are 0 to `primaries` - 1, the secondaries follow by falling criticality.
-        primaries: How many primaries there are, K unless the graph ran out of nodes.
+        primaries: Number of primaries, K unless the graph ran out of nodes.
         member_ptr: int64 [S + 1]; cluster s holds ``member[member_ptr[s]:member_ptr[s + 1]]``.
         member: int32 [V], nodes of each cluster in topological order.
         top_s: float64 [V], longest path to the start of a node, with edges inside clusters at no cost.
@@ -62,7 +62,7 @@ def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[
     Args:
         graph: The graph.
         count: K, the number of primaries; default the number of devices in use.
-        room_bytes: float64 [K]; what of a primary's footprint does not fit there falls into secondaries. Default: no limit.
+        room_bytes: float64 [K]; the part of a primary that does not fit goes to secondaries. Default: no limit.
     """
     from rlplace.planners.pardnn import kernels
 
@@ -174,8 +174,8 @@ def map_clusters(
 
     Args:
         graph: The graph; primary p goes to its p-th device.
-        clusters: From `rlplace.planners.pardnn.slicing.slice_graph`.
-        work_share: How much the work in the span counts beside traffic when load is balanced, above 0; the paper's rule is 1,
+        clusters: Clusters by `rlplace.planners.pardnn.slicing.slice_graph`.
+        work_share: Weight of the work in the span beside traffic when load is balanced, above 0; the paper's rule is 1,
             and less keeps together what exchanges much. None: instead of that work the cluster's own time counts, as far as
             the device is busy in the span.
         room_bytes: float64 [K], footprints that devices can take while others can; default no limit.

@@ -18,7 +18,7 @@ OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
 
 
 class SweepFacts(NamedTuple):
-    """What does not change; names as in `rlplace.planners.common.oparrays.OpArrays` where they agree."""
+    """Constant inputs of a sweep, with the names of `rlplace.planners.common.oparrays.OpArrays` where they agree."""
 
     op_group: Any  # int32 [N]
     input_ptr: Any
@@ -41,7 +41,7 @@ class SweepFacts(NamedTuple):
 
 
 class State(NamedTuple):
-    """What changes while events pass."""
+    """State that changes from event to event."""
 
     devices: Any  # int32 [G]
     phase: Any  # int8 [N], 1 running, 2 done
@@ -58,7 +58,7 @@ class State(NamedTuple):
 
 @inner
 def _hold(tensor, device, f, s):
-    """A copy appears on a device, unless it is there."""
+    """Adds a copy to a device, unless it is there."""
     if not s.held[tensor, device]:
         s.held[tensor, device] = True
         s.memory[device] += f.size[tensor]
@@ -67,7 +67,7 @@ def _hold(tensor, device, f, s):
 
 @inner
 def _drop(tensor, device, f, s):
-    """A copy leaves a device, if it is there."""
+    """Removes a copy from a device, if it is there."""
     if s.held[tensor, device]:
         s.held[tensor, device] = False
         s.memory[device] -= f.size[tensor]
@@ -100,7 +100,7 @@ def _freed(group, f, s):
 
 @inner
 def _move(group, target, f, s):
-    """Moves a group: what it still reads and makes is from now on on the other device."""
+    """Moves a group: tensors that it still reads or makes are on the other device from now on."""
     device = s.devices[group]
     s.devices[group] = target
     s.memory[device] -= f.resident[group]

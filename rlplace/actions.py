@@ -57,7 +57,7 @@ class Action(NamedTuple):
     Attributes:
         stage: Position in the chain, from 0.
         kind: ``"F"`` forward, ``"B"`` full backward, ``"I"`` gradient of the input, ``"W"`` gradients of the weights.
-        microbatch: From 0.
+        microbatch: Number of the micro-batch, from 0.
     """
 
     stage: int
@@ -75,10 +75,10 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
         microbatches: Micro-batches of a step, m.
 
     Returns:
-        Per device its actions.
+        The actions of each device.
 
     Raises:
-        InputError: torch has no such schedule: for this many stages or this many micro-batches.
+        InputError: torch has no such schedule for this number of stages or micro-batches.
     """
     layout = schedule_named(schedule).layout
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
@@ -160,7 +160,7 @@ _ACTIONS = {
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }
-"""How the lists of `rlplace.schedule.SCHEDULES` are made."""
+"""Functions that build the lists of `rlplace.schedule.SCHEDULES`."""
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
@@ -216,7 +216,7 @@ def _in_rounds(device: int, devices: int, stages: int, microbatches: int, *, spl
 def _zero_bubble_v(device: int, devices: int, microbatches: int) -> list[Action]:
     """ZB-V: the device's stage on the way down, and the one on the way back up.
 
-    The order is made for at least 2p - 1 micro-batches, which fill the pipeline; those that a smaller step lacks are left out.
+    The order is built for at least 2p - 1 micro-batches, which fill the pipeline; a smaller step leaves the others out.
     """
     down, up = device, 2 * devices - 1 - device
     count = max(2 * devices - 1, microbatches)
@@ -296,7 +296,7 @@ def _dual_pipe_v(device: int, devices: int, microbatches: int) -> list[Action]:
 
 
 def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: int) -> dict[int, list[Action]]:
-    """The actions of a chain as it sits on its devices.
+    """The actions of a chain of stages on their devices.
 
     Args:
         device_of_stage: Device number of each stage, in chain order.
@@ -304,10 +304,10 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
         microbatches: Micro-batches of a step.
 
     Returns:
-        By device number, in the order in which the chain visits them.
+        Actions by device number, in the order in which the chain visits the devices.
 
     Raises:
-        InputError: The schedule cannot run the chain as it sits, or so many micro-batches; says what it can.
+        InputError: The schedule cannot run the chain on these devices, or that number of micro-batches; says what it can.
     """
     layout = schedule_named(schedule).layout
     stages = [int(device) for device in device_of_stage]
@@ -315,9 +315,9 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
     if not laps:
         wanted = {ONE: "one stage on each device", LOOP: "a loop (0 1 2 0 1 2)", V: "a v (0 1 2 2 1 0)"}[layout]
         fit = [name for name in SCHEDULES if stages_a_device(SCHEDULES[name].layout, stages)]
-        found = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
+        listed = " ".join(map(str, stages[:40])) + (" ..." if len(stages) > 40 else "")
         raise InputError(
-            f"schedule {schedule} cannot run stages on devices {found or '(none)'}: it needs {wanted}; "
+            f"schedule {schedule} cannot run stages on devices {listed or '(none)'}: it needs {wanted}; "
             f"move stages{f', or use the schedule {either(fit)}' if fit else ''}"
         )
     devices = dict.fromkeys(stages)

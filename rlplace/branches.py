@@ -16,7 +16,7 @@ from rlplace.plan.rivals import rivals_of
 from rlplace.strategy.kinds import KINDS
 
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
-"""Of a device, to weigh ops against each other."""
+"""Rates of a device, to weigh ops against each other."""
 
 
 def quicker_placement(
@@ -31,16 +31,16 @@ def quicker_placement(
 ) -> Placed | None:
     """A placement of the whole batch as one micro-batch that is quicker than a strategy; None where there is none.
 
-    It is asked for only where branches could make it so: ops that depend on each other take less than the strategy's step. One
-    device must have room, whose step says what all ops take.
+    It is searched only where branches could make it quicker: the longest chain of ops takes less than the strategy's step.
+    The model must fit on one device, whose step gives the time of all ops.
 
     Args:
         plan: The strategy.
         graph: The model, captured.
-        capture_at: Captures it with so many samples; None: a batch of any other size than the graph's has no placement.
+        capture_at: Captures the model with a number of samples; None: only the graph's own batch has a placement.
         cluster: The devices.
-        seed: Of planner ``best``; so is `time_limit_s`.
-        time_limit_s: See `seed`.
+        seed: Seed of planner ``best``.
+        time_limit_s: Time limit of planner ``best``, in seconds.
         **pricing: Arguments of `rlplace.price`.
     """
     assert plan.strategy is not None
@@ -62,7 +62,7 @@ def quicker_placement(
 
 
 def longest_share(graph: OpGraph) -> float:
-    """Of what all ops but updates take, the part of those on the longest path."""
+    """Share of the longest path in the time of all ops without updates."""
     seconds = np.where(graph.op_phase == UPDATE, 0.0, graph.op_flops / FLOPS_PER_S + graph.op_bytes / BYTES_PER_S)
     maker, reader = graph.tensor_producer[graph.edge_tensor], graph.consumers
     inside = maker >= 0

@@ -1,4 +1,4 @@
-"""How kernels are compiled by numba: once on a machine, however many processes want one at the same time.
+"""Compilation of kernels by numba: once on a machine, however many processes need one at the same time.
 
 numba keeps compiled kernels in a cache on disk. Processes that start together (ranks of a job, workers of tests) all find it
 empty, though, and would all compile the same for a minute. Here the first one keeps a lock meanwhile; the others wait and load.
@@ -21,14 +21,14 @@ from numba.core.compiler_lock import global_compiler_lock
 from rlplace.files import locked
 
 PATIENCE_S = 300.0
-"""How long a process waits for another one to compile; it then compiles as well."""
+"""Seconds that a process waits for another one to compile, before it compiles as well."""
 
 
 def entry(function: Any = None, *, nogil: bool = False) -> Any:
     """Decorates a function that Python calls: compiled on its first call, or loaded from the cache.
 
     Args:
-        function: To compile.
+        function: Function to compile.
         nogil: Whether other threads may run meanwhile.
     """
     if function is None:
@@ -51,7 +51,7 @@ def entry(function: Any = None, *, nogil: bool = False) -> Any:
 
 
 def _forgive(index: Any) -> None:
-    """Lets an index that names classes of older sources count as empty; numba reads it before it looks at its age."""
+    """Lets an index that names classes of older sources count as empty; numba reads it before it checks its age."""
     load = index._load_index
 
     def load_index() -> Any:
@@ -67,9 +67,9 @@ def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = F
     """Decorates a function that only compiled functions call: it becomes a part of them, without wrappers, and is not cached.
 
     Args:
-        function: To compile.
+        function: Function to compile.
         fastmath: Whether sums may be reordered.
-        forceinline: Whether it becomes a part of its callers whatever LLVM thinks of that.
+        forceinline: Whether it is inlined in its callers against LLVM's own choice.
     """
     if function is None:
         return lambda function: inner(function, fastmath=fastmath, forceinline=forceinline)
@@ -79,7 +79,7 @@ def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = F
 
 
 def stamp_of(*modules: ModuleType) -> int:
-    """Stands for the content of modules that compiled code comes from, to be enclosed by entries."""
+    """Hash of the content of modules that compiled code comes from, to be enclosed by entries."""
     return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 _MOST = 1000
-"""Characters of a message: names in files may be longer than anybody reads."""
+"""Most characters of a message: names in files may be very long."""
 
 
 class RlplaceError(Exception):
@@ -26,11 +26,11 @@ class RlplaceError(Exception):
     exit_code = 1
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(plain(item) if isinstance(item, str) else item for item in args))
+        super().__init__(*(one_line(item) if isinstance(item, str) else item for item in args))
 
 
 class InputError(RlplaceError, ValueError):
-    """A file, option, name or argument is not usable as given."""
+    """A file, option, name or argument cannot be used as it is."""
 
     exit_code = 2
 
@@ -61,7 +61,7 @@ class MissingError(RlplaceError):
     exit_code = 4
 
 
-def plain(text: str) -> str:
+def one_line(text: str) -> str:
     """Text as one line of printable characters, of a length that can be read."""
     if len(text) > _MOST:
         text = f"{text[: _MOST - 103]}...{text[-100:]}"
@@ -80,16 +80,16 @@ def show(value: Any, limit: int = 80) -> str:
 
 
 def whole_number(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """A whole number of a range, numpy's too; truth values are none.
+    """A whole number within a range, also numpy's; truth values are refused.
 
     Args:
-        value: What was given.
-        what: What it is, for the message, for example ``"rescale: samples"``.
-        least: Smallest that is good.
-        most: Largest that is good; None: any.
+        value: The value to check.
+        what: Start of the message, for example ``"rescale: samples"``.
+        least: Smallest valid number.
+        most: Largest valid number; None: no limit.
 
     Raises:
-        InputError: It is something else.
+        InputError: The value is something else.
     """
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < least or (most is not None and number > most):
@@ -102,9 +102,9 @@ def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:
     """Builds the error for an unknown name, with the nearest known one.
 
     Args:
-        what: Kind of thing that was looked up, for example ``"planner"``.
-        name: The name that was given.
-        known: All names that would have been accepted.
+        what: Kind of the name, for example ``"planner"``.
+        name: The unknown name.
+        known: All valid names.
     """
     choices = sorted(known)
     near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5) if isinstance(name, str) else []

@@ -21,7 +21,7 @@ DEVICES = "rlplace.devices"
 COSTS = "rlplace.costs"
 
 GROUPS: Mapping[str, str] = MappingProxyType({PLANNERS: "planner", DEVICES: "device kind", COSTS: "cost model"})
-"""Entry point groups, each with what one of its entries is."""
+"""Entry point groups, each with the name of the kind of its entries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Extension:
 
     Attributes:
         group: One of `GROUPS`.
-        name: As it is used.
-        entries: What stands behind it; more than one is a clash.
+        name: The name by which it is used.
+        entries: Its entry points; more than one is a clash.
     """
 
     group: str
@@ -45,7 +45,7 @@ class Extension:
 
     @property
     def label(self) -> str:
-        """For messages: what it is, its name, its package."""
+        """Kind, name and package, for messages."""
         return f"{GROUPS[self.group]} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
@@ -60,7 +60,7 @@ class Extension:
 
 
 def extensions(group: str) -> Mapping[str, Extension]:
-    """What installed packages offer in a group, by name, in alphabetical order; scanned once a process."""
+    """The extensions of a group, by name, in alphabetical order; scanned once a process."""
     return _scan()[group]
 
 
@@ -79,7 +79,7 @@ def names(group: str, taken: Collection[str]) -> list[str]:
 
 
 def refusal(extension: Extension, taken: Collection[str]) -> str | None:
-    """Why an extension is not used although it is installed, as far as that shows without importing it."""
+    """Reason why an installed extension cannot be used, as far as that is known without importing it."""
     if extension.name in taken:
         return f"{extension.label}: rlplace has one of that name, which is used; rename it in its package"
     if len(extension.entries) > 1:
@@ -100,15 +100,15 @@ def wrong(extension: Extension, what: str) -> InputError:
 
 @functools.cache
 def _scan() -> Mapping[str, Mapping[str, Extension]]:
-    found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in GROUPS}
-    for group, entries in found.items():
+    entries_of: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in GROUPS}
+    for group, entries in entries_of.items():
         for entry in _entries(group):
             same = entries.setdefault(entry.name, [])
             if all((other.value, _distribution(other)) != (entry.value, _distribution(entry)) for other in same):
                 same.append(entry)
     return {
         group: {name: Extension(group, name, tuple(entries[name])) for name in sorted(entries)}
-        for group, entries in found.items()
+        for group, entries in entries_of.items()
     }
 
 

@@ -1,7 +1,7 @@
 """Reading and writing of rlplace's versioned JSON files.
 
 Reading is strict and never runs code: duplicate or unknown keys, NaN, deep nesting, truncated text, files of a newer version,
-what is too large (`rlplace.limits`) and what is no regular file are each refused with one line. Writing goes to a temporary
+too large (`rlplace.limits`) and irregular files are each refused with one line. Writing goes to a temporary
 name in the same folder and is renamed when complete, so that a reader never sees half a file.
 """
 
@@ -64,7 +64,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """Opens a file to read bytes, if it is a regular one.
 
     Raises:
-        InputError: It is something else, or its name holds a null character.
+        InputError: It is not a regular file, or its name holds a null character.
         OSError: It cannot be opened.
     """
     try:
@@ -121,11 +121,11 @@ def parse_json(text: str, where: str, most: int | None = None) -> Any:
 
     Args:
         text: The text.
-        where: What it is, for messages.
-        most: Limit of its bytes, from which that of its values follows; None: `MAX_FILE_BYTES`.
+        where: Start of the message.
+        most: Largest size in bytes, which also limits the number of values; None: `MAX_FILE_BYTES`.
 
     Raises:
-        InputError: It is not such text, or holds too many values.
+        InputError: It is not valid JSON, or holds too many values.
     """
     values = text.count(",") + text.count("[") + text.count("{")  # at least as many as there are
     allowed = (MAX_FILE_BYTES if most is None else most) // limits.BYTES_PER_VALUE
@@ -140,11 +140,11 @@ def parse_json(text: str, where: str, most: int | None = None) -> Any:
 
 
 def read_record(path: str | Path, format_name: str, version: int, parse: Callable[[dict[str, Any]], Record]) -> Record:
-    """Reads a file of a format and builds what it describes.
+    """Reads a file of a format and builds its record.
 
     Args:
         path: The file.
-        format_name: Its format.
+        format_name: Expected format.
         version: The newest version that `parse` understands.
         parse: Builds the record from the data without its header; its errors then name the file.
 
@@ -162,9 +162,9 @@ def check_header(data: Any, format_name: str, version: int, where: str) -> dict[
     """Checks `format` and `version` of parsed JSON and returns the rest as a new dict."""
     if not isinstance(data, dict):
         raise InputError(f"{where}: expected a JSON object, found {type(data).__name__}")
-    found = data.get("format")
-    if found != format_name:
-        raise InputError(f"{where}: expected format {format_name!r}, found {show(found)}")
+    name = data.get("format")
+    if name != format_name:
+        raise InputError(f"{where}: expected format {format_name!r}, found {show(name)}")
     number = whole_number(data.get("version"), f"{where}: version", 1)
     if number > version:
         raise InputError(
@@ -199,7 +199,7 @@ def finite_number(value: Any, where: str) -> float:
 
 
 def canonical_json(data: Any) -> str:
-    """Serialises to JSON with sorted keys and no spaces: the form that fingerprints are taken of."""
+    """Serialises to JSON with sorted keys and no spaces: the form of which fingerprints are computed."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -242,7 +242,7 @@ def _check_name(path: Path) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Refuses a folder that cannot be made or written to, before the work whose result would be lost; makes nothing."""
+    """Refuses a folder that cannot be created or written, before the work whose result would be lost; creates nothing."""
     path = Path(path)
     _check_name(path)
     try:
@@ -269,7 +269,7 @@ def write_files(folder: str | Path, payloads: Mapping[str, bytes]) -> None:
     """Writes files of a folder that belong together: each appears whole, and none before all are on the disk.
 
     Args:
-        folder: That exists.
+        folder: An existing folder.
         payloads: Contents by name, in the order in which they appear.
 
     Raises:
@@ -303,10 +303,10 @@ def write_files(folder: str | Path, payloads: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, *, shared: bool = False, patience_s: float = 10.0) -> Iterator[None]:
-    """Keeps other processes from files of a folder that belong together, while they are written or read.
+    """Keeps other processes from a folder's files that belong together, while they are written or read.
 
-    The lock is on the folder itself, and gone with the process. Where a file system has no locks, or somebody keeps one for
-    longer than `patience_s`, this goes on without: what is read must be checked for belonging together all the same.
+    The lock is on the folder itself, and ends with the process. Where a file system has no locks, or a process keeps one for
+    longer than `patience_s`, this goes on without: readers must check in any case that the files belong together.
     """
     handle = None
     try:

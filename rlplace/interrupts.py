@@ -1,4 +1,4 @@
-"""Signals and collections of garbage where they would do harm: what must not be cut short is not."""
+"""Defers signals and garbage collection in sections where they would do harm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def deferred_signals(numbers: Sequence[int] = _ALL) -> Iterator[None]:
     """Signals that arrive inside are delivered at the end; outside the main thread this does nothing.
 
     Args:
-        numbers: Which; default SIGINT, SIGTERM and SIGHUP.
+        numbers: Signals to defer; default SIGINT, SIGTERM and SIGHUP.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,13 +1,13 @@
-"""How large anything that rlplace reads may be. Larger input is refused with one line, before memory is taken for it.
+"""Limits on the size of input. Larger input is refused with one line, before memory is allocated for it.
 
-Chosen so that the largest things that are worth planning fit with room to spare: op graphs of a million ops, problems of
+Chosen so that the largest inputs that are worth planning fit with room to spare: op graphs of a million ops, problems of
 204,000 ops, clusters of a thousand devices. docs/hostile.md lists them.
 """
 
 from __future__ import annotations
 
 FILE_BYTES = 1 << 30
-"""Of a file of any format that is not named below."""
+"""Bytes of a file of any format that is not named below."""
 
 FORMAT_BYTES = {
     "rlplace.agent_benchmark": 1 << 28,
@@ -22,13 +22,13 @@ FORMAT_BYTES = {
     "rlplace.plan_timings": 1 << 28,
     "rlplace.training": 1 << 28,
 }
-"""Of a JSON file by its format."""
+"""Bytes of a JSON file by its format."""
 
 CLUSTER_BYTES = 1 << 27
-"""Of a cluster file: TOML is read by plain Python, a few megabytes a second; 1,024 devices with written-out links fit."""
+"""Bytes of a cluster file: TOML is read by plain Python, a few megabytes a second; 1,024 devices with all links fit."""
 
 BYTES_PER_VALUE = 16
-"""A JSON text holds at most one value for so many bytes of the limit of its format: values take far more memory than text."""
+"""Bytes of the limit of a JSON format per value that a text may hold: values take far more memory than text."""
 
 DEVICES = 4096
 OPS = 1 << 22

@@ -12,14 +12,14 @@ RESAMPLES = 2000
 """Bootstrap samples."""
 
 LEAST = 3
-"""Ratios below which an interval would say nothing."""
+"""Fewest ratios for which an interval is computed."""
 
 TIE = 1e-3
 """Ratios nearer to 1 than this are a tie."""
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """None without values."""
+    """Geometric mean of values; None without any."""
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
 
 
@@ -36,6 +36,6 @@ def interval(
 
 
 def wins_ties_losses(ratios: Sequence[float], tie: float = TIE) -> tuple[int, int, int]:
-    """How many ratios are below 1, level with it (within `tie`), and above."""
+    """Numbers of ratios below 1, equal to 1 (within `tie`), and above."""
     wins, losses = sum(ratio < 1 - tie for ratio in ratios), sum(ratio > 1 + tie for ratio in ratios)
     return wins, len(ratios) - wins - losses, losses

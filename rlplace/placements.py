@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 OP_LEVEL_TRIES = 3
-"""Times that planning starts again because the plan does not fit op by op."""
+"""Largest number of times that planning starts again because the plan does not fit op by op."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,10 @@ class Placed:
     """A plan and the problem that it solves.
 
     Attributes:
-        problem: At task level.
+        problem: The problem at task level.
         plan: The plan.
         op_problem: The problem at op level; None when only a problem was given.
-        graph: Its graph; likewise.
+        graph: Its graph; None when only a problem was given.
     """
 
     problem: Problem
@@ -45,13 +45,13 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """What is placed: a problem, or a graph that can be priced task by task and op by op.
+    """The input of a placement: a problem, or a graph that can be priced task by task and op by op.
 
     Attributes:
         first: The problem as given, at task level.
         graph: Its graph; None when only a problem was given.
-        build: `rlplace.price` of a graph as here, with what else it is told; likewise.
-        graph_at: The graph with so many samples; None where it is not asked for.
+        build: `rlplace.price` on the same cluster, with further arguments; None when only a problem was given.
+        graph_at: Captures the graph with a number of samples; None where that is not needed.
     """
 
     first: Problem
@@ -70,7 +70,7 @@ class Priced:
         return Priced(build(graph), graph, build, graph_at)
 
     def prepared_for(self, planner: str) -> Priced:
-        """The same for a planner that wants the backward of groups apart; else as it is."""
+        """The same for a planner that places the backward of groups apart; else unchanged."""
         if planner in NEEDS_SPLIT:
             from rlplace.cost.split import split_backward
             from rlplace.planners.bipartition.layers import is_split
@@ -79,7 +79,7 @@ class Priced:
         return self
 
     def holding_back(self, size_bytes: NDArray[np.int64]) -> Priced:
-        """The same with so much less memory on every device, int64 [D]."""
+        """The same with int64 [D] bytes less memory on every device."""
 
         def less(problem: Problem) -> Problem:
             devices = tuple(
@@ -98,10 +98,10 @@ class Priced:
         return dataclasses.replace(self, first=change(self.first), build=build)
 
     def at(self, samples: int) -> Problem:
-        """The problem for a batch of so many samples.
+        """The problem for a number of samples.
 
         Raises:
-            InputError: The model keeps its batch.
+            InputError: The model has a fixed batch.
         """
         assert self.build is not None and self.graph_at is not None
         problem = self.build(self.graph_at(samples))
@@ -116,7 +116,7 @@ class Priced:
 def place_priced(
     priced: Priced, *, planner: str = "agent", seed: int = 0, time_limit_s: float | None = None, **options: Any
 ) -> Placed:
-    """Runs a planner on what is priced; its answer is simulated op by op where the graph is known.
+    """Runs a planner on a priced input; its answer is simulated op by op where the graph is known.
 
     A plan can fit task by task and not op by op. It is then planned again with the bytes that were short held back; what was
     is in ``predicted.held_back_bytes``. When no plan fits both ways the first one is returned, and its

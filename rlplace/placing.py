@@ -1,4 +1,4 @@
-"""`rlplace.place`: from a model, a graph or a problem to a plan. Which question is asked, and who answers it."""
+"""`rlplace.place`: from a model, a graph or a problem to a plan. Which question is asked, and which planner answers it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STRATEGY_PLANNERS = ("agent", "best", CLASSICAL, *OF_STRATEGIES)
 """Names that answer whole strategies: the first two by the classical search, until a learned one comes."""
 
 PLACEMENT, AUTO, EVERYTHING = "placement", "auto", "all"
-"""Spaces by name: the other question; what the runtime can execute for this model; also what cannot run yet."""
+"""Spaces by name: placements; what the runtime can execute for this model; also what cannot run yet."""
 
 FIXED = ("microbatch", "microbatches", "schedule")
 """Options of `place` that restrict the space of whole strategies."""
 
 PER_DEVICE = 8
-"""Samples a step for each device where nothing else is said."""
+"""Default number of samples a step for each device."""
 
 MOST_SAMPLES = 1 << 24
 """Samples that a step may have."""
@@ -67,7 +67,7 @@ def place(
 
     Replicas, sharding, tensor and pipeline parallelism, micro-batches, schedule, recomputation and offload are chosen together
     (docs/strategy.md). A problem, a planner that can only place groups, and options of placements ask for placements. Where
-    nothing is said of what may be chosen, and a model has branches that side by side are quicker than every strategy, the
+    the choice is not restricted, and a model has branches that run quicker side by side than with any strategy, the
     answer is that placement, of the whole batch as one micro-batch: ``plan.strategy`` is then None.
 
     Args:
@@ -77,28 +77,28 @@ def place(
             captured).
         space: What may be chosen: a `Space` or its text such as ``"tensor=1,2 sharding=0,1"``; None or ``"auto"``: all that the
             runtime can execute for this model; ``"all"``: also what cannot run yet; ``"placement"`` asks for placements.
-        planner: Name of a planner; ``plan.planner`` says who answered.
+        planner: Name of a planner; ``plan.planner`` names the one that answered.
         time_limit_s: Wall time from the end of the first capture; covers the other captures, pricing, search and the check op
-            by op. Of placements: of the planner alone, so that branches may take as long again.
-        calls: Evaluations at most; with it and without a time limit the answer is the same from run to run.
-        seed: Seed of everything random.
+            by op. For placements: of the planner alone, so that branches may take as long again.
+        calls: Largest number of evaluations; with it and without a time limit the answer is deterministic.
+        seed: Seed of all random choices.
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
         loss: For a module: maps its output to the scalar loss; default ``output.loss``.
         optimizer: For a module: decides the optimizer state.
         batch_curve: Epochs to the target by batch; the batch is then chosen too (`rlplace.strategy.batches`), from
             `batch` (8) up.
         groups: Target number of groups of a placement.
-        costs: See `rlplace.price`.
-        host: See `rlplace.price`.
+        costs: A cost table, file, or name of a cost model, laid over the coefficients that come with rlplace.
+        host: How ops are issued: "eager", or "compiled" for a compiled graph.
         **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
             of the planner of placements.
 
     Returns:
-        A feasible plan. Of a placement whose graph is known, ``predicted.op_level`` holds the plan simulated op by op.
+        A feasible plan. For a placement with a known graph, ``predicted.op_level`` holds the plan simulated op by op.
 
     Raises:
         InfeasibleError: No plan fits.
-        InputError: Nothing is left to choose from; says what to relax.
+        InputError: Nothing is left to choose from; the message says what to relax.
     """
     batch = options.pop("global_batch", batch)  # its name before
     if batch is not None:
@@ -146,12 +146,12 @@ def _one_pass(options: Collection[str], reason: str) -> None:
 
 
 def why_placement(planner: str, space: Space | str | None, only: Collection[str] = ()) -> str | None:
-    """Why it is placements that are asked for; None: whole strategies are.
+    """Why placements are asked for; None where whole strategies are.
 
     Args:
-        planner: Its name.
-        space: As `place` takes it.
-        only: What else was given that belongs to placements.
+        planner: Name of the planner.
+        space: The space, as `place` takes it.
+        only: Further options that belong to placements alone.
 
     Raises:
         InputError: An unknown planner, or one that cannot answer what the space asks.
@@ -208,19 +208,19 @@ def answer(
 
     Args:
         graph: The model, captured.
-        capture_at: Captures it with so many samples; None: it has this micro-batch size only.
+        capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
         cluster: The devices.
-        space: As `place` takes it; so are the options in `fixed`, the planner and the batch.
-        fixed: See `space`.
-        planner: See `space`.
-        batch: See `space`.
-        module: The model, for what the runtime can execute; None asks it about the strategy alone.
-        inputs: Its keyword inputs; with others it is asked about the names of its modules only.
+        space: What may be chosen, as `place` takes it.
+        fixed: Options of `place` that fix a part of the space.
+        planner: Name of a planner of whole strategies.
+        batch: Samples a step; None: the default.
+        module: The model, to check what the runtime can execute; None checks the strategy alone.
+        inputs: Its keyword inputs; with other inputs only the names of its modules are checked.
         curve: Epochs by batch; see `place`.
-        calls: Of `rlplace.strategy.plan.plan_strategy`; so is `began_s`.
-        began_s: See `calls`.
-        groups: Of a placement.
-        **limits: Seed, time limit, costs and host, of the strategy and of the placement.
+        calls: Largest number of evaluations of the search.
+        began_s: Moment on the monotonic clock from which the time limit counts.
+        groups: Target number of groups of a placement.
+        **limits: Seed, time limit, costs and host, for both the strategy and the placement.
     """
     from rlplace.branches import quicker_placement
     from rlplace.graph.rescale import two_captures
@@ -246,20 +246,20 @@ def answer(
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:
-    """Samples a step where nobody says: `PER_DEVICE` a device, or those of a graph that has one size only."""
+    """Default samples a step: `PER_DEVICE` a device, or those of a graph that has one size only."""
     return (PER_DEVICE if graph is None else graph.samples) * cluster.num_devices
 
 
 def answers(planner: str) -> str:
-    """Who answers where a planner of `STRATEGY_PLANNERS` is asked for."""
+    """The planner that answers where one of `STRATEGY_PLANNERS` is asked for."""
     return planner if planner in OF_STRATEGIES else CLASSICAL
 
 
 def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: str = CLASSICAL) -> Space:
-    """The space that `place` is given, with what is fixed beside it and what the planner knows.
+    """The space of `place`, restricted by fixed options and by the space of the planner.
 
     Raises:
-        InputError: They cannot be read, or contradict each other.
+        InputError: The arguments cannot be read, or contradict each other.
     """
     from rlplace.strategy.space import Space
 
@@ -276,7 +276,7 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
 def _captured(
     target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, optimizer: str
 ) -> tuple[OpGraph, Callable[[int], OpGraph] | None]:
-    """The graph of a target, and how to capture it with other samples; None where it has its own only."""
+    """The graph of a target, and a function that captures it with other samples; None where it has one size only."""
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
 

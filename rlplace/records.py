@@ -40,7 +40,7 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of records that stand in files; a subclass lists its fields like a dataclass.
+    """Base of records of files; a subclass lists its fields like a dataclass.
 
     Attributes:
         written: Fields that `plain` writes even where they have their default.
@@ -57,9 +57,9 @@ def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> An
     """Builds a record, or any type that msgspec knows, from parsed JSON or TOML.
 
     Args:
-        kind: What to build.
-        data: Plain data; truth values are no numbers, whole numbers are good where floats are asked for.
-        where: What it is, for messages.
+        kind: Type to build.
+        data: Plain data; truth values are not numbers, whole numbers are valid where floats are expected.
+        where: Start of the message.
         whole_floats: Accept floats without a fraction (``80e9``) for whole numbers.
 
     Raises:
@@ -115,7 +115,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
 
 
 def check_record(record: Record, where: str) -> None:
-    """Checks a record that was made in Python as if it came from a file; for its ``__post_init__``.
+    """Checks a record built in Python as if it came from a file; for its ``__post_init__``.
 
     Raises:
         InputError: Names the first field that is wrong.
@@ -125,7 +125,7 @@ def check_record(record: Record, where: str) -> None:
 
 
 def check(kind: Any, value: Any, where: str) -> None:
-    """Checks a value that was made in Python as if it came from a file; see `build`."""
+    """Checks a value built in Python as if it came from a file; see `build`."""
     build(kind, plain(value), where)
 
 
@@ -138,39 +138,39 @@ def _without_floats(data: Any) -> Any:
 
 
 def _explained(text: str, kind: Any, data: Any, where: str) -> InputError:
-    """The error for what msgspec refused; its text gives the path, types and data the rest."""
+    """The error for data that msgspec refused: the path is from its text, the rest from types and data."""
     match = re.search(r" - at `(key` in `)?\$([^`]*)`$", text)
     steps = re.findall(r"\.\w+|\[[^\]]*\]", match[2]) if match else []
-    found = _Spot(kind, data, where).at(steps)
+    field = _Field(kind, data, where).at(steps)
     if text.startswith("Object contains unknown field"):
-        at = found if found is not None and found.unknown_keys() else _Spot(kind, data, where)  # a key may look like a path
+        at = field if field is not None and field.unknown_keys() else _Field(kind, data, where)  # a key may look like a path
         return InputError(f"{at.path}: {unknown_name('key', at.unknown_keys()[0], at.fields())}")
-    if found is None:
+    if field is None:
         return InputError(f"{where}: {text}")
     if match is not None and match[1]:
-        key = found.bad_key()
+        key = field.bad_key()
         if key.literals() and isinstance(key.data, str):
-            return InputError(f"{found.path}: {unknown_name('key', key.data, key.literals())}")
-        return InputError(f"{found.path}: {show(key.data)} is not a key that can stand here")
+            return InputError(f"{field.path}: {unknown_name('key', key.data, key.literals())}")
+        return InputError(f"{field.path}: {show(key.data)} is not a key that can stand here")
     if missing := re.match(r"Object missing required field `(\w+)`", text):
-        return InputError(f"{found.path}: key {missing[1]!r} is missing")
+        return InputError(f"{field.path}: key {missing[1]!r} is missing")
     if text.startswith("Number out of range"):
-        return InputError(f"{found.path}: the number is too large")
+        return InputError(f"{field.path}: the number is too large")
     if not text.startswith(("Expected", "Invalid")):  # raised by the record itself
-        return InputError(f"{found.path}: {text[: match.start()] if match else text}")
-    if found.literals() and isinstance(found.data, str):
-        what = re.sub(r"\[[^\]]*\]", "", found.path).rpartition(".")[2].rpartition(": ")[2]
-        return InputError(f"{found.path}: {unknown_name(what, found.data, found.literals())}")
-    return InputError(f"{found.path}: expected {_wanted(msgspec.inspect.type_info(found.kind))}, found {show(found.data)}")
+        return InputError(f"{field.path}: {text[: match.start()] if match else text}")
+    if field.literals() and isinstance(field.data, str):
+        what = re.sub(r"\[[^\]]*\]", "", field.path).rpartition(".")[2].rpartition(": ")[2]
+        return InputError(f"{field.path}: {unknown_name(what, field.data, field.literals())}")
+    return InputError(f"{field.path}: expected {_wanted(msgspec.inspect.type_info(field.kind))}, found {show(field.data)}")
 
 
-class _Spot:
-    """A place in data, with the type that it must have.
+class _Field:
+    """A field of parsed data, with the type that it must have.
 
     Attributes:
         kind: The type.
-        data: What stands there.
-        where: What the data is.
+        data: The value of the field.
+        where: Start of the message.
         name: Path inside it.
     """
 
@@ -179,22 +179,22 @@ class _Spot:
 
     @property
     def path(self) -> str:
-        """Where it is, for messages."""
+        """Where the field is, for messages."""
         return f"{self.where}: {self.name[1:]}" if self.name.startswith(".") else f"{self.where}{self.name}"
 
-    def at(self, steps: list[str]) -> _Spot | None:
-        """The place at a path; None where there is no such."""
-        spot: _Spot | None = self
+    def at(self, steps: list[str]) -> _Field | None:
+        """The field at a path; None where there is none."""
+        field: _Field | None = self
         for step in steps:
-            spot = None if spot is None else spot._inside(step)
-        return spot
+            field = None if field is None else field._inside(step)
+        return field
 
     def _bare(self) -> Any:
-        """The type without constraints; of alternatives the one that the data looks like."""
+        """The type without constraints; among alternatives the one that matches the data."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         if get_origin(kind) not in (Union, UnionType):
             return kind
-        members = [_Spot(member, self.data, self.where)._bare() for member in get_args(kind) if member is not NoneType]
+        members = [_Field(member, self.data, self.where)._bare() for member in get_args(kind) if member is not NoneType]
         for member in members:
             config = getattr(member, "__struct_config__", None)
             is_list = get_origin(member) in (list, tuple) or (config is not None and config.array_like)
@@ -214,34 +214,34 @@ class _Spot:
         return [key for key in self.data if key not in self.fields()] if isinstance(self.data, Mapping) else []
 
     def literals(self) -> list[str]:
-        """Texts that the type admits, where it admits no others."""
+        """Texts that the type allows, where it allows no others."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         names = [name for member in members if get_origin(member) is Literal for name in get_args(member)]
         return [name for name in names if isinstance(name, str)]
 
-    def _inside(self, step: str) -> _Spot | None:
-        """One step further: ``.name``, ``[number]`` or ``[...]`` for whichever value of a mapping is wrong."""
+    def _inside(self, step: str) -> _Field | None:
+        """The field one step further: ``.name``, ``[number]`` or ``[...]`` for the first wrong value of a mapping."""
         kind, fields = self._bare(), self.fields()
         try:
             if step == "[...]":
                 item = get_args(kind)[1]
                 key = next(key for key, value in self.data.items() if not _fits(item, value))
-                return _Spot(item, self.data[key], self.where, f"{self.name}[{show(key)}]")
+                return _Field(item, self.data[key], self.where, f"{self.name}[{show(key)}]")
             if step.startswith("."):
-                return _Spot(fields[step[1:]], self.data[step[1:]], self.where, self.name + step)
+                return _Field(fields[step[1:]], self.data[step[1:]], self.where, self.name + step)
             items = list(fields.values()) or list(get_args(kind))
             fixed = fields or (get_origin(kind) is tuple and items[-1] is not Ellipsis)
             index = int(step[1:-1])
-            return _Spot(items[index] if fixed else items[0], self.data[index], self.where, self.name + step)
+            return _Field(items[index] if fixed else items[0], self.data[index], self.where, self.name + step)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
             return None
 
-    def bad_key(self) -> _Spot:
+    def bad_key(self) -> _Field:
         """The first key of a mapping that is not of the type of its keys."""
         kind: Any = get_args(self._bare())[0]
         wrong = (key for key in self.data if not _fits(GenericAlias(dict, (kind, Any)), {key: None}))
-        return _Spot(kind, next(wrong, None), self.where)
+        return _Field(kind, next(wrong, None), self.where)
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -260,7 +260,7 @@ _PLAIN = {
 
 
 def _wanted(info: Any) -> str:
-    """What a type admits, in words."""
+    """The values that a type allows, in words."""
     if isinstance(info, msgspec.inspect.Metadata):
         return _wanted(info.type)
     if isinstance(info, msgspec.inspect.UnionType):

@@ -20,11 +20,11 @@ class Schedule:
     """A schedule and what it can do; every device follows its list of actions (`rlplace.actions`).
 
     Attributes:
-        name: In plans and on the command line.
+        name: Its name in plans and on the command line.
         torch_class: The class of ``torch.distributed.pipelining`` that runs it.
         splits_backward: Runs the gradients of weights apart from the gradient of a stage's input, so needs stages that are not
             recomputed: each half would run the forward again.
-        layout: `ONE`, `LOOP` or `V`: how torch wants a chain to sit on its devices.
+        layout: `ONE`, `LOOP` or `V`: the layout of a chain on its devices that torch expects.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Schedule:
 
 
 GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
-"""Names for who means one schedule: GPipe's, and the one that holds the fewest activations."""
+"""Single schedules by name: GPipe's, and the one that holds the fewest activations."""
 LOOPED_BFS, ZERO_BUBBLE = "looped_bfs", "interleaved_zero_bubble"
 """GPipe's with several stages a device, and the split backward for any number of stages."""
 
@@ -54,7 +54,7 @@ def schedule_named(name: str) -> Schedule:
     """The schedule of that name.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no schedule of that name.
     """
     if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULES)
@@ -62,7 +62,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def stages_a_device(layout: str, device_of_stage: Sequence[int]) -> int:
-    """Stages on each device of a chain that sits on its devices in this layout; 0: it does not."""
+    """Stages on each device of a chain in this layout; 0 where the chain has another layout."""
     devices = list(dict.fromkeys(device_of_stage))
     laps = len(device_of_stage) // max(1, len(devices))
     wanted = {ONE: devices, LOOP: devices * laps, V: devices + devices[::-1]}[layout]

@@ -1,4 +1,4 @@
-"""Tables, times and sizes for people: without units for cells under a header that names them, with units elsewhere."""
+"""Tables, times and sizes for display: without units in cells under a header that names them, with units elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The card of a checkpoint: what it is, how it was made, how to make it again, and what a fine-tuned one comes from."""
+"""The card of a checkpoint: its content, its training, how to repeat that, and the origin of a fine-tuned one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlplace.agents.network import PlacerNetwork
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a training."""
+    """Versions of the packages that determine a training."""
     return {
         "rlplace": rlplace.__version__,
         "python": platform.python_version(),
@@ -37,7 +37,7 @@ def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
     Args:
         name: Name of the checkpoint.
         environment: Id of the environment.
-        training: What the config of the checkpoint says about its training.
+        training: The `training` entry of the checkpoint's config.
     """
     notes, settings = training["notes"], training["hyperparameters"]
     captured = ", ".join(f"{100 * value:.1f} % ({rank})" for rank, value in notes.get("captured_gain", {}).items())
@@ -61,7 +61,7 @@ def _text_of(name: str, environment: str, training: Mapping[str, Any], *lines: s
 
 
 def weights_sha256(network: PlacerNetwork) -> str:
-    """What tells two networks apart."""
+    """SHA-256 of a network's weights, by which networks are told apart."""
     weights = {name: value.detach().cpu().contiguous() for name, value in sorted(network.state_dict().items())}
     return hashlib.sha256(save_tensors(weights)).hexdigest()
 
@@ -70,10 +70,10 @@ def save_tuned(folder: str | Path, network: PlacerNetwork, parent: Checkpoint, *
     """Writes a checkpoint folder.
 
     Args:
-        folder: A new agent's.
-        network: Fine-tuned.
-        parent: What it was fine-tuned from.
-        learned: From what: numbers and text for the card.
+        folder: Folder of the new agent.
+        network: The fine-tuned network.
+        parent: The checkpoint that it was fine-tuned from.
+        learned: Facts of the fine-tuning for the card: numbers and text.
     """
     before = list(parent.training.get("lineage", []))
     line = {"name": parent.name, "weights_sha256": weights_sha256(parent.network)}

@@ -18,7 +18,7 @@ class Case:
     """One instance.
 
     Attributes:
-        name: Unique in its set.
+        name: Name, unique in its set.
         family: Model family, such as ``zoo:dlrm`` or ``synthetic:layered``.
         problem: The priced graph.
         branchy: Whether the graph offers parallel work, see `is_branchy`.

@@ -43,7 +43,7 @@ class Checkpoint:
         name: Folder name.
         network: The network in evaluation mode.
         environment: Id of the environment it was trained on, for example ``"rlplace/Refinement-v0"``.
-        training: How it was trained: steps, seed, problems, versions.
+        training: Facts of its training: steps, seed, problems, versions.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: str | Path, network: PlacerNetwork, *, environment: str, training: Mapping[str, Any], card: str
 ) -> None:
-    """Writes a checkpoint folder: its files are those of one call, whoever else writes there, and a full disk changes none."""
+    """Writes a checkpoint folder: its files are those of one call even with other writers, and a full disk changes none."""
     folder = Path(folder)
     make_folder(folder)
     weights = save_tensors({name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()})
@@ -107,7 +107,7 @@ def check_sizes(sizes: NetworkConfig, features: Sequence[str], path: Path, paylo
         sizes: Layer sizes of the network.
         features: Names of its inputs.
         path: The file of the weights.
-        payload: Its contents, where they are read already.
+        payload: Contents of the file, where they are read already.
 
     Raises:
         InputError: The file is damaged, or holds weights of a network of other sizes.
@@ -149,7 +149,7 @@ def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
 
 
 def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:
-    """Writes what training goes on from as one safetensors file: weights, Adam's state, and counts that say how far it is."""
+    """Writes the state from which training resumes as one safetensors file: weights, Adam's state, and counts of progress."""
     tensors = {f"{_WEIGHT}{name}": value for name, value in network.state_dict().items()}
     for index, state in moments["state"].items():
         tensors.update({f"{index}.{key}": torch.as_tensor(value) for key, value in state.items()})
@@ -158,7 +158,7 @@ def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], p
 
 
 def load_state(path: Path, network: PlacerNetwork, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[int]]:
-    """Reads what `save_state` wrote: fills the network, returns Adam's state with the settings of `optimizer`, and counts."""
+    """Reads a file of `save_state`: fills the network, returns Adam's state with the settings of `optimizer`, and counts."""
     tensors = read_tensors(path)
     if "progress" not in tensors or tensors["progress"].shape != (3,) or tensors["progress"].dtype != torch.int64:
         raise InputError(f"{path}: does not say how far training is; remove it to go on from the checkpoint beside it")
@@ -185,7 +185,7 @@ def load_state(path: Path, network: PlacerNetwork, optimizer: torch.optim.Optimi
 
 
 def shipped_checkpoints() -> dict[str, str]:
-    """Name to one-line description of the checkpoints in this installation."""
+    """One-line descriptions of the checkpoints in this installation, by name."""
     index = files("rlplace.checkpoints") / "index.toml"
     if not index.is_file():
         return {}

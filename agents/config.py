@@ -1,4 +1,4 @@
-"""`TrainConfig`: everything that decides a training."""
+"""`TrainConfig`: all settings of a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlplace.agents.network import NetworkConfig
 from rlplace.records import Record, build
 
 ENVIRONMENT = "rlplace/Refinement-v0"
-"""What agents are trained in."""
+"""Environment in which agents are trained."""
 
 MAX_HIDDEN = 4096
 """Largest network, in widths."""
@@ -25,7 +25,7 @@ _Positive = Annotated[float, Meta(ge=1e-12, le=10)]
 
 
 class TrainConfig(Record, frozen=True):
-    """Everything that decides a training, read from ``hyperparams/refinement.toml``.
+    """All settings of a training, read from ``hyperparams/refinement.toml``.
 
     Attributes:
         cases: Cases that labels are collected from.
@@ -35,11 +35,11 @@ class TrainConfig(Record, frozen=True):
         part: PPO decisions between saves; every part has new cases.
         part_cases: Cases of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
-        batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: PPO's own.
+        batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: Hyperparameters of PPO.
         hidden, second: Network sizes, see `NetworkConfig`.
-        seed: Seed of everything random.
+        seed: Seed of all random choices.
         device: torch device of PPO, or ``auto``.
-        processes: That collect labels; 0: one a core.
+        processes: Number of processes that collect labels; 0: one a core.
     """
 
     cases: _Count

@@ -23,9 +23,9 @@ _PARTS = (
 
 @cache
 def compile_ahead() -> bool:
-    """Starts a process for each set of kernels that nobody has compiled on this machine yet, once.
+    """Starts a process for each set of kernels that was not compiled on this machine yet, once.
 
-    Nothing waits for them but whoever needs a kernel that is being compiled (`rlplace.compiled`). They end with this process at
+    Only a process that needs a kernel that is being compiled waits for it (`rlplace.compiled`). They end with this process at
     the latest.
 
     Returns:

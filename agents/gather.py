@@ -35,20 +35,20 @@ def gather(
     """Labels of the first `cases` cases of a source; a source with fewer gives each of them several times.
 
     Args:
-        source: Where cases come from.
-        folder: Where label files go; those that are there stay.
+        source: Source of the cases.
+        folder: Folder of the label files; existing ones stay.
         cases: Files to make; cases without labels leave gaps.
-        states: Plans of a case.
-        moves: Moves priced from each.
+        states: Number of plans of a case.
+        moves: Number of moves priced from each plan.
         seed: Seed of the plans and moves; the n-th file has the seed `seed` + n.
-        processes: 0: one a core.
-        report: Called with lines that tell what happens.
+        processes: Number of processes; 0: one a core.
+        report: Called with lines about the progress.
 
     Returns:
         The files, by number.
 
     Raises:
-        InputError: The folder holds labels of other cases, or others of the same.
+        InputError: The folder holds labels of other cases, or labels of the same cases with other settings.
     """
     check_labels(source, folder, states=states, moves=moves, seed=seed)
     endings = ("safetensors", "none")
@@ -78,7 +78,7 @@ def gather(
 
 
 def check_labels(source: CaseSource, folder: Path, *, states: int, moves: int, seed: int) -> None:
-    """Notes in the folder of which cases its labels are, or refuses a folder of others; arguments as in `gather`."""
+    """Records in the folder which cases its labels are of, or refuses a folder of others; arguments as in `gather`."""
     if source.count == 0:
         raise InputError("no problem to train on")
     shown = [source.case(number) for number in range(source.count or 1)]

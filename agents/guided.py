@@ -1,8 +1,8 @@
-"""The search that the network guides: annealing whose moves the network ranks, in one compiled loop.
+"""The guided search: annealing with moves ranked by the network, in one compiled loop.
 
 From the current plan, moves are drawn and described (`rlplace.envs.guide`), the network scores them, and they are tried in the
 order of score plus noise, no plan twice. A plan that is better is kept, a worse one with a probability that falls with its loss
-and with the spent budget. Timelines come from the simulations that are made anyway, so only tried plans cost calls.
+and with the spent budget. Timelines come from simulations that are needed anyway, so only tried plans cost calls.
 """
 
 # Compiled functions take their types from their arguments.
@@ -57,7 +57,7 @@ def network_scores(table, count, linear, first, first_bias, second, second_bias,
 
 @inner
 def _known(seen, key):
-    """Whether a key is in the table of seen plans; it is afterwards, unless the table is full there."""
+    """Whether a key is in the table of seen plans; adds it, unless the table is full there."""
     if key == 0:
         key = np.uint64(1)
     mask = np.uint64(len(seen) - 1)
@@ -90,30 +90,30 @@ def _compile(stamp):
             tables: `Tables` as a plain tuple, for random moves.
             weights: The network's layers, see `PlacerNetwork.compiled`.
             plan: int32 [G], the current plan, changed.
-            best: int32 [G], the best one, changed.
+            best: int32 [G], the best plan, changed.
             score: float64 [4], see STEP to BEST_OVERFLOW, changed.
-            counts: int64 [5], see CALLS to FRESH; FRESH says whether the view is that of the current plan.
-            state: uint64 [1], of the random numbers.
+            counts: int64 [5], see CALLS to FRESH; FRESH tells whether the view is that of the current plan.
+            state: uint64 [1], state of the random numbers.
             keys: uint64 [G, D], random, one for each group on each device: their XOR stands for a plan.
             seen: uint64 [2^n], plans that were tried.
             shares: Shares of the kinds of moves, see `draw_moves`.
-            ptr: int64 [K + 1], room for K moves; so are the next five.
-            groups: See `draw_moves`.
-            targets: See `draw_moves`.
-            kinds: See `draw_moves`.
-            table: See `move_features`.
-            logits: float32 [K].
-            calls: How many.
+            ptr: int64 [K + 1], buffer for the offsets of K moves.
+            groups: int32, buffer for the groups of the moves.
+            targets: int32, buffer for the devices that these groups go to.
+            kinds: int8 [K], buffer for the kinds of the moves.
+            table: float32 [K, F], buffer for the features of the moves.
+            logits: float32 [K], buffer for the scores of the moves.
+            calls: Simulations to make.
             noise: Scale of the Gumbel noise on the scores.
             tries: Moves that are tried before others are drawn.
-            stale: Moves that may be made before the plan is looked at again.
+            stale: Moves that may be accepted before the plan is analysed again.
             fill: Plans that provably fill a device beyond this share of its memory are not tried.
             hot: Start temperature relative to the best step time.
             cooling: End temperature relative to `hot`.
             patience: Rounds without a new best plan after which the search returns to the best plan and changes it at random.
             progress: Share of the budget that is spent.
-            slope: By how much it grows with every simulation.
-            kick: Most random moves of such a change.
+            slope: Increase of `progress` with every simulation.
+            kick: Largest number of random moves of such a change.
         """
         _ = stamp
         t = Tables(*tables)
@@ -155,7 +155,7 @@ def _compile(stamp):
                 else:
                     logits[k] -= noise * np.log(-np.log(draw_uniform(state) * (1.0 - 2e-16) + 1e-16))
             order = np.argsort(-logits[:count])
-            tried, made, at = 0, 0, 0
+            tried, accepted, at = 0, 0, 0
             improved = False
             while tried < tries and used < calls:
                 if at >= count or logits[order[at]] < -1e29:
@@ -194,20 +194,20 @@ def _compile(stamp):
                 if taken:
                     score[STEP], score[OVERFLOW] = step, overflow
                     key = moved_key
-                    made += 1
+                    accepted += 1
                     counts[TAKEN] += 1
                 for i in range(size):
                     if taken:
                         plan[own_groups[i]] = own_targets[i]
                     else:
                         trial[own_groups[i]] = plan[own_groups[i]]
-                if taken and made >= stale:
+                if taken and accepted >= stale:
                     transfers = w.transfer[: w.layout[r.TRANSFERS]]
                     analyse(facts, view, plan, w.time_s[0], w.time_s[1], transfers, peak[0], step, overflow)
                     counts[LOOKS] += 1
-                    made = 0
+                    accepted = 0
                     break
-            if made > 0:
+            if accepted > 0:
                 counts[FRESH] = 0
             empty = empty + 1 if tried == 0 else 0
             counts[STALLED] = 0 if improved else counts[STALLED] + 1

@@ -1,4 +1,4 @@
-"""Labels: what moves really do, as many as the simulator can price. The network is pre-trained on them.
+"""Labels: simulated effects of moves, on which the network is pre-trained.
 
 Every state is a plan of a case; a set of moves is drawn from it and each is simulated once. States lie where searches pass: at
 the answers of the one-shot planners, near them, along descents from there, and at what annealing reaches after some time.
@@ -59,7 +59,7 @@ class Labels:
 
     @staticmethod
     def load(path: Path) -> Labels:
-        """Reads what `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
             InputError: The file is damaged, or holds arrays of other types or shapes.
@@ -84,9 +84,9 @@ def collect_labels(case: Case, *, states: int, moves: int, seed: int) -> Labels 
 
     Args:
         case: The case.
-        states: Plans to label moves of.
-        moves: Moves drawn from each.
-        seed: Seed of everything random.
+        states: Number of plans whose moves are labelled.
+        moves: Number of moves drawn from each plan.
+        seed: Seed of all random choices.
     """
     problem, rng = case.problem, np.random.default_rng(seed)
     if problem.num_devices < 2:
@@ -136,13 +136,13 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
 
 
 def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) -> Rows:
-    """Labels along one descent that now and then goes astray.
+    """Labels along one descent with occasional random moves.
 
     Args:
         guide: Draws and prices moves of the instance.
-        start: int32 [G], where the descent begins.
-        states: Plans of which moves are priced.
-        rng: Decides where it goes.
+        start: int32 [G], plan at which the descent begins.
+        states: Number of plans whose moves are priced.
+        rng: Random numbers of the descent.
 
     """
     rows: Rows = []

@@ -56,7 +56,7 @@ class PlacerNetwork(nn.Module):
     """Scores candidates and values states.
 
     Attributes:
-        mean, scale: float32 [F], what features are standardised with before the first layer; see `standardise`.
+        mean, scale: float32 [F], by which features are standardised before the first layer; see `standardise`.
 
     Shapes:
         candidates [B, K, F], candidate_group [B, K], context [B, C] to logits [B, K] and values [B, 1].
@@ -69,7 +69,7 @@ class PlacerNetwork(nn.Module):
         """A network that is the heuristic.
 
         Args:
-            config: Sizes.
+            config: Layer sizes.
             features: Names of the columns of the candidates.
         """
         super().__init__()
@@ -94,7 +94,7 @@ class PlacerNetwork(nn.Module):
             self.stop.bias.fill_(STOP_LOGIT)
 
     def standardise(self, mean: Tensor, scale: Tensor) -> None:
-        """Sets what features are standardised with: float32 [F] each."""
+        """Sets mean and scale by which features are standardised: float32 [F] each."""
         self.mean.copy_(mean)
         self.scale.copy_(scale)
 

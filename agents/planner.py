@@ -46,7 +46,7 @@ def agent(
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         samples: Rollouts of the policy before the search, the first one greedy; default 2 with a time limit and none with
             `calls`, where the search makes better use of them.
-        search: Whether to search at all; False answers with the best of floor and rollouts.
+        search: Whether to search; False answers with the best of floor and rollouts.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
         start: Plan or assignment to start from instead of `best`.
 
@@ -64,7 +64,7 @@ class Agent:
     """A loaded checkpoint that places problems.
 
     Attributes:
-        checkpoint: Network and how it was trained.
+        checkpoint: The network and facts of its training.
     """
 
     checkpoint: Checkpoint
@@ -140,7 +140,7 @@ class _Placement:
                 self.told["single_rollout_step_time_s"] = step_s
 
     def search(self) -> None:
-        """The guided search with what is left of the budget."""
+        """The guided search with the rest of the budget."""
         if self._left() == 0:
             return
         search = self._make_search()

@@ -43,7 +43,7 @@ class NetworkExtractor(BaseFeaturesExtractor):
 
 
 class _Split(nn.Module):
-    """SB3's place for policy and value layers: here it only cuts the features apart."""
+    """SB3's module for policy and value layers; it only splits the features."""
 
     def __init__(self, candidates: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Split(nn.Module):
 
 
 class _NetworkPolicy:
-    """What both policies share; it stands before SB3's class in their bases."""
+    """The common part of both policies; it precedes SB3's class in their bases."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _NetworkPolicy:
         )  # type: ignore[call-arg]
 
     def _build(self, lr_schedule: Schedule) -> None:
-        """Instead of SB3's layers for policy and value: nothing but the network."""
+        """Builds only the network, in place of SB3's layers for policy and value."""
         policy = cast(Any, self)
         policy.mlp_extractor = _Split(policy.features_dim - 1)
         policy.action_net = nn.Identity()

@@ -26,15 +26,15 @@ from rlplace.envs.refinement import RefinementEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50
-"""So many cases in a row without a use, and the source has none."""
+"""Cases in a row without a usable one after which a source counts as having none."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of PPO has given.
+    """Result of a part of PPO.
 
     Attributes:
-        decisions: Made.
+        decisions: Number of decisions made.
         ratio: Geometric mean of step time over the best classical plan at the end of its episodes, NaN without any.
     """
 
@@ -46,7 +46,7 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
     """`count` instances from the source's case `first` on, without cases of one device.
 
     Raises:
-        InputError: The source has no case of use.
+        InputError: The source has no usable case.
     """
     instances: list[Instance] = []
     number = misses = 0
@@ -104,17 +104,17 @@ def run_part(
     """One part of PPO; changes the network.
 
     Args:
-        network: Before and after.
+        network: The network, trained in place.
         moments: Adam's state after the part before; None at first.
         instances: Instances that this part trains on.
         config: Hyperparameters.
-        number: Which part this is; its seed follows from it.
-        decisions: To make, rounded up to whole rollouts.
+        number: Number of the part, from which its seed follows.
+        decisions: Decisions to make, rounded up to whole rollouts.
         logs: Folder of TensorBoard logs.
         tick: Called with the decisions of every step of the environments.
 
     Returns:
-        What it gave, and Adam's state after it.
+        Result of the part, and Adam's state after it.
     """
     model = make_model(network, instances, config, config.seed + 1000 * (number + 1))
     if moments is not None:  # without the settings beside them, which are the policy's own

@@ -1,4 +1,4 @@
-"""Pre-training: the scorer learns from priced moves which of them pay.
+"""Pre-training: the scorer learns from priced moves which of them gain.
 
 Per state the target is a softmax of the gains of all moves, and the loss the cross-entropy of the scorer's softmax to it.
 States where no move gains weigh nothing: there is nothing to rank. Label files are read through a bounded cache, and what a
@@ -54,13 +54,13 @@ def fit(
     """Makes the steps `first` to `last` of `steps`; returns the mean loss.
 
     Args:
-        network: Changed.
-        optimizer: Over its parameters; its learning rate is set by the number of the step.
+        network: The network, changed in place.
+        optimizer: Optimizer of its parameters; the number of the step sets its learning rate.
         files: Label files.
         first: Number of the first step to make.
         last: Number after the last one.
         steps: Steps of the whole fit; the learning rate falls linearly to zero at the last one.
-        seed: Seed that batches are drawn by.
+        seed: Seed of the batches.
     """
     network.train()
     total = 0.0
@@ -133,7 +133,7 @@ def ranking_loss(logits: Tensor, change: Tensor) -> Tensor:
     """Cross-entropy of a softmax of logits to one of gains, less the entropy of the latter, weighted by the best gain.
 
     Args:
-        logits: float32 [S, K].
+        logits: float32 [S, K], scores of the moves.
         change: float32 [S, K], NaN where there is no move; see `Labels`.
     """
     exists = torch.isfinite(change)

@@ -43,7 +43,7 @@ class Search:
     """A search from a plan.
 
     Attributes:
-        instance: What is solved.
+        instance: The instance that is solved.
         calls: Simulator calls so far.
     """
 
@@ -58,10 +58,10 @@ class Search:
         """Prepares; nothing is simulated yet.
 
         Args:
-            instance: What to solve.
-            network: Ranks moves.
+            instance: The instance to solve.
+            network: Network that ranks moves.
             start: int32 [G], the plan to start from.
-            seed: Seed of everything random.
+            seed: Seed of all random choices.
         """
         self.instance, self._seed = instance, seed
         self._guide = Guide(instance, _MOVES, seed)
@@ -86,7 +86,7 @@ class Search:
 
     @property
     def best(self) -> Score:
-        """Its score; the step time is inf before the first call."""
+        """Score of the best plan; the step time is inf before the first call."""
         return Score(float(self._score[2]), float(self._score[3]))
 
     def set_plan(self, plan: NDArray[np.int32]) -> None:
@@ -99,9 +99,9 @@ class Search:
         """One episode of the policy from a plan: make the move that it prefers, keep the best plan seen.
 
         Args:
-            start: int32 [G].
-            length: Moves, and simulator calls.
-            number: 0: greedy; other rollouts draw moves by their probability.
+            start: int32 [G], plan to start from.
+            length: Number of moves, and of simulator calls.
+            number: Number of the rollout; 0 is greedy, others draw moves by their probability.
             deadline_s: Moment on the monotonic clock after which no further move is made.
         """
         guide, plan = self._guide, np.array(start, dtype=np.int32)
@@ -129,7 +129,7 @@ class Search:
 
         Args:
             calls: Simulations to make, over which the temperature falls; None: no limit.
-            deadline_s: Moment on the monotonic clock.
+            deadline_s: Moment on the monotonic clock at which the search ends.
         """
         begin_s, first = time.monotonic(), self.calls
         limit = math.inf if calls is None else calls
@@ -155,7 +155,7 @@ class Search:
             progress = done
 
     def _logits_of(self, count: int) -> NDArray[np.float32]:
-        """What `guided.network_scores` computes, for the first moves of the table."""
+        """The scores of `guided.network_scores` for the first moves of the table."""
         linear, first, bias, second, second_bias, last = self._weights
         table = self._guide.table[:count]
         after = np.maximum(np.maximum(table @ first + bias, 0.0) @ second + second_bias, 0.0)
@@ -177,7 +177,7 @@ class Search:
 
 @cache
 def warm_up() -> None:
-    """Compiles, or loads from the cache, what the search runs, so that time limits do not pay for it."""
+    """Compiles, or loads from the cache, the kernels of the search, so that time limits do not include it."""
     from rlplace.envs.instance import make_instance
     from rlplace.planners.annealing.annealing import warm_up as warm_up_searches
     from rlplace.problem.generate import random_problem

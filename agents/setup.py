@@ -1,4 +1,4 @@
-"""How placing and adapting begin and end: a floor, an instance and a moment to be ready at, and the plan of an answer.
+"""Start and end of placing and adapting: a floor, an instance and a deadline, and the plan of an answer.
 
 Fine-tuning on one problem: search, learn from moves that were priced around its best plan, search on.
 
@@ -38,16 +38,16 @@ from rlplace.simulator import simulate
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What the agent starts from.
+    """The start of the agent's search.
 
     Attributes:
-        instance: The problem and how its step is executed.
-        seed: Seed of everything random.
+        instance: The instance of the problem.
+        seed: Seed of all random choices.
         deadline_s: Moment on the monotonic clock; inf without a time limit.
-        first: int32 [G], where to search from.
+        first: int32 [G], plan to start from.
         score: Score of `first`; a step time of inf unless it is feasible.
-        priority: Priority of ops that comes with `first`.
-        reason: Why no feasible plan is known.
+        priority: Priority of ops that belongs to `first`.
+        reason: Error that tells why no feasible plan is known.
     """
 
     instance: Instance
@@ -59,7 +59,7 @@ class Setup:
     reason: InfeasibleError | None
 
     def answer(self, devices: NDArray[np.int32], *, search_calls: int, **told: Any) -> PlacementPlan:
-        """The plan of an assignment int32 [G], with what it tells of itself beside figures of the simulator.
+        """The plan of an assignment int32 [G], with these fields beside the simulator's figures.
 
         Raises:
             InfeasibleError: It does not fit.
@@ -83,14 +83,14 @@ def set_up(
     time_limit_s: float | None,
     warm: Callable[[], None] = warm_up,
 ) -> Setup:
-    """Checks the arguments of a placement and finds where to begin.
+    """Checks the arguments of a placement and finds its start.
 
     Args:
-        problem: What to place.
+        problem: The problem to place.
         start: Plan or assignment to start from instead of `best`.
-        seed: Seed of everything random.
+        seed: Seed of all random choices.
         time_limit_s: Wall time from here, compiling left out; None: no limit.
-        warm: Compiles what will be run.
+        warm: Compiles the kernels that will run.
     """
     if time_limit_s is not None:
         check_limit(time_limit_s)
@@ -105,9 +105,9 @@ def set_up(
         except InfeasibleError as error:
             reason = error
     else:
-        given = start_devices(problem, start, "agent")
-        first = legalize(problem, given)
-        order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, given) else None
+        devices = start_devices(problem, start, "agent")
+        first = legalize(problem, devices)
+        order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, devices) else None
         line = simulate(problem, first, priority=order)
         if line.step_time_s is not None and line.feasible:
             score, priority = Score(line.step_time_s, 0.0), order
@@ -118,14 +118,14 @@ def set_up(
 
 
 def check_limit(time_limit_s: Any) -> None:
-    """Refuses what is no number of seconds."""
+    """Refuses values that are not a number of seconds."""
     number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
     if not number or not 0.0 <= float(time_limit_s) < math.inf:
         raise InputError(f"agent: time_limit_s must be a finite number of seconds from 0 up, found {show(time_limit_s)}")
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuses what is no whole number from 0 up; None stands for a default."""
+    """Refuses values that are not whole numbers from 0 up; None stands for a default."""
     for name, value in counts.items():
         if value is not None:
             whole_number(value, f"agent: {name}")
@@ -150,7 +150,7 @@ def adapt(
         checkpoint: An agent of Refinement-v0.
         problem: The problem.
         time_limit_s: Wall time, floor included.
-        seed: Seed of everything random.
+        seed: Seed of all random choices.
         start: Plan or assignment to start from instead of `best`.
 
     Raises:
@@ -176,7 +176,7 @@ def adapt(
 
 @cache
 def _warm_up() -> None:
-    """Like `rlplace.agents.search.warm_up`, with what only learning runs."""
+    """Like `rlplace.agents.search.warm_up`, with the kernels that only learning runs."""
     from rlplace.envs.guide.features import FEATURES
     from rlplace.problem.generate import random_problem
 

@@ -56,19 +56,19 @@ def train(
     """Trains and writes a run folder.
 
     Args:
-        source: What to train on.
+        source: Source of the cases to train on.
         config: Hyperparameters.
         out: Run folder.
         resume: Continue the run in `out`.
         progress_bar: Show a progress bar of PPO on stderr.
-        report: Called with lines that tell what happens.
+        report: Called with lines about the progress.
 
     Returns:
         PPO decisions done in all.
 
     Raises:
-        InputError: No case is of use, or the run folder holds labels of other cases.
-        KeyboardInterrupt: After a line that tells how to go on.
+        InputError: No case is usable, or the run folder holds labels of other cases.
+        KeyboardInterrupt: After a line that tells how to resume.
     """
     torch.set_num_threads(1)
     run = _Run(source, config, Path(out), resume, progress_bar, report)
@@ -84,7 +84,7 @@ def train(
 
 
 class _Run:
-    """One training and where it stands."""
+    """One training and its progress."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class _Run:
         self._before_s = float(self.notes["seconds"])
 
     def begin(self) -> None:
-        """Saves what a run goes on from that is cut before its first part is done."""
+        """Saves the state from which a run resumes that is interrupted before its first part is done."""
         if self.config.fit_steps:
             check_labels(self.source, self.out / "labels", **self._labelling())
         (self.out / STATE).unlink(missing_ok=True)  # of an earlier run
         self.save(None)
 
     def pretrain(self) -> None:
-        """Labels and the fit to them; nothing where that is done already."""
+        """Collects labels and fits to them; does nothing where that is done already."""
         config = self.config
         if config.fit_steps <= self.fitted:
             return
@@ -155,11 +155,11 @@ class _Run:
         self._moments = None
 
     def _labelling(self) -> dict[str, int]:
-        """What decides the labels of a case."""
+        """The settings that determine the labels of a case."""
         return {"states": self.config.states, "moves": self.config.moves, "seed": self.config.seed * 1_000_000}
 
     def practise(self) -> None:
-        """PPO; nothing where that is done already."""
+        """Runs PPO; does nothing where that is done already."""
         config = self.config
         bar = tqdm(total=config.steps, initial=self.decisions, unit="step", file=sys.stderr, disable=not self._progress_bar)
         while self.decisions < config.steps:
@@ -190,7 +190,7 @@ class _Run:
         bar.close()
 
     def save(self, moments: dict[str, Any] | None) -> None:
-        """Writes the checkpoint, and before it what a run goes on from, whole in one file."""
+        """Writes the checkpoint, and before it the state from which the run resumes, in one file."""
         self.notes["seconds"] = round(self._before_s + time.monotonic() - self._begin_s, 1)
         config = msgspec.structs.replace(self.config, device="auto")
         training = {

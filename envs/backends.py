@@ -1,4 +1,4 @@
-"""Where step times come from: the simulator, or real measurements."""
+"""Sources of step times: the simulator, or real measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evaluation:
     """Outcome of one plan.
 
     Attributes:
-        step_time_s: inf when the step cannot complete.
+        step_time_s: Step time; inf when the step cannot complete.
         relative_overflow: Sum over devices of bytes over the limit, relative to the limit; 0 when it fits.
     """
 
@@ -40,7 +40,7 @@ class Evaluation:
 
 
 class Backend(Protocol):
-    """What an environment asks of a backend."""
+    """The interface of a backend."""
 
     calls: int
 

@@ -1,4 +1,4 @@
-"""What Placement-v0 and Refinement-v0 share: the problems, the spaces, drawing a problem, rendering."""
+"""The common base of Placement-v0 and Refinement-v0: problems, spaces, drawing a problem, rendering."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         return padded
 
     def _closing_info(self, result: Evaluation, plan: NDArray[np.int32]) -> dict[str, Any]:
-        """What the last info of an episode says about the plan that counts."""
+        """The entries of the last info of an episode about its plan."""
         info: dict[str, Any] = {
             "problem": self._index,
             "feasible": result.feasible,

@@ -92,7 +92,7 @@ class Construction:
         return np.maximum(self.pinned_bytes + instance.pinned_bytes[group], bare)
 
     def legal(self) -> NDArray[np.bool_]:
-        """Bool [D], devices where the current group may sit and where its provable bytes fit."""
+        """Bool [D], devices where the current group is allowed and where its provable bytes fit."""
         if self.done:
             return np.ones(len(self.load_s), dtype=bool)
         return self.instance.allowed[self.group] & (self.need_bytes() <= self.instance.limit_bytes)

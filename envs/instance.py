@@ -1,4 +1,4 @@
-"""An `Instance`: a problem with everything about it that does not change while it is being solved.
+"""An `Instance`: a problem with all that stays constant while it is solved.
 
 Axes: D devices, G groups.
 
@@ -38,13 +38,13 @@ class Instance:
     """A problem, its classical floor, and static arrays for observations.
 
     Attributes:
-        problem: The problem itself.
+        problem: The problem.
         graph: Its group graph.
         floor: int32 [G], plan of the best classical planner; None when none is feasible.
         reference_step_time_s: Step time of `floor`, or the lower bound where there is no floor.
         position: int32 [G], place of each group in the depth-first order of the graph.
         neighbor_bytes: float64, bytes of every entry of ``graph.neighbor``.
-        allowed: bool [G, D].
+        allowed: bool [G, D], allowed devices of each group.
         pinned_bytes: float64 [G], resident bytes plus saved activations that are provably live at one instant.
         footprint_bytes: float64 [G], the largest amount that one op of the group needs beside resident bytes.
         limit_bytes: float64 [D], memory minus reserved bytes; inf without limit.
@@ -85,7 +85,7 @@ def make_instance(
         compute_floor: Compute it with `best` when it is not given.
 
     Raises:
-        InfeasibleError: A group may sit nowhere. (A problem without a plan that fits the memory is none to refuse.)
+        InfeasibleError: A group is allowed nowhere. (Problems without a plan that fits the memory are accepted.)
     """
     if not problem.group_allowed.any(axis=1).all():
         check_possible(problem)
@@ -181,7 +181,7 @@ FinalReward = Callable[[float, float], float]
 
 
 def score(step_time_s: float, relative_overflow: float, reference_step_time_s: float) -> float:
-    """What refinement minimises: the order of `objective_s` on a scale that is the same for all problems.
+    """The objective of refinement: the order of `objective_s` on a scale that is the same for all problems.
 
     log(step time / reference) of a plan that fits; of any other `UNFIT` plus log(1 + overflow), the overflow cut at 10 so that
     one bad episode does not drown the others; four times `UNFIT` where the step cannot complete.

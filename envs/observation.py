@@ -25,9 +25,9 @@ def observation_space(max_groups: int, candidates: int, features: int, full: boo
     """The flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends.
 
     Args:
-        max_groups: G.
-        candidates: K.
-        features: F.
+        max_groups: G, number of groups in the spaces.
+        candidates: K, number of candidates.
+        features: F, features of a candidate.
         full: Whether the graph is part of every observation.
     """
     boxes: dict[str, spaces.Space[Any]] = {

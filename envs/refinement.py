@@ -163,11 +163,11 @@ class RefinementEnv(PlacerEnv):
             gains[k + 1] = self._score - self._score_of(result)
         return gains
 
-    def _starting_plan(self, given: Any) -> NDArray[np.int32]:
+    def _starting_plan(self, devices: Any) -> NDArray[np.int32]:
         instance = self.instance
-        if given is not None:
+        if devices is not None:
             try:
-                plan = check_devices(given, (instance.problem.num_groups,), instance.problem)
+                plan = check_devices(devices, (instance.problem.num_groups,), instance.problem)
             except InputError as error:
                 raise InputError(f"options['plan'] must name a device for every group: {error}") from None
             if not instance.allowed[np.arange(len(plan)), plan].all():
@@ -197,7 +197,7 @@ class RefinementEnv(PlacerEnv):
         return result
 
     def _evaluate(self) -> Evaluation:
-        """The result that counts; a call of the backend."""
+        """The result of the current plan, by a call of the backend."""
         simulated = self._look()
         if type(self.backend) is SimulatedBackend:  # which would simulate the plan again
             self.backend.calls += 1

@@ -1,4 +1,4 @@
-"""Captured models to draw problems from: a bounded number of random variants of each family.
+"""Captured models from which problems are drawn: a bounded number of random variants of each family.
 
 Clusters to draw problems on: which ones training sees, which ones only the test split has.
 
@@ -35,7 +35,7 @@ SEEN_CLUSTERS = (
     "a100-40g:4,pcie", "h100:2x4", "a100-80g:2x8", "v100:3", "a100-80g:4x2,ib=100g", "t4:2+rtx4090:2", "h100:2x6", "t4:6",
     "h200:5",
 )  # fmt: skip
-"""Clusters such as training draws."""
+"""Clusters like those that training draws."""
 
 TEST_CLUSTERS = (
     "l4:4", "mi300x:8", "a100-80g:7", "h100:3x3", "a100-40g:2x5", "v100:3x2,eth=25g", "l4:2+t4:2", "h100:2x7", "mi300x:4",

@@ -1,4 +1,4 @@
-"""`cases_of`: what ``rlplace train --problems`` names, as one source of cases."""
+"""`cases_of`: the cases that ``rlplace train --problems`` names, as one source."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
     """Writes a set of cases: the whole folder appears at once, or nothing. An earlier set in it is replaced.
 
     Args:
-        cases: With different names, of letters, digits, ``.``, ``_`` and ``-``.
+        cases: Cases with distinct names of letters, digits, ``.``, ``_`` and ``-``.
         folder: A new folder, or one that holds such a set.
-        made_by: What made them, kept in the index.
+        made_by: Versions that made them, kept in the index.
     """
     folder = Path(folder)
     names = [case.name for case in cases]
@@ -81,7 +81,7 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
 
 
 def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
-    """Reads what `save_cases` wrote: the cases, and what made them."""
+    """Reads a folder of `save_cases`: the cases, and the versions that made them."""
     folder = Path(folder)
     index = _index(folder)
     cases = [_case(entry, folder) for entry in index.cases]
@@ -91,7 +91,7 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def set_made_by(folder: str | Path) -> dict[str, str] | None:
-    """What made the cases of a folder: {} where their index cannot be read, None where there is none."""
+    """Versions that made the cases of a folder: {} where their index cannot be read, None where there is none."""
     folder = Path(folder)
     if not (folder / INDEX).is_file():
         return None
@@ -102,7 +102,7 @@ def set_made_by(folder: str | Path) -> dict[str, str] | None:
 
 
 def set_folder(name: str) -> Path:
-    """Where a named set is kept: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the person's cache folder."""
+    """Folder of a named set: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the user's cache folder."""
     cache_folder = os.environ.get("RLPLACE_CACHE")
     if cache_folder:
         return Path(cache_folder) / "cases" / name
@@ -157,9 +157,9 @@ class CaseSource:
     """Cases by number.
 
     Attributes:
-        name: What it was asked for, for cards and messages.
-        case: Makes the case of a number; the same number always gives the same case.
-        count: Numbers are below it; None: there is no end.
+        name: Name of the source, for cards and messages.
+        case: Builds the case of a number; the same number always gives the same case.
+        count: Number of cases; None: there is no end.
     """
 
     name: str
@@ -179,7 +179,7 @@ def default_set() -> str:
 
 
 def cases_of(names: Sequence[str | Path], *, seed: int = 0, cluster: str | None = None) -> CaseSource:
-    """The cases that a person names.
+    """The source of the cases with these names.
 
     Args:
         names: One of `STREAMS` alone; or files ``*.problem.json`` and folders of them, any number. Empty: the

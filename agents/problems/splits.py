@@ -1,6 +1,6 @@
 """The validation and the test split: fixed cases of model families that training does not see.
 
-Everything about a case follows from its place in its split: recipes, clusters and memory are dealt from the tables
+All properties of a case follow from its position in its split: recipes, clusters and memory are dealt from the tables
 below, in an order shuffled with a fixed seed. Nothing was chosen by looking at what any planner reaches. Memory limits are
 multiples of what a contiguous split needs (`limit_memory`), so that every case has a plan that fits.
 """
@@ -43,7 +43,7 @@ VALIDATION: dict[str, tuple[Recipe | str, ...]] = {
     "hf:llama": ((f"{_LLAMA},num_hidden_layers=2", 8, 256), (f"{_LLAMA},num_hidden_layers=6", 2, 512)),
     "synthetic:towers": ("towers",) * 9,
 }  # fmt: skip
-"""Family to recipes of captured models, or shapes of synthetic graphs."""
+"""Recipes of captured models, or shapes of synthetic graphs, by family."""
 
 TEST: dict[str, tuple[Recipe | str, ...]] = {
     "zoo:nasnet": (
@@ -92,9 +92,9 @@ def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], No
     """The cases that results are reported on and nothing is tuned on.
 
     Args:
-        folder: Where the set is kept as ``*.problem.json`` files; it is read when these sources made it, else made, which takes
+        folder: Folder of the set as ``*.problem.json`` files; it is read when these sources made it, else made, which takes
             about a minute, and written. None: the cache folder, see `set_folder`.
-        progress: Called with lines that tell what happens.
+        progress: Called with lines about the progress.
     """
     return _fixed("test", folder, progress)
 
@@ -103,7 +103,7 @@ test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to c
 
 
 def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[Case]:
-    """What the closing table of `rlplace train` is made on: the validation split.
+    """The cases of the closing table of `rlplace train`: the validation split.
 
     Without the transformers extra, its cases that need none, made anew.
     """
@@ -129,11 +129,11 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
 
 @dataclass(frozen=True)
 class Split:
-    """What a split is dealt from.
+    """The tables from which a split is dealt.
 
     Attributes:
         name: Name of the split.
-        families: Family to recipes of captured models, or shapes of synthetic graphs.
+        families: Recipes of captured models, or shapes of synthetic graphs, by family.
         counts: Cases of each family.
         unseen: Clusters that training never draws.
         synthetic: Devices and hosts of synthetic cases.

@@ -32,7 +32,7 @@ def vary_hardware(problem: Problem, rng: Generator) -> Problem:
     """The problem with a random factor on the speed of every device and on the bandwidth of every pair of devices.
 
     Factors are lognormal with a spread that is drawn too and is 0 in half of the draws; all links get one more common factor.
-    The result no longer says where it came from, as it is not what its cluster's text says.
+    The result has no source, as it no longer is what its cluster's text describes.
     """
     count = problem.num_devices
     slow = np.exp(float(rng.choice(_SPEED_SPREADS)) * rng.standard_normal(count))
@@ -77,7 +77,7 @@ def limit_memory(
 
     Args:
         problem: The problem.
-        factor: See above; None leaves the problem as it is.
+        factor: Memory relative to that of a contiguous split; None leaves the problem unchanged.
         shares: float64 [D], relative memory of the devices; None: as the problem's own limits.
     """
     if factor is None:
@@ -163,8 +163,8 @@ def training_case(
 
     Args:
         seed: Seed of the stream.
-        number: From 0.
-        families: Some of `ALL_FAMILIES`.
+        number: Number of the case, from 0.
+        families: Families to draw from, out of `ALL_FAMILIES`.
         cluster: Text of the one cluster that captured models are priced for; None draws one a case.
         graphs: Captured models that are in use at a time.
         refresh: Cases after which other models take their place.

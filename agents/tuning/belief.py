@@ -1,4 +1,4 @@
-"""What is believed about a cluster after some measurements, and how a next plan is proposed from it."""
+"""The corrected model of a cluster after some measurements, and the proposal of a next plan from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pool:
     """Plans that could be measured next.
 
     Attributes:
-        calls: Simulations that it has made itself.
+        calls: Simulations made by the pool itself.
     """
 
     def __init__(self, belief: Belief) -> None:
@@ -79,7 +79,7 @@ class Pool:
         return np.array(list(self._plans), dtype=np.int32), np.array(list(self._plans.values()))
 
     def least(self, value: Value) -> NDArray[np.int32] | None:
-        """The plan whose value is least; None when there is none."""
+        """The plan of least value; None when there is none."""
         if not self._plans:
             return None
         plans, step_s = self.table()
@@ -96,16 +96,16 @@ def refine(
     calls: int,
     seed: int,
 ) -> None:
-    """Adds plans that are better by a value which the compiled search does not know: best-first, over the network's moves.
+    """Adds plans that are better by a value that the compiled search does not know: best-first, over the network's moves.
 
     Args:
-        pool: Filled.
+        pool: The pool that is filled.
         instance: The corrected problem.
-        network: Chooses the moves from a plan that are simulated.
+        network: Network that chooses the moves to simulate.
         begin: Plans to change first.
-        value: What is to become small.
-        calls: Simulations that it may cost.
-        seed: Seed that moves are drawn by.
+        value: Value to minimise.
+        calls: Largest number of simulations.
+        seed: Seed of the moves.
     """
     guide, done = Guide(instance, _DRAWN, seed), pool.calls + calls
     open_plans = [np.asarray(plan, dtype=np.int32) for plan in begin]
@@ -138,8 +138,8 @@ class Belief:
     Axes: P plans, G groups.
 
     Attributes:
-        problem: Corrected, with less memory where plans ran out of it.
-        fit: How it was corrected.
+        problem: The corrected problem, with less memory where plans ran out of it.
+        fit: The fit of the correction.
         plans: int32 [P, G], distinct plans with times.
         seconds: float64 [P], their measured step times, freed of drift.
         noise: float64 [P], relative standard deviation of each.
@@ -170,15 +170,15 @@ class Belief:
 
 
 class Proposer(Protocol):
-    """Says which plan to measure next."""
+    """Proposes the plan to measure next."""
 
     def propose(self, belief: Belief, *, calls: int, number: int) -> NDArray[np.int32] | None:
         """A plan int32 [G] that is not known yet and fits the memory; None when none is left.
 
         Args:
-            belief: What is known.
-            calls: Simulations that it may cost.
-            number: Which proposal this is, from 0; seeds follow from it.
+            belief: Corrected problem and measured plans.
+            calls: Largest number of simulations.
+            number: Number of the proposal, from 0, from which seeds follow.
         """
         ...
 
@@ -215,7 +215,7 @@ def with_less_room(problem: Problem, trials: Iterable[Trial]) -> Problem:
     what a plan that worked has needed there.
 
     Args:
-        problem: Any.
+        problem: Any problem.
         trials: Measurements of its plans.
     """
     known = list(trials)

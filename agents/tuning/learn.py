@@ -28,7 +28,7 @@ class Lesson:
 
     Attributes:
         rows: (features, change) of each state, see `rlplace.agents.labels.walk`.
-        calls: Simulations that it took.
+        calls: Number of simulations that it took.
     """
 
     rows: Rows
@@ -47,9 +47,9 @@ def price_moves(
 
     Args:
         instance: The problem.
-        plans: Where descents begin, in turn.
-        states: States in all; None: until the deadline.
-        deadline_s: On the monotonic clock.
+        plans: Plans at which descents begin, in turn.
+        states: Number of states in all; None: until the deadline.
+        deadline_s: Moment on the monotonic clock at which this ends.
         seed: Seed of the moves and of the descents.
     """
     guide, rng = Guide(instance, MOVES, seed), np.random.default_rng(seed)
@@ -78,12 +78,12 @@ def fit_moves(
     """Fits the network to priced moves; returns the mean loss of the last quarter of the steps.
 
     Args:
-        network: Changed.
+        network: The network, changed in place.
         lessons: Each batch is drawn from one of them.
         rehearsed: Half of the batches are drawn from one of these, if there are any.
         steps: Steps of Adam.
-        deadline_s: On the monotonic clock.
-        seed: Seed that batches are drawn by.
+        deadline_s: Moment on the monotonic clock at which this ends.
+        seed: Seed of the batches.
         rate: Learning rate.
         keep: Weight of the squared distance to the weights at the start, which keeps old skills (L2-SP; Li et al. 2018).
     """

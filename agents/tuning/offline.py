@@ -3,7 +3,7 @@
 The cost model is corrected to the measurements of each problem, and the network learns from moves that are priced in the
 corrected simulator, around the plans that were fastest.
 
-So that old skills are kept, moves of cases of the training stream are rehearsed along, priced without any correction, and the
+To keep old skills, moves of cases of the training stream are rehearsed, priced without any correction, and the
 weights are held near those at the start.
 """
 
@@ -39,10 +39,10 @@ class Measurements:
     """Trials of one problem on one cluster.
 
     Attributes:
-        problem: As it was priced.
+        problem: The problem as it was priced.
         site: Fingerprint of the cluster.
-        mode: Computed or replayed.
-        trials: Those with times, one for each plan.
+        mode: "computed" or "replayed".
+        trials: Trials with times, one for each plan.
     """
 
     problem: Problem
@@ -53,12 +53,12 @@ class Measurements:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What fine-tuning has given.
+    """Result of fine-tuning.
 
     Attributes:
-        network: Fine-tuned.
-        fits: Per set of measurements, how the cost model was corrected.
-        facts: For the card.
+        network: The fine-tuned network.
+        fits: Correction of the cost model for each set of measurements.
+        facts: Facts for the card.
     """
 
     network: PlacerNetwork
@@ -67,10 +67,10 @@ class Learned:
 
 
 def measurements_of(store: TrialStore, *, site: str | None = None) -> list[Measurements]:
-    """What a store holds, by problem, cluster and mode; a plan that was timed often counts once, by all its steps.
+    """The measurements of a store by problem, cluster and mode; a plan timed several times counts once, by all its steps.
 
     Raises:
-        InputError: Nothing in it has times.
+        InputError: No trial in it has times.
     """
     sets: dict[tuple[str, str, str], dict[tuple[int, ...], Trial]] = {}
     for trial in store.trials(site=site):
@@ -103,9 +103,9 @@ def finetune_offline(
         checkpoint: An agent of Refinement-v0.
         sets: The measurements.
         steps: Steps of Adam.
-        rehearse: Cases of the training stream whose moves are learned along.
-        seed: Seed of everything random.
-        report: Called with lines that tell what happens.
+        rehearse: Number of cases of the training stream whose moves are rehearsed.
+        seed: Seed of all random choices.
+        report: Called with lines about the progress.
     """
     warm_up()
     network = copy.deepcopy(checkpoint.network)

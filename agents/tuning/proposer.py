@@ -1,6 +1,6 @@
-"""The agent proposes what to measure: its search in the corrected simulator, by a network that learns there meanwhile.
+"""The agent as a proposer of plans to measure: its search in the corrected simulator, by a network that learns there.
 
-What the corrected simulator still gets wrong, by plans that were measured: a Gaussian process over plans.
+The residual error of the corrected simulator, from measured plans: a Gaussian process over plans.
 
 The target is log(measured / predicted), with mean zero: far from every measured plan the simulator is believed. Two plans are
 the more alike the fewer groups sit on different devices: the kernel falls exponentially with that share (Hamming distance, as
@@ -29,14 +29,14 @@ _PARENTS = 6  # fastest plans that are crossed
 _REFINE_SHARE = 0.4  # of the calls: changes of the plans that were found, judged with the residual
 _STEPS = 120
 _CURIOSITY = 0.5
-"""How many standard deviations of the residual a plan is forgiven: unlike plans are measured a little more readily."""
+"""Standard deviations of the residual that a plan is credited with, so that unlike plans are measured more readily."""
 
 
 class AgentProposer:
-    """See the module.
+    """The proposer of the module docstring.
 
     Attributes:
-        network: As it is by now; a copy of the checkpoint's.
+        network: The current network, a copy of the checkpoint's.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, learn: bool = True, residual: bool = True, seed: int = 0) -> None:
@@ -45,8 +45,8 @@ class AgentProposer:
         Args:
             checkpoint: An agent of Refinement-v0.
             learn: Whether the network is fine-tuned in the corrected simulator.
-            residual: Whether to learn what the corrected simulator gets wrong.
-            seed: Seed of everything random.
+            residual: Whether to learn the residual error of the corrected simulator.
+            seed: Seed of all random choices.
         """
         warm_up()
         self.network = copy.deepcopy(checkpoint.network)
@@ -70,7 +70,7 @@ class AgentProposer:
         return pool.least(self._value(belief, number))
 
     def _start(self, belief: Belief, number: int) -> NDArray[np.int32]:
-        """Where to search from: in turn the fastest plan, crossings of fast plans, the classical plan of corrected costs."""
+        """Plan to search from: in turn the fastest plan, crossings of fast plans, the classical plan of corrected costs."""
         if number % _FLOOR_EVERY == 0:
             return belief.floor
         if number % 2:
@@ -92,7 +92,7 @@ class AgentProposer:
         return share
 
     def _value(self, belief: Belief, number: int) -> Value:
-        """What is least where a measurement pays most: the logarithm of a guess at the step time.
+        """The value to minimise by measuring: the logarithm of a guess at the step time.
 
         The residual is believed at every second proposal only: where it is wrong it keeps the search near what is known.
         """
@@ -123,7 +123,7 @@ class Residual:
         """Fits.
 
         Args:
-            plans: int32 [P, G], measured.
+            plans: int32 [P, G], measured plans.
             log_ratio: float64 [P], log of measured over predicted step time.
             noise: float64 [P], standard deviation of each.
         """

@@ -29,7 +29,7 @@ from rlplace.problem import Problem
 from rlplace.simulator import Simulator
 
 CALLS = 2048
-"""Simulations that a proposal may cost."""
+"""Largest number of simulations of a proposal."""
 
 _FINALISTS = 3
 _FINALS = 2  # times that each finalist is timed again at most
@@ -37,13 +37,13 @@ _FINALS = 2  # times that each finalist is timed again at most
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """What a campaign has found.
+    """Result of a campaign.
 
     Attributes:
         best: The fastest plan.
-        seconds: Its step time, freed of drift.
-        belief: The last one.
-        proposed: How many plans were proposed after the first ones.
+        seconds: Step time of that plan, freed of drift.
+        belief: The last belief.
+        proposed: Number of plans proposed after the first ones.
         finished: Whether the budget was spent; False when nothing was left to propose.
     """
 
@@ -64,13 +64,13 @@ def tune(
     """Spends a campaign's budget.
 
     Args:
-        campaign: Trials that it knows already are not made again.
-        proposer: Says what to measure next.
+        campaign: The campaign; trials that it has already are not repeated.
+        proposer: Proposer of the next plan to measure.
         first: Plans to measure first.
-        calls: Simulations that a proposal may cost.
+        calls: Largest number of simulations of a proposal.
 
     Raises:
-        InfeasibleError: No plan that was measured has worked.
+        InfeasibleError: No measured plan has worked.
     """
     finished, number = False, 0
     belief: Belief | None = None
@@ -123,17 +123,17 @@ def _nothing_worked(campaign: Campaign) -> InfeasibleError:
 
 
 _RANDOM = 48
-_SLOWEST = 4.0  # plans that are predicted to take longer than so many times the best are not worth their time
+_SLOWEST = 4.0  # plans that are predicted to take longer than this multiple of the best are not worth their time
 
 
 def first_plans(
     problem: Problem, count: int, *, first: NDArray[np.int32] | None = None, seed: int = 0
 ) -> list[NDArray[np.int32]]:
-    """Distinct plans that fit, as many as there are up to `count`.
+    """Up to `count` distinct plans that fit.
 
     Args:
-        problem: As it was priced.
-        count: How many.
+        problem: The problem as it was priced.
+        count: Largest number of plans.
         first: int32 [G], a plan to begin with, such as the agent's.
         seed: Seed of the random candidates.
     """
@@ -168,7 +168,7 @@ def first_plans(
 
 
 def roomiest(problem: Problem, known: Collection[tuple[int, ...]], *, seed: int) -> NDArray[np.int32] | None:
-    """Of random plans that are not known, the one that leaves the fullest device most room; None when there is none.
+    """The unknown random plan that leaves the fullest device most room; None when there is none.
 
     For clusters on which no plan has worked so far: most plans that fail need more memory than was predicted.
     """
@@ -193,7 +193,7 @@ _NOTABLE = 0.1  # factors that differ so much from 1 are told
 
 
 def report_of(campaign: Campaign, tuned: Tuned, untuned: Trial | None, learned: dict[str, Any]) -> dict[str, Any]:
-    """As plain JSON data.
+    """The report as plain JSON data.
 
     Args:
         campaign: The campaign.

@@ -1,1 +1,1 @@
-"""What guides a refinement: compiled analysis of a simulated step, moves and their features."""
+"""Guidance of a refinement: compiled analysis of a simulated step, moves and their features."""

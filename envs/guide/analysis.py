@@ -1,6 +1,6 @@
-"""What the timeline of a plan says about where it could be better, compiled.
+"""Analysis of a plan's timeline for where the plan could be better, compiled.
 
-All ops of the step are looked at. Axes as in `rlplace.envs.guide.facts`.
+It covers all ops of the step. Axes as in `rlplace.envs.guide.facts`.
 """
 
 # Compiled functions take their types from their arguments.
@@ -100,14 +100,14 @@ def _slack(f, v, plan, start, end, step, by_start):
 
 @inner
 def _ready(f, v, plan, end, value, device):
-    """When a value is on a device."""
+    """Time at which a value is on a device."""
     arrived = v.arrival[value * len(v.load) + device]
     if arrived >= 0.0:
         return arrived
-    made = 0.0
+    ready = 0.0
     for p in range(f.producer_ptr[value], f.producer_ptr[value + 1]):
-        made = max(made, end[f.producers[p]])
-    return made
+        ready = max(ready, end[f.producers[p]])
+    return ready
 
 
 @inner
@@ -130,10 +130,10 @@ def _chain(f, v, plan, start, end, final, limit):
             value = f.inputs[k]
             at = _ready(f, v, plan, end, value, d)
             if at > ready or through < 0:
-                maker, made = -1, -1.0
+                maker, latest = -1, -1.0
                 for p in range(f.producer_ptr[value], f.producer_ptr[value + 1]):
-                    if end[f.producers[p]] > made:
-                        maker, made = f.producers[p], end[f.producers[p]]
+                    if end[f.producers[p]] > latest:
+                        maker, latest = f.producers[p], end[f.producers[p]]
                 ready, cause, through = at, maker, value
         previous = v.before[t]
         if previous >= 0 and end[previous] >= start[t] and start[t] > ready:
@@ -174,10 +174,10 @@ def _compile(stamp):
 
         Args:
             facts, view: `Facts` and `View` as plain tuples.
-            plan: int32 [G].
-            start, end: float64 [K], of every task.
+            plan: int32 [G], device of each group.
+            start, end: float64 [K], times of every task.
             transfer: Records of `rlplace.simulator.records.TRANSFER`, those of this step.
-            peak: int64 [D] bytes.
+            peak: int64 [D], peak bytes of each device.
             step: Step time.
             overflow: Relative memory overflow.
         """

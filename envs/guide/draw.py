@@ -49,7 +49,7 @@ def _pick(cumulative, state):
 
 @inner
 def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
-    """A group and a device that it may go to; the device is -1 where there is none."""
+    """A group and an allowed device for it; the device is -1 where there is none."""
     groups, devices = group_s.shape
     number = draw_uniform(state)
     if number < _ON_CHAIN:
@@ -117,18 +117,18 @@ def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets
     size = min(2 + np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, len(plan) / 4.0)))), len(plan))
     groups[at] = g
     mark[g] = True
-    found, near = 1, 0
-    while near < found and found < size:
+    members, near = 1, 0
+    while near < members and members < size:
         member = groups[at + near]
         near += 1
         for i in range(neighbor_ptr[member], neighbor_ptr[member + 1]):
             n = neighbor[i]
-            if found < size and not mark[n] and plan[n] == here:
+            if members < size and not mark[n] and plan[n] == here:
                 mark[n] = True
-                groups[at + found] = n
-                found += 1
+                groups[at + members] = n
+                members += 1
     count = at
-    for i in range(at, at + found):
+    for i in range(at, at + members):
         mark[groups[i]] = False
         count = _put(group_s, plan, groups[i], d, groups, targets, count)
     return count - at
@@ -136,7 +136,7 @@ def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets
 
 @inner
 def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
-    """The seed goes to the device, a group from there comes back, of several drawn the one of the most similar work."""
+    """The seed goes to the device; among several drawn groups there the one of the most similar work comes back."""
     size, here, best = len(plan), plan[g], np.int64(-1)
     for _ in range(12):
         other = _below(state, size)
@@ -169,7 +169,7 @@ def _compile(stamp):
         Args:
             facts, view: `Facts` and `View` as plain tuples.
             plan: int32 [G].
-            state: uint64 [1], of the random numbers.
+            state: uint64 [1], state of the random numbers.
             shares: float64 [6], see `SHARES`.
             ptr: int64 [K + 1], offsets into `groups` and `targets`, filled.
             groups, targets: int32, filled; drawing ends early when the next move might not fit.
@@ -188,10 +188,10 @@ def _compile(stamp):
         on_chain = np.cumsum(v.saved.ravel())
         tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[STEP], 1e-30) + 1e-3)
         mark = np.zeros(num_groups, dtype=np.bool_)
-        made, tries = 0, 0
-        while made < wanted and tries < 3 * wanted:
+        drawn, tries = 0, 0
+        while drawn < wanted and tries < 3 * wanted:
             tries += 1
-            at = ptr[made]
+            at = ptr[drawn]
             if at + num_groups > len(groups):
                 break
             g, d = _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state)
@@ -209,10 +209,10 @@ def _compile(stamp):
             else:
                 count = _devices(group_s, plan, plan[g], d, kind == EXCHANGE, groups, targets, at)
             if count > 0:
-                kinds[made] = kind
-                made += 1
-                ptr[made] = at + count
-        return made
+                kinds[drawn] = kind
+                drawn += 1
+                ptr[drawn] = at + count
+        return drawn
 
     return draw_moves
 

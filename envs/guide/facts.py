@@ -1,4 +1,4 @@
-"""What does not change while the plans of one instance are analysed: flat arrays for the kernels of this package.
+"""Constants for the analysis of an instance's plans: flat arrays for the kernels of this package.
 
 Axes: D devices, G groups, K tasks, V values, M merged edges between groups, C channels.
 """
@@ -60,7 +60,7 @@ class Facts(NamedTuple):
 def make_facts(instance: Instance) -> Facts:
     """The arrays of an instance."""
     problem, graph = instance.problem, instance.graph
-    made = np.flatnonzero(problem.tensor_producer >= 0)
+    produced = np.flatnonzero(problem.tensor_producer >= 0)
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
     edge_of, readers = _edges(problem, graph)
@@ -69,9 +69,9 @@ def make_facts(instance: Instance) -> Facts:
         mean_s=graph.mean_time_s,
         task_group=problem.op_group,
         **_lists("input", problem.edge_tensor, problem.consumers, problem.num_ops),
-        **_lists("output", made, problem.tensor_producer[made], problem.num_ops),
+        **_lists("output", produced, problem.tensor_producer[produced], problem.num_ops),
         producer_ptr=np.concatenate([[0], np.cumsum(problem.tensor_producer >= 0)]),
-        producers=problem.tensor_producer[made],
+        producers=problem.tensor_producer[produced],
         consumer_ptr=problem.consumer_ptr,
         consumers=problem.consumers,
         owner=problem.tensor_owner,
@@ -100,7 +100,7 @@ def make_facts(instance: Instance) -> Facts:
 
 
 def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int) -> dict[str, Any]:
-    """For every op the tensors that stand beside it."""
+    """The tensors listed beside every op."""
     starts, values = grouped(ops, tensors, count)
     return {f"{name}_ptr": starts, f"{name}s": values}
 

@@ -1,4 +1,4 @@
-"""Features of moves, compiled: what a list scheduler would look at, before and after.
+"""Features of moves, compiled: the quantities of list schedulers, before and after the move.
 
 Times are divided by the step time of the current plan, bytes by the memory limit of the device, and everything is clipped to
 [-`CLIP`, `CLIP`].
@@ -90,7 +90,7 @@ def _compile(stamp):
 
         Args:
             facts, view: `Facts` and `View` as plain tuples.
-            plan: int32 [G].
+            plan: int32 [G], device of each group.
             ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
             count: Number of moves.
             trial: int32 [G], equal to the plan before and after; a buffer.

@@ -26,7 +26,7 @@ class Guide:
         simulator: Its simulator, with a timeline.
         facts, view: Inputs of the kernels.
         ptr: int64 [K + 1]. groups, targets: int32. kinds: int8 [K]. table: float32 [K, F]. The moves that were drawn last.
-        count: Their number.
+        count: Number of these moves.
     """
 
     def __init__(self, instance: Instance, moves: int, seed: int) -> None:
@@ -61,7 +61,7 @@ class Guide:
         return step, overflow
 
     def draw(self, plan: NDArray[np.int32], shares: NDArray[np.float64] = SHARES) -> int:
-        """Draws moves of the plan that was looked at last and describes them."""
+        """Draws moves of the plan that was analysed last and computes their features."""
         self.count = int(draw_moves(*self.arguments, plan, self.state, shares, self.ptr, self.groups, self.targets, self.kinds))
         self._trial[:] = plan
         move_features(
@@ -90,13 +90,13 @@ class Guide:
 
 
 def blind_view(guide: Guide, plan: NDArray[np.int32]) -> None:
-    """Fills the guide's view for a plan that cannot complete: no timeline says where time is lost, only what lies where.
+    """Fills the guide's view for a plan that cannot complete, which has no timeline: only the placement is known.
 
     Loads and provable bytes are true, every group counts as tight and nothing waits.
     The unit of time, which is the step time elsewhere, is the instance's lower reference.
 
     Args:
-        guide: Its view is filled.
+        guide: The guide whose view is filled.
         plan: int32 [G].
     """
     facts, view = guide.facts, guide.view

@@ -1,4 +1,4 @@
-"""What else happens at the same time, and what is sent anyway: whether a move would clash, or gain nothing.
+"""Work at the same time and transfers that happen anyway: whether a move would clash, or gain nothing.
 
 A move to a device that runs critical work at that time delays the step; shortening one of several critical chains does not
 shorten it; a value that others read on a device is there for every reader.
@@ -19,7 +19,7 @@ TIGHT, STRICT = range(2)
 """Two ways to call work critical, first axis of what is counted by them; see `SHARPNESS`."""
 
 SHARPNESS = (20.0, 200.0)
-"""How fast work with slack stops counting as critical: half at 5 % and at 0.5 % of the step."""
+"""Inverse of the slack, relative to the step, at which work counts half as critical: 5 % and 0.5 %."""
 
 
 @inner
@@ -30,7 +30,7 @@ def tightness(slack, step, way):
 
 @inner
 def fill_windows(f, v, plan, start, end, step):
-    """Fills what of a `View` asks who runs during the tasks of a group: idle, clash and crowd; and urgent."""
+    """Fills the fields of a `View` about work during the tasks of a group: idle, clash and crowd; and urgent."""
     devices = len(v.load)
     width = max(step, 1e-30) / BINS
     v.free_bins[:] = 1.0
@@ -71,7 +71,7 @@ def fill_windows(f, v, plan, start, end, step):
 
 @inner
 def fill_sharing(f, v, plan):
-    """What readers of the same tensors on the same device share: a value is sent there once."""
+    """Fills the shares of readers of the same tensors on one device, where a value is sent once."""
     devices = len(v.load)
     v.shared[:] = 0.0
     v.part[:] = 1.0

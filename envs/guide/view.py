@@ -1,4 +1,4 @@
-"""The record of what is known of a plan, which `rlplace.envs.guide.analysis` fills."""
+"""The record of an analysed plan, which `rlplace.envs.guide.analysis` fills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP, BUSIEST, WORK, CHANNEL, CHAIN_WORK, CHAIN_WAIT, CHAIN_SENT, OVERFLOW = ran
 
 
 class View(NamedTuple):
-    """A plan, looked at; axes as in `rlplace.envs.guide.facts`. Seconds unless said otherwise.
+    """An analysed plan; axes as in `rlplace.envs.guide.facts`. Seconds unless stated otherwise.
 
     D devices, G groups, M merged edges, C channels, K tasks, V values.
     """

@@ -1,4 +1,4 @@
-"""`ReportData`: all that a report shows of a problem and a plan, and its compact form inside the page."""
+"""`ReportData`: the content of a report on a problem and a plan, and its compact form inside the page."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _TICKS = 1e8
 
 
 def ticks_of(step_s: float) -> float:
-    """A power of ten of a second to count time in."""
+    """The unit in which the page counts time, a power of ten of a second."""
     return 10.0 ** math.ceil(math.log10(step_s / _TICKS)) if step_s > 0 else 1.0
 
 
 def front_coded(names: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Per name how much it shares with the one before, in UTF-16 units, which is how browsers count, and the rest of it."""
+    """Per name the length that it shares with the one before, in UTF-16 units as in browsers, and the rest of it."""
     shared, rest, before = [], [], ""
     for name in names:
         least = min(len(before), len(name))
@@ -67,16 +67,16 @@ class ReportData:
     """A plan, simulated and laid out.
 
     Attributes:
-        problem: What the plan is for. Axes of it: D devices, G groups.
+        problem: The problem of the plan. Axes: D devices, G groups.
         plan: The plan.
         timeline: Its timeline.
         lanes: Boxes of the timeline.
-        memory: D curves.
-        resident_bytes: int64 [D], in use all the time.
+        memory: D curves of memory in use.
+        resident_bytes: int64 [D], bytes in use all the time.
         modules: The tree of the groups of `problem`.
-        edges: Between groups of `problem`.
-        device_of_group: int32 [G], of the first replica.
-        executor: Who simulated it.
+        edges: Edges between groups of `problem`.
+        device_of_group: int32 [G], device of each group in the first replica.
+        executor: Name of the executor that simulated it.
         planners: Rows of the table of planners, may be empty.
         measured: Rows of predicted against measured, may be empty.
     """
@@ -138,7 +138,7 @@ class ReportData:
 
     @property
     def microbatches(self) -> int:
-        """Of a strategy's step; a placement has one."""
+        """Micro-batches of a strategy's step; 1 for a placement."""
         return 1 + int(self.lanes.microbatch.max(initial=0))
 
     def _ops(self) -> dict[str, Any]:
@@ -219,13 +219,13 @@ def report_data(
     planners: Sequence[PlannerRow] = (),
     measured: Sequence[MeasuredRow] = (),
 ) -> ReportData:
-    """Simulates a plan and lays out what a report shows.
+    """Simulates a plan and lays out the report.
 
     Args:
-        problem: The priced graph.
-        plan: A plan for it; an infeasible one has a report too, which says why.
-        planners: From `rlplace.reporting.tables.planner_rows`.
-        measured: From `rlplace.reporting.tables.measured_rows`.
+        problem: The priced problem.
+        plan: A plan for it; an infeasible one has a report too, which states the reasons.
+        planners: Rows of `rlplace.reporting.tables.planner_rows`.
+        measured: Rows of `rlplace.reporting.tables.measured_rows`.
 
     Raises:
         InputError: The plan is for another problem, or has more than `MAX_OPS` ops.

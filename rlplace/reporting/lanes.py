@@ -1,4 +1,4 @@
-"""Where a timeline's boxes lie: the rows of devices and links, and what runs in each of them from when to when.
+"""Layout of a timeline: rows of devices and links, and boxes for everything that runs in them.
 
 The report and `render_mode` of the environments all draw these boxes.
 """
@@ -15,10 +15,10 @@ from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B3A125", "#8C8C8C")
-"""Categories, in this order; more than these take them again."""
+"""Colours of categories, in this order; further categories repeat them."""
 
 PHASE_COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73")
-"""Of `rlplace.problem.PHASES`."""
+"""Colours of `rlplace.problem.PHASES`."""
 
 COLLECTIVE_COLOR, TRANSFER_COLOR = "#CC79A7", "#8C8C8C"
 
@@ -38,8 +38,8 @@ class LaneRow:
     Attributes:
         name: Name of the device, or of both ends of the link.
         kind: `DEVICE`, `LINK` or `COLLECTIVE`.
-        device: Number of the device; of the sender; of the first participant.
-        busy_s: Time in which something runs there.
+        device: Number of the device, of the sender, or of the first participant.
+        busy_s: Seconds in which something runs there.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Lanes:
     Attributes:
         rows: Devices first, by number, then links and collectives.
         step_s: Length of the step, 0 when it does not complete.
-        row: int32 [B].
-        start_s, end_s: float64 [B].
-        op: int32 [B]; of a transfer the op that made the tensor, -1 where a group owns it.
-        group: int32 [B].
-        microbatch: int32 [B], -1 for what exists once a step.
-        size_bytes: int64 [B], of a transfer; -1 for tasks.
+        row: int32 [B], row of each box.
+        start_s, end_s: float64 [B], seconds from the beginning of the step.
+        op: int32 [B], op of each box; for a transfer the op that made the tensor, -1 where a group owns it.
+        group: int32 [B], group of each box.
+        microbatch: int32 [B], micro-batch of each box, -1 for what runs once a step.
+        size_bytes: int64 [B], bytes of a transfer; -1 for tasks.
     """
 
     rows: tuple[LaneRow, ...]
@@ -78,7 +78,7 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
     """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
 
     Args:
-        problem: What was simulated.
+        problem: The simulated problem.
         timeline: Timeline of that problem.
     """
     devices = [
@@ -181,10 +181,10 @@ def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6)
     """The devices' rows as an image, every group in the colour of its number.
 
     Args:
-        lanes: What to paint; boxes of links are left out.
-        width: Pixels.
-        row_height: Height of a device's row.
-        gap: Between rows and around them.
+        lanes: Rows and boxes to paint; boxes of links are left out.
+        width: Width in pixels.
+        row_height: Height of a device's row in pixels.
+        gap: Pixels between rows and around them.
 
     Returns:
         uint8 [devices * (row_height + gap) + gap, width, 3] on white.
@@ -202,5 +202,5 @@ def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6)
 
 
 def empty_image(devices: int, *, width: int = 640, row_height: int = 24, gap: int = 6) -> NDArray[np.uint8]:
-    """What `paint` returns when nothing runs: white."""
+    """The white image that `paint` returns when nothing runs."""
     return np.full((devices * (row_height + gap) + gap, width, 3), 255, dtype=np.uint8)

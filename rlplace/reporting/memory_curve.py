@@ -18,7 +18,7 @@ class MemoryCurve:
     """Bytes in use on one device, a step function with P points.
 
     Attributes:
-        time_s: float64 [P], ascending; several points of one time are what an instant passes through.
+        time_s: float64 [P], ascending; several points may have the same time.
         in_use_bytes: int64 [P], from this point to the next one, resident and reserved bytes included.
     """
 
@@ -31,7 +31,7 @@ class MemoryCurve:
         return int(self.in_use_bytes.max())
 
     def thinned(self, points: int) -> MemoryCurve:
-        """A curve of at most so many points (at least 8): of every stretch its first, lowest, highest and last one."""
+        """A curve of at most `points` points (at least 8): first, lowest, highest and last one of every stretch."""
         count = len(self.time_s)
         if count <= points:
             return self
@@ -48,8 +48,8 @@ def memory_curves(problem: Problem, plan: PlacementPlan, timeline: Timeline) -> 
     """The memory of every device over the step; its maximum is the simulator's peak.
 
     Args:
-        problem: What is simulated.
-        plan: The plan that comes with it.
+        problem: The simulated problem.
+        plan: A plan for it.
         timeline: Its timeline. When the step does not complete, the curves are the resident bytes.
     """
     resident = resident_by_device(problem, np.asarray(plan.device_of_group, dtype=np.int32)).tolist()

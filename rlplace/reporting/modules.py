@@ -16,7 +16,7 @@ MAX_CHILDREN = 64
 """A module with more children gets ranges of them in between, so that no level of the tree is too wide to read."""
 
 OWN = "other ops"
-"""Holds the groups of a module that are in none of its modules, where they are many."""
+"""Label of the node for groups that are directly in a module, where they are many."""
 
 _FEW = 3
 _NUMBER = re.compile(r"#\d+$")
@@ -29,12 +29,12 @@ class ModuleTree:
 
     Attributes:
         parent: V node numbers, -1 for the root, which is node 0; parents come before their children.
-        label: V names for people, without the parent's.
+        label: V names for display, without the parent's.
         node_of_group: G leaves.
         block: G categories for colours: the part of the model that the group is in.
         block_names: Names of the categories.
         own: Nodes that hold the groups of a module that are in none of its modules.
-        order: int64 [G], place of each group in the forward pass, by which siblings are sorted.
+        order: int64 [G], position of each group in the forward pass, by which siblings are sorted.
     """
 
     parent: tuple[int, ...]
@@ -48,12 +48,12 @@ class ModuleTree:
 
 @dataclass(frozen=True, eq=False)
 class GroupEdges:
-    """What groups send each other in one pass. Axis: E pairs of groups, the first feeds the second in the forward pass.
+    """Traffic between groups in one pass. Axis: E pairs of groups, the first feeds the second in the forward pass.
 
     Attributes:
-        source, target: int32 [E].
+        source, target: int32 [E], groups of each pair.
         forward_bytes: int64 [E], activations that forward ops read.
-        backward_bytes: int64 [E], what comes back to the source: gradients.
+        backward_bytes: int64 [E], gradients that return to the source.
     """
 
     source: NDArray[np.int32]
@@ -124,7 +124,7 @@ class _Build:
         self.node_of_group[group] = self.add(parent, label)
 
     def ranges(self, node: int, items: list) -> list[tuple[list, int]]:
-        """The items of a node, in parts with a node of their own each where there are too many."""
+        """The items of a node, divided into parts with a node each where there are too many."""
         if len(items) <= MAX_CHILDREN:
             return [(items, node)]
         parts = min(MAX_CHILDREN, -(-len(items) // MAX_CHILDREN))
@@ -154,7 +154,7 @@ class _Build:
 
 
 def forward_order(problem: Problem) -> NDArray[np.int64]:
-    """int64 [G], the place of each group's first forward op in a topological order; groups without ops come last."""
+    """int64 [G], the position of each group's first forward op in a topological order; groups without ops come last."""
     order = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
     place = np.argsort(problem.topological_order)
     for ops in (np.arange(problem.num_ops), np.flatnonzero(problem.op_phase == FORWARD)):  # forward ops have the last word
@@ -169,7 +169,7 @@ def _first(
     path: tuple[str, ...],
     order: NDArray[np.int64],
 ) -> int:
-    """The place of a module's first group in the forward pass."""
+    """The position of a module's first group in the forward pass."""
     best, stack = 1 << 62, [path]
     while stack:
         here = stack.pop()

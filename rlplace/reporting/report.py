@@ -37,17 +37,17 @@ def report(
     """Writes a report of a plan: one HTML file, complete or not at all.
 
     Args:
-        problem: The priced graph.
-        plan: A plan for it. One that is infeasible gets a report too, which says why.
+        problem: The priced problem.
+        plan: A plan for it. An infeasible one gets a report too, which states the reasons.
         path: The HTML file.
-        planners: Whose plans for the same problem the table shows; none: no table.
+        planners: Planners whose plans for the same problem the table shows; none: no table.
         measurements: Step times of plans on real devices, as `rlplace measure --plans` writes them.
         seed: Seed of the planners.
         time_limit_s: Time limit of each planner, in seconds.
-        progress: Is told the name of a planner that begins.
+        progress: Called with the name of each planner that begins.
 
     Returns:
-        What the report shows.
+        The content of the report.
 
     Raises:
         InputError: The plan is for another problem, the path cannot be written, or a planner is unknown.
@@ -63,7 +63,7 @@ def report(
 
 
 def check_arguments(problem: Any, plan: Any, planners: Any) -> None:
-    """Refuses what is no problem, no plan, or no list of names."""
+    """Refuses arguments that are not a problem, a plan and a list of names."""
     if not isinstance(problem, Problem):
         raise InputError(f"report: expected a Problem, found {type(problem).__name__}; Problem.load reads a file")
     if not isinstance(plan, PlacementPlan):

@@ -1,4 +1,4 @@
-"""The parts of the page that need no script: key figures, tables, where it all comes from. Every text is escaped."""
+"""The parts of the page that need no script: key figures, tables, sources of the numbers. Every text is escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASONS = 10
 
 
 def escape(value: Any) -> str:
-    """Any value as text of the page; what UTF-8 cannot hold is shown as a question mark."""
+    """Any value as text of the page; characters that UTF-8 cannot hold become question marks."""
     return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
 
 
@@ -163,7 +163,7 @@ def _places(row: MeasuredRow) -> str:
 
 
 def about(data: ReportData, version: str) -> str:
-    """Where the numbers come from."""
+    """Sources of the numbers."""
     problem, plan = data.problem, data.plan
     source = problem.source or plan.source or {}
     facts = [
@@ -195,7 +195,7 @@ Row = tuple[str, dict[str, Cell]]
 
 
 def _noted(row: PlannerRow | MeasuredRow, cells: dict[str, Cell]) -> Row:
-    """A row with its remarks in a last column; that of the report's plan is marked."""
+    """A row with its remarks in a last column; the row of the report's plan is marked."""
     note = ". ".join(part for part in ("this plan" if row.this else "", row.note) if part)
     return "this" if row.this else "", {**cells, "": _cell(note, "text")}
 

@@ -1,4 +1,4 @@
-"""What the report's tables hold: other planners on the same problem, and measured step times beside predicted ones."""
+"""Rows of the report's tables: other planners on the same problem, and measured step times beside predicted ones."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class PlannerRow:
     """A planner's plan for the report's problem.
 
     Attributes:
-        planner: Name.
-        this: It is the plan that the report is about.
-        step_time_s: Simulated; None without a plan.
-        samples_per_s: Likewise.
+        planner: Name of the planner.
+        this: Whether it is the plan of the report.
+        step_time_s: Simulated step time; None without a plan.
+        samples_per_s: Simulated samples per second; None without a plan.
         feasible: Whether the plan fits.
         memory_share: Largest share of a device's memory; None where no device has a limit.
         devices_used: Devices with a group; 0 without a plan.
-        seconds: What planning took; None for the plan of the report.
-        note: Why there is no plan, or what to know about it.
+        seconds: Time of planning; None for the plan of the report.
+        note: Reason why there is no plan, or a remark.
     """
 
     planner: str
@@ -53,10 +53,10 @@ class MeasuredRow:
     """A plan that ran on real devices.
 
     Attributes:
-        name: For people.
-        this: It is the plan that the report is about.
-        timing: What it took, and what was predicted.
-        note: Why it failed.
+        name: Name for display.
+        this: Whether it is the plan of the report.
+        timing: Measured and predicted times.
+        note: Reason why it failed.
     """
 
     name: str
@@ -89,16 +89,16 @@ def planner_rows(
 ) -> tuple[PlannerRow, ...]:
     """The plan of the report and those of other planners, quickest first, those that do not fit last.
 
-    Every planner plans steps of as many samples as the plan's.
+    Every planner plans steps with the plan's number of samples.
 
     Args:
-        problem: The priced graph.
+        problem: The priced problem.
         plan: The plan of the report.
         timeline: Timeline of that plan.
-        names: Planners; none: no table.
-        seed: For all of them.
-        time_limit_s: For each of them.
-        report: Is told the name of a planner that begins.
+        names: Names of planners; none: no table.
+        seed: Seed of all planners.
+        time_limit_s: Time limit of each planner in seconds.
+        report: Called with the name of each planner that begins.
 
     Raises:
         InputError: Unknown planner, or one that plans another kind of problem.

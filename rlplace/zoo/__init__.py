@@ -1,4 +1,4 @@
-"""Models built from configuration, and the loader of a person's own: `load_model`."""
+"""Models built from configuration, and `load_model`, which also loads a user's own."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class LoadedModel:
         module: The module, in training mode.
         example_inputs: Keyword inputs (dict) or positional inputs (tuple) of one training step, on the CPU.
         loss: Function of the output, None when the output carries its loss.
-        name: The spec that it was loaded from.
+        name: The MODEL text that it was loaded from.
     """
 
     module: nn.Module
@@ -61,14 +61,14 @@ class LoadedModel:
 
 
 _COUNTS = ("blocks", "branches", "cells", "depth", "experts", "layers", "nodes", "tables")
-"""Options of zoo models that say how many modules are made, each of which takes memory even on the meta device."""
+"""Options of zoo models that set the number of modules, each of which takes memory even on the meta device."""
 
 _NO_MODELS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "pkg_resources", "setuptools", "torch"})
-"""Packages whose functions build no model with its inputs, but may do anything else with options out of somebody's plan."""
+"""Packages whose functions build no models, but could do anything else with the options of a foreign plan."""
 
 
 def runs_code(spec: str) -> bool:
-    """Whether a MODEL text names a person's own function: to load it is to run its code."""
+    """Whether a MODEL text names a user's own function, so that loading it runs the user's code."""
     kind, colon, rest = spec.partition(":")
     return bool(kind and colon and rest) and kind not in ("hf", "zoo")
 
@@ -85,8 +85,8 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
             its example inputs and optionally a loss; it is given `batch` and `seq` if it takes parameters of these names.
         batch: Samples per step.
         seq: Sequence length, for models that have one.
-        dtype: "fp32", "bf16", "fp16" or "fp64". A person's own function keeps its dtypes at "fp32".
-        device: "meta" allocates no weights; "cpu" gives real random ones. A person's own function builds where it likes.
+        dtype: "fp32", "bf16", "fp16" or "fp64". A user's own function keeps its dtypes at "fp32".
+        device: "meta" allocates no weights; "cpu" gives real random ones. A user's own function chooses its device.
 
     Returns:
         The model.
@@ -148,11 +148,11 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
 
 
 def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A person's own function that a MODEL text names, and what it is called with; importing it runs its module.
+    """A user's own function that a MODEL text names, and its arguments; importing it runs its module.
 
     Args:
-        source: What stands before the colon: a dotted module or a file.
-        rest: What stands behind it.
+        source: Text before the colon: a dotted module or a file.
+        rest: Text after the colon: function and options.
         batch: Samples.
         seq: Sequence length.
 

@@ -37,11 +37,11 @@ def parse_options(
     Args:
         options: Texts by name.
         defaults: All known options with a value of the right type; None accepts any number, truth value or text.
-        where: Model that the options belong to, for messages.
-        extra: Further names that are known, with no default.
+        where: Model of the options, for messages.
+        extra: Further known names, without a default.
 
     Returns:
-        Values by name, only for the options that were given.
+        Values by name, only for the options in `options`.
 
     Raises:
         InputError: Unknown option (with the nearest known one), or a text that is not of the right type.
@@ -91,7 +91,7 @@ def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
 
 
 def guessed(text: str) -> Any:
-    """A number, a truth value, None or text, whichever it looks like."""
+    """A text as a number, a truth value, None or text, by its form."""
     lower = text.lower()
     if lower in ("none", "null"):
         return None

@@ -20,7 +20,7 @@ _MAPPINGS = (
     ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 )
-"""Heads in order of preference: what a model of the type is pretrained on, where there are several."""
+"""Heads in order of preference: the pretraining head of a type, where there are several."""
 
 _UNROLLED_SCAN = {"mamba": 64, "mamba2": 64, "falcon_mamba": 64, "jamba": 64}
 """Types whose recurrence is a Python loop over the sequence without their CUDA kernels, and the length they are cut to
@@ -32,7 +32,7 @@ _NO_POSITION_LIMIT = {"t5", "mt5", "umt5", "longt5", "switch_transformers"}
 _SMALL_IMAGE = 224
 
 _CHECKPOINTING = "gradient_checkpointing"
-"""Option that is no part of the configuration: every layer runs its forward again in the backward."""
+"""Option beside the configuration: every layer runs its forward again in the backward."""
 
 
 def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -40,7 +40,7 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
 
     Args:
         text: Type and options of its configuration.
-        batch: Samples.
+        batch: Samples per step.
         seq: Tokens; refused when the model has fewer positions, cut to 64 where the model loops over tokens in Python, and to
             the decoder's length for speech models.
         device: "meta" or "cpu".

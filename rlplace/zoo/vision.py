@@ -64,7 +64,7 @@ class SeparableUnit(nn.Sequential):
 
 
 class Cell(nn.Module):
-    """A random acyclic cell: every node adds two operations on earlier nodes; the nodes that nobody read are concatenated."""
+    """A random acyclic cell: every node adds two operations on earlier nodes; unread nodes are concatenated."""
 
     def __init__(self, width: int, nodes: int, generator: random.Random) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
     path, card = folder / WEIGHTS, folder / "card.md"
     if not card.is_file():
         raise InputError(f"{card}: is missing; a checkpoint is a folder of {WEIGHTS}, config.json and card.md")
-    with locked(folder, shared=True):  # not between the files of somebody who saves
+    with locked(folder, shared=True):  # not while another process is between its files
         config, payload = read_config(folder), read_bytes(path)
     sizes = _network_config(config, folder)
     weights = check_sizes(sizes, config["features"], path, payload)

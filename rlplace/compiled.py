@@ -73,7 +73,7 @@ def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = F
     """
     if function is None:
         return lambda function: inner(function, fastmath=fastmath, forceinline=forceinline)
-    # A division by zero cannot happen, so no code for its error, and nobody outside calls these: both shorten the compilation.
+    # A division by zero cannot happen, so no code for its error, and only kernels call these: both shorten the compilation.
     options = {"fastmath": fastmath, "forceinline": forceinline, "error_model": "numpy"}
     return njit(**options, no_cfunc_wrapper=True, no_cpython_wrapper=True)(function)
 

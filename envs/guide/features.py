@@ -91,7 +91,7 @@ def _compile(stamp):
         Args:
             facts, view: `Facts` and `View` as plain tuples.
             plan: int32 [G], device of each group.
-            ptr, groups, targets, kinds: See `rlplace.envs.guide.draw.draw_moves`.
+            ptr, groups, targets, kinds: The moves, in the form of `rlplace.envs.guide.draw.draw_moves`.
             count: Number of moves.
             trial: int32 [G], equal to the plan before and after; a buffer.
             out: float32 [>= count, NUM_FEATURES].

@@ -145,7 +145,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
-        with contextlib.redirect_stdout(sys.stderr):  # what a person's model prints is no result
+        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
             say(f"building {model}")
             loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
             say(f"capturing one training step of {batch} samples")

@@ -135,7 +135,7 @@ def check_new(out: str, agent: str) -> None:
 
 
 def compare(before: Checkpoint, after: Checkpoint, count: int) -> Skills | None:
-    """The zero-shot table before and after on the first so many cases of the test split; None without cases."""
+    """The zero-shot table before and after on the first cases of the test split; None without cases."""
     if not count:
         return None
     from rlplace.agents.problems.splits import test_cases

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
     from rlplace.runtime.distributed.job.live import PlanService
 
-_FIRST_SHARE, _FIRST_MOST = 5, 10  # of the plans, one of so many is measured before anything is learned
+_FIRST_SHARE, _FIRST_MOST = 5, 10  # one plan in this many is measured before anything is learned
 
 
 def run(options: argparse.Namespace, path: str) -> int:

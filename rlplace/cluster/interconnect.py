@@ -118,7 +118,7 @@ def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Se
     for (_, name), devices in members.items():
         cube = kinds[devices[0]].nvlink == "cube"
         if len(devices) < 2 or (cube and max(slots[d] for d in devices) >= len(_CUBE)):
-            continue  # sixteen V100 on a switch: nobody's table
+            continue  # sixteen V100 on a switch: no table was published
         rate = kinds[devices[0]].nvlink_bytes_per_s
         pairs = [(i, j, _CUBE[slots[i]][slots[j]] * rate) for i in devices for j in devices if i < j] if cube else []
         fabrics.append(FAMILIES[name].join(devices, [pair for pair in pairs if pair[2] > 0]))

@@ -22,7 +22,7 @@ TASKS, SPLIT = "tasks", "split"
 VIEWS = {TASKS: "makespan of one step", SPLIT: "makespan of one step, backward in groups of its own"}
 """The problems that are made of one model on one cluster, and what they are compared by: numbers of two views do not compare.
 
-``tasks``: one op a group and phase, as everybody plans. ``split``: the backward of every group is a group of its own
+``tasks``: one op a group and phase, as most planners plan. ``split``: the backward of every group is a group of its own
 (`rlplace.cost.split`).
 """
 
@@ -80,8 +80,8 @@ class ProblemInfo(Chosen, frozen=True):
         fingerprint: Fingerprint of the problem.
         samples: Samples of a step.
         groups, ops, devices: Numbers of each.
-        critical_path_s, work_s, largest_group_s: See `rlplace.planners.common.bounds`.
-        memory_forced_s: See `rlplace.planners.common.bounds`.
+        critical_path_s, work_s, largest_group_s: Lower bounds on the step time, see `rlplace.planners.common.bounds`.
+        memory_forced_s: Lower bound that memory forces, see `rlplace.planners.common.bounds`.
         least_devices: Fewest devices that could hold the resident bytes and the activations at their peak; None: all cannot.
     """
 
@@ -124,7 +124,7 @@ class ComparisonRow(Chosen, frozen=True):
         step_time_s: Mean over the seeds that found a plan, simulated anew.
         spread_s: Largest minus smallest; None with fewer than two plans.
         samples_per_s: Mean.
-        replicas, microbatches, schedule: Of the fastest plan, where it is a whole strategy.
+        replicas, microbatches, schedule: Values of the fastest plan, where it is a whole strategy.
         memory_share: Peak memory, as the largest share of a device's memory, the largest over seeds; None without limits.
         simulator_calls: Mean simulator calls of a run, floor included.
         seconds: Mean wall time of a run.

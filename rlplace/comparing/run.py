@@ -116,7 +116,7 @@ def compare(
                     continue
                 tell(f"{case.model} on {case.cluster or 'its devices'}{'' if view == TASKS else f', {view}'}: {name}", False)
                 if name in STRATEGIES:
-                    assert case.ask is not None  # else nobody looks at it
+                    assert case.ask is not None  # else the row is not asked for
                     question = question or case.ask()
                     warm_up_strategies(question)
                     row = strategy_row(name, info, problem, question, store.settings, strict=strict)

@@ -1,14 +1,14 @@
 """The kernels of a graph's ops as flat rows, which curves price.
 
 A matrix product is a row with its m, n and k. The backward of a product is two rows, dX = dY W^T (m, k, n) and dW = X^T dY
-(k, n, m), or the one of them that autograd ran; that of a convolution likewise two, of equal work. What such an op does beside
+(k, n, m), or the one of them that autograd ran; that of a convolution is two rows of equal work. What such an op does beside
 its products (bias sums, casts, accumulation) is an element-wise row. Every other op is one row of equal kernels. Views and ops
 that move nothing have no row.
 
 What a compiler saves: point-wise ops, reductions and norms that follow each other run as one kernel.
 
 A value that such an op hands to another such op of the same phase stays in registers: the reader does not load it, and the
-producer does not store it when nobody else needs it. Ops that hand on everything they make launch no kernel of their own, and
+producer does not store it when no other op needs it. Ops that hand on everything they make launch no kernel of their own, and
 temporaries inside an op vanish. Matrix products, attention and convolutions are library calls and fuse with nothing. It is the
 default behaviour of torch.compile's code generator, without its recomputation of cheap values in backward.
 """

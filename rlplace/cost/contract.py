@@ -183,7 +183,7 @@ def inner_temporary_bytes(
         num_tasks: Number of tasks.
         op_temporary_bytes: int [N].
         producer: int [T], of tensors that ops make.
-        last_use: int [T], the last op of the producer's own task that reads the tensor; the producer itself when nobody
+        last_use: int [T], the last op of the producer's own task that reads the tensor; the producer itself when none
             reads it; -1 when the tensor leaves the task.
         tensor_bytes: int [T].
 

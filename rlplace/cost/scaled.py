@@ -65,7 +65,7 @@ TF32_CLASSES = ("conv", "recurrent")
 
 RELATED: Mapping[str, str] = {"h200": "h100", "h100": "a100-80g"}
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
-budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend to nobody."""
+budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend none."""
 
 HALF_PRECISION_HALF_S = 16e-6
 """`gemm_half_s` of products in half precision: cuBLAS, fp16, 1,024 and 2,048 cubed reach 0.59 and 0.90 of 4,096 cubed (RTX PRO
@@ -119,7 +119,7 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
 
     A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
     other loan is "scaled", whatever the curve was where it comes from. A kind whose efficiencies or half points a cluster file
-    has changed keeps what the person wrote: published fits are then left aside.
+    has changed keeps those values: published fits are then ignored.
 
     Args:
         kind: The device.

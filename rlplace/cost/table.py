@@ -23,7 +23,7 @@ MAX_WEIGHTS = 10_000
 
 Basis = Literal["measured", "fitted", "scaled", "calibrated"]
 """Basis of a time: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
-ones, `calibrated`: a person's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
+ones, `calibrated`: a user's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
 
 Direction = Literal["forward", "backward", "update", "backward_weight"]
 """`backward` of products and convolutions is the gradient of the input; `backward_weight` that of the weight, priced by the

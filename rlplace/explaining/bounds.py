@@ -27,7 +27,7 @@ class PathPart:
     """Seconds of the critical path with one cause on one device or link.
 
     Attributes:
-        cause: See `rlplace.explaining.path.CAUSES`.
+        cause: One of `rlplace.explaining.path.CAUSES`.
         where: Device, ``gpu0->gpu1``, or ``collectives``.
         seconds: Sum over these links of the path.
         links: Number of these links.

@@ -138,7 +138,7 @@ def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[n
     together = np.zeros((problem.num_devices, problem.num_devices))
     np.add.at(together, (second, first), 1.0)
     for members in device_classes(problem):
-        own = together[np.ix_(members, members)] + 1e-6 * np.eye(len(members))  # of equal renamings the one that renames less
+        own = together[np.ix_(members, members)] + 1e-6 * np.eye(len(members))  # among equal ones the one that renames least
         rows, columns = linear_sum_assignment(-own)
         renaming[np.array(members)[rows]] = np.array(members)[columns]
     return renaming

@@ -107,7 +107,7 @@ class Shortage:
     """What is missing.
 
     Attributes:
-        constraint: See `TOTAL` and the others.
+        constraint: Name of the constraint that fails, `TOTAL` or another of the list above.
         message: The constraint, its device and the missing bytes in words.
         device: The device that is short; None for all of them together, or for another constraint.
         short_bytes: Missing in the plan, or in the closest plan that was found; without a plan `proven_bytes`.

@@ -73,7 +73,7 @@ def _step_s(question: Question, draft: Draft) -> float:
         return math.inf
     try:
         step_s, over = question.scores.score(draft)
-    except InputError:  # the schedule cannot run so many micro-batches
+    except InputError:  # the schedule cannot run that number of micro-batches
         return math.inf
     return math.inf if over else step_s
 

@@ -1,7 +1,7 @@
 """LSTM, GRU and RNN layers kept whole while a step is captured.
 
 On fake CPU tensors torch unrolls most of them into thousands of small products, which is neither what an accelerator runs
-nor what a person wants to place. While capturing, each layer and direction is one op, ``rlplace::recurrent_layer``, that
+nor what a user wants to place. While capturing, each layer and direction is one op, ``rlplace::recurrent_layer``, that
 exists as a shape rule only: it is never run on real data and never part of an exported graph.
 
 Calls that the CPU would run in a different way than an accelerator, replaced by what an accelerator runs.

@@ -147,16 +147,16 @@ def make_plan(
     return plan
 
 
-def require_placement(plan: PlacementPlan, who: str, instead: str) -> None:
+def require_placement(plan: PlacementPlan, where: str, instead: str) -> None:
     """Refuses a plan that holds a whole strategy, where only placements of groups are supported.
 
     Args:
         plan: Any plan.
-        who: Start of the message.
+        where: Start of the message.
         instead: What to do with such a plan.
     """
     if plan.strategy is not None:
-        raise InputError(f"{who}: it is a whole strategy, which places no groups of a problem; {instead}")
+        raise InputError(f"{where}: it is a whole strategy, which places no groups of a problem; {instead}")
 
 
 def refuse_older(plan: PlacementPlan) -> None:

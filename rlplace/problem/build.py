@@ -1,6 +1,6 @@
 """A problem from plain lists; random ones of any size come from `rlplace.problem.generate`.
 
-Problems as networkx graphs, so that any directed acyclic graph a person has can be placed.
+Problems as networkx graphs, so that any directed acyclic graph can be placed.
 
 Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or one per device, None where it cannot
 run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a group that has them), `kind`. Edge

@@ -269,7 +269,7 @@ def _pipelined(
     return (line(latency, bus_factor(kind, size) * slowest),)
 
 
-_EXACT_DEVICES = 8  # all orders of so many are tried
+_EXACT_DEVICES = 8  # all orders of up to this many devices are tried
 
 
 def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:

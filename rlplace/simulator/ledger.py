@@ -60,7 +60,7 @@ class Ledger:
         self.allocate(self.device[op], self.temporary[op])
 
     def free_inputs(self, op: int) -> None:
-        """An op ends: its temporaries, the inputs that nothing else needs there, and outputs that nobody reads."""
+        """An op ends: frees its temporaries, inputs that nothing else needs there, and outputs without readers."""
         device = self.device[op]
         self.deallocate(device, self.temporary[op])
         for tensor in self.inputs[op]:

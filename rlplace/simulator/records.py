@@ -20,7 +20,7 @@ NONE = 0xFFFFFFFF
 TASK = np.dtype(
     [
         ("alloc_bytes", "i8"),  # outputs and temporaries
-        ("free_bytes", "i8"),  # temporaries and outputs that nobody reads
+        ("free_bytes", "i8"),  # temporaries and outputs without readers
         ("inputs", "u4"),  # its row of `inputs` begins here and ends where that of the next task begins
         ("outputs", "u4"),
         ("group", "u4"),
@@ -110,7 +110,7 @@ class Work(NamedTuple):
     ready: Any  # uint64 [D, words], ready tasks of each device by rank; see `rlplace.simulator.queues`
     words: Any  # uint32 [.], parts WAITS to ABSENT
     layout: Any  # int64, where each of the parts begins and the last one ends, then TRANSFERS
-    time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when nobody wants to know
+    time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when times are not recorded
     transfer: Any  # TRANSFER [E] or [0]
 
 

@@ -1,6 +1,6 @@
 """The one objective of plans, by which searches, repair and rewards compare them, and the slope that searches walk on.
 
-A plan that fits beats every plan that does not; of those that fit, the faster one is better; of those that do not, the one that
+A plan that fits beats every plan that does not. Among plans that fit the faster one is better, among others the one that
 is short of less memory. A step that cannot complete is worst. Compiled loops compile these functions too.
 """
 

@@ -222,7 +222,7 @@ def refine(
             sends = i < s_ptr[vertex + 1]
             net = s_nets[i] if sends else r_nets[i - s_ptr[vertex + 1] + r_ptr[vertex]]
             if not sends and held[net, here] > 1 and held[net, to] > 2:
-                continue  # nobody's gain depends on these counts
+                continue  # no gain depends on these counts
             for j in range(pin_ptr[net] - 1, pin_ptr[net + 1]):
                 v = np.int64(pins[j] if j >= pin_ptr[net] else source[net])
                 if locked[v] or seen[v] == moves:

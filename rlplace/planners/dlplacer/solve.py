@@ -1,7 +1,7 @@
 """Runs the solver on a placement program: hint, limits, and the proven bound.
 
 One worker and a limit on deterministic time make the result a function of the program and the seed. A limit in seconds, when a
-person gives one, ends the search too, and then only the machine's speed decides how far it came.
+user sets one, ends the search too; how far it comes then depends on the speed of the machine.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[
             nodes = graph.order[cluster[graph.order] == path]
             cluster[nodes[np.cumsum(graph.footprint_bytes[nodes]) > room_bytes[path]]] = -1
     top, bottom = node_levels(graph, cluster)
-    # Most critical first; of equally critical nodes the one that comes first, so that a path is not entered in its middle.
+    # Most critical first; among equally critical nodes the first one, so that a path is not entered in its middle.
     starts = np.lexsort((np.arange(graph.num_nodes), top, -_rounded(top + bottom))).astype(np.int32)
     number = int(kernels.greedy_paths(starts, *graph.out, barred, bottom, cluster, primaries))
     return finish_clusters(graph, cluster, primaries, number)

@@ -239,7 +239,7 @@ def _relieve(device, slack, moves, f, s):
 
 @inner
 def _end(op, f, s):
-    """An op ends: its temporaries go, its inputs if nobody else waits for them, and its outputs if nobody does."""
+    """An op ends: frees its temporaries, inputs that no other op waits for, and outputs that no op waits for."""
     device = s.devices[f.op_group[op]]
     s.phase[op] = 2
     s.memory[device] -= f.temporary[op]

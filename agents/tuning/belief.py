@@ -128,7 +128,7 @@ def refine(
         pool.add([guide.moved(plan, k) for k in np.argsort(-logits.numpy())[:_TRIED]])
 
 
-_FRESH = 10  # after this many trials calibration begins anew without the last correction, which may be a local optimum
+_FRESH = 10  # at every tenth trial calibration starts without the last correction, which may be a local optimum
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,7 +91,7 @@ class Agent:
             if search:
                 rollouts.search()
         better = rollouts.best.objective_s < setup.score.objective_s
-        return setup.answer(rollouts.plan if better else setup.first, agent=self.checkpoint.name, **rollouts.told)
+        return setup.answer(rollouts.plan if better else setup.first, agent=self.checkpoint.name, **rollouts.figures)
 
     def adapt(
         self,
@@ -119,7 +119,7 @@ class _Placement:
         self.checkpoint, self.setup = checkpoint, setup
         self._calls, self._begin_s = calls, time.monotonic()
         self.plan, self.best = setup.first, Score(math.inf, 0.0)
-        self.told: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
+        self.figures: dict[str, Any] = {"single_rollout_step_time_s": None, "samples_step_time_s": None, "search_calls": 0}
         self._search: Search | None = None
 
     def sample(self, samples: int | None) -> None:
@@ -131,13 +131,13 @@ class _Placement:
                 break
             search = self._make_search()
             search.roll_out(self.setup.first, min(ROLLOUT_LENGTH, self._left()), number, self.setup.deadline_s)
-            self.told["search_calls"] = search.calls
+            self.figures["search_calls"] = search.calls
             if search.best.objective_s < self.best.objective_s:
                 self.plan, self.best = search.best_plan, search.best
             step_s = self.best.step_time_s if self.best.feasible else None
-            self.told["samples_step_time_s"] = step_s
+            self.figures["samples_step_time_s"] = step_s
             if number == 0:
-                self.told["single_rollout_step_time_s"] = step_s
+                self.figures["single_rollout_step_time_s"] = step_s
 
     def search(self) -> None:
         """The guided search with the rest of the budget."""
@@ -148,7 +148,7 @@ class _Placement:
         search.run(calls=None if self._calls is None else self._left(), deadline_s=self.setup.deadline_s)
         if search.best.objective_s < self.best.objective_s:
             self.plan, self.best = search.best_plan, search.best
-        self.told["search_calls"] = search.calls
+        self.figures["search_calls"] = search.calls
 
     def _make_search(self) -> Search:
         if self._search is None:

@@ -58,8 +58,8 @@ class Setup:
     priority: Any
     reason: InfeasibleError | None
 
-    def answer(self, devices: NDArray[np.int32], *, search_calls: int, **told: Any) -> PlacementPlan:
-        """The plan of an assignment int32 [G], with these fields beside the simulator's figures.
+    def answer(self, devices: NDArray[np.int32], *, search_calls: int, **figures: Any) -> PlacementPlan:
+        """The plan of an assignment int32 [G], with these `figures` beside the simulator's.
 
         Raises:
             InfeasibleError: It does not fit.
@@ -71,7 +71,7 @@ class Setup:
         if not line.feasible:
             raise self.reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         floor_s = self.score.step_time_s if self.score.feasible else None
-        predicted = line.predicted(problem).told(floor_step_time_s=floor_s, search_calls=search_calls, **told)
+        predicted = line.predicted(problem).told(floor_step_time_s=floor_s, search_calls=search_calls, **figures)
         return make_plan(problem, devices, planner="agent", seed=self.seed, predicted=predicted, priority=priority)
 
 

@@ -108,8 +108,8 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
         if not options.no_what_if:
             changes = strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
     if options.json:
-        told = None if bounds is None else bounds.to_dict()
-        print_json({**plan.to_dict(), "bounds": told, "what_if": [dataclasses.asdict(entry) for entry in changes]})
+        bounds_data = None if bounds is None else bounds.to_dict()
+        print_json({**plan.to_dict(), "bounds": bounds_data, "what_if": [dataclasses.asdict(entry) for entry in changes]})
         return
     if bounds is not None:
         print("\n" + "\n".join(bounds.lines()))

@@ -218,7 +218,7 @@ class _Progress:
         new = max(1, spent.plans - self._known)
         left_s = (time.monotonic() - self._begin_s) / new * max(0, self._plans - spent.plans)
         what = f"{ms(trial.median_s)} ms" if math.isfinite(trial.median_s) else f"{trial.status}: {trial.reason[:80]}"
-        told = {"done": "", "dropped": ", given up"}.get(trial.status, "")
+        dropped = {"done": "", "dropped": ", given up"}.get(trial.status, "")
         again = ", again" if trial.anchor else ""
         at_best = "-" if best is None else f"{ms(self._campaign.seconds(best))} ms"
-        say(f"{spent.plans}/{self._plans} plans: {what}{told}{again}; best {at_best}; about {left_s:.0f} s left")
+        say(f"{spent.plans}/{self._plans} plans: {what}{dropped}{again}; best {at_best}; about {left_s:.0f} s left")

@@ -128,10 +128,10 @@ def measure(plan: PlacementPlan, problem: Problem) -> Measured:
     if not line.feasible or line.step_time_s is None:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
     share = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
-    said = plan.predicted.step_time_s
+    predicted_s = plan.predicted.step_time_s
     remark = None
-    if said is not None and not math.isclose(said, line.step_time_s, rel_tol=1e-9):
-        remark = f"the planner said {1e3 * said:.3f} ms"
+    if predicted_s is not None and not math.isclose(predicted_s, line.step_time_s, rel_tol=1e-9):
+        remark = f"the planner said {1e3 * predicted_s:.3f} ms"
     return Measured(line.step_time_s, line.samples / line.step_time_s, share, remark)
 
 

@@ -52,23 +52,23 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     alone = [
         evaluation_of(*each, question.scores.evaluate(one), cluster) for one, each in zip(draft.pipelines, ran, strict=True)
     ]
-    said = side_by_side(draft, alone, costs, question.scores.traffic) if draft.beside else alone[0]
-    if math.isinf(said.step_time_s):
+    result = side_by_side(draft, alone, costs, question.scores.traffic) if draft.beside else alone[0]
+    if math.isinf(result.step_time_s):
         raise InputError("report: the step never ends, because stages or replicas have no link between them")
     picture = Picture([device.name for device in cluster.devices])
     for one, each, own in zip(draft.pipelines, ran, alone, strict=True):
-        picture.add(one, *each, said.passes_s - own.passes_s)
+        picture.add(one, *each, result.passes_s - own.passes_s)
     if draft.beside:
-        picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), said.passes_s)
+        picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), result.passes_s)
     rows, boxes = picture.drawn()
     problem = _problem(asked, draft, boxes)
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
-    curves, lanes = _curves(ran, said, problem), _lanes(rows, boxes, said.step_time_s, problem)
+    curves, lanes = _curves(ran, result, problem), _lanes(rows, boxes, result.step_time_s, problem)
     return ReportData(
         problem=problem,
         plan=asked.plan,
-        timeline=_timeline(asked, said, lanes),
+        timeline=_timeline(asked, result, lanes),
         lanes=lanes,
         memory=curves,
         resident_bytes=np.array([int(curve.in_use_bytes[0]) for curve in curves]),
@@ -76,7 +76,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         edges=group_edges(problem),
         device_of_group=np.array(first_device, dtype=np.int32),
         executor=EXECUTOR,
-        planners=_rivals(asked, said),
+        planners=_rivals(asked, result),
         measured=tuple(measured),
     )
 
@@ -134,18 +134,18 @@ def _lanes(rows: Sequence[LaneRow], boxes: Sequence[Box], step_s: float, problem
     )
 
 
-def _timeline(asked: Asked, said: Evaluation, lanes: Lanes) -> Timeline:
+def _timeline(asked: Asked, result: Evaluation, lanes: Lanes) -> Timeline:
     devices, strategy = asked.question.cluster.devices, asked.strategy
     tasks, sent = lanes.row < len(devices), np.array([row.kind == LINK for row in lanes.rows])[lanes.row]
-    pairs = list(zip(devices, said.peak_memory_bytes, strict=True))
+    pairs = list(zip(devices, result.peak_memory_bytes, strict=True))
     over = [(d.name, peak, d.memory_bytes) for d, peak in pairs if d.memory_bytes is not None and peak > d.memory_bytes]
     ends = np.array([row.device for row in lanes.rows], dtype=np.int32)[lanes.row[sent]]
     block, phase = np.divmod(lanes.op[sent], len(OPS))  # `_problem` has three tensors a block, the last two over its border
     return Timeline(
-        step_time_s=said.step_time_s,
-        feasible=said.feasible,
+        step_time_s=result.step_time_s,
+        feasible=result.feasible,
         violations=tuple(f"{name} needs {bytes_text(peak)} of {bytes_text(limit)}" for name, peak, limit in over),
-        peak_memory_bytes=np.array(said.peak_memory_bytes),
+        peak_memory_bytes=np.array(result.peak_memory_bytes),
         busy_s=np.array([row.busy_s for row in lanes.rows[: len(devices)]]),
         device_of_op=lanes.row[tasks],
         start_s=lanes.start_s[tasks],
@@ -159,23 +159,23 @@ def _timeline(asked: Asked, said: Evaluation, lanes: Lanes) -> Timeline:
     )
 
 
-def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], said: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
+def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
     """Bytes in use on every device of the cluster, as on the device that stands for it."""
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
     for expanded, line in ran:
         plan = make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
         for curve, devices in zip(memory_curves(expanded.problem, plan, line), expanded.stands_for, strict=True):
-            times = np.append(curve.time_s, said.step_time_s)
+            times = np.append(curve.time_s, result.step_time_s)
             for device in devices:
                 size = curve.in_use_bytes + problem.devices[device].reserved_bytes
                 curves[device] = MemoryCurve(times, np.append(size, size[-1]))
     return tuple(curves)
 
 
-def _rivals(asked: Asked, said: Evaluation) -> tuple[PlannerRow, ...]:
+def _rivals(asked: Asked, result: Evaluation) -> tuple[PlannerRow, ...]:
     """The plan and the rivals that it names, with the figures that were predicted then."""
     plan, strategy = asked.plan, asked.strategy
-    rows = [_rival("this strategy", True, strategy.batch, said.step_time_s, said.feasible, len(strategy.devices), "")]
+    rows = [_rival("this strategy", True, strategy.batch, result.step_time_s, result.feasible, len(strategy.devices), "")]
     own = strategy.to_dict()
     for entry in rivals_of(plan.predicted):
         if entry.strategy != own:

@@ -104,8 +104,8 @@ def _own_channels(links: Links, device: int) -> set[int]:
     if count == 2:
         other = 1 - device
         out, back = links.channels[device][other], links.channels[other][device]
-        sides = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
-        return sides - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
+        own = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
+        return own - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
     mine, others = set[int](), set[int]()
     for i in range(count):
         for j in range(count):

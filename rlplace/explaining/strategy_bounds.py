@@ -48,14 +48,14 @@ class StrategyBounds:
         """For people."""
         step_s = sum(self.seconds.values())
         parts = sorted(self.seconds.items(), key=lambda item: -item[1])
-        said = ", ".join(f"{name} {ms(seconds)} ms ({percent(seconds / step_s)})" for name, seconds in parts if seconds > 0)
+        shares = ", ".join(f"{name} {ms(seconds)} ms ({percent(seconds / step_s)})" for name, seconds in parts if seconds > 0)
         span = " to ".join(dict.fromkeys(self.blocks))
         among = " to ".join(dict.fromkeys((self.devices[0], self.devices[-1])))
         room = (
             "" if not self.memory_bytes else f" of {gb(self.memory_bytes)} GB ({percent(self.peak_bytes / self.memory_bytes)})"
         )
         return [
-            f"bounded by {self.bound}: {said}",
+            f"bounded by {self.bound}: {shares}",
             f"busiest stage: {span} on {among}",
             f"fullest device: {self.fullest}, {gb(self.peak_bytes)} GB{room}",
         ]
@@ -67,22 +67,22 @@ def strategy_bounds(question: Question, draft: Draft) -> StrategyBounds:
     Raises:
         InputError: It cannot be evaluated.
     """
-    said, cluster = question.scores.evaluate(draft), question.cluster
+    result, cluster = question.scores.evaluate(draft), question.cluster
     pipelines = (dataclasses.replace(one, recompute=bytes(len(one.recompute))) for one in draft.pipelines)
     plain = question.scores.evaluate(joined(pipelines)).parts
-    worked = sum(said.parts[name] for name in ("compute", "tensor"))
+    worked = sum(result.parts[name] for name in ("compute", "tensor"))
     again_s = max(0.0, worked - plain["compute"] - plain["tensor"])
-    again_compute_s = min(again_s, max(0.0, said.parts["compute"] - plain["compute"]))
-    stage = draft.strategy(question.costs.names).stages[said.bottleneck]
-    peaks = list(zip(said.peak_memory_bytes, cluster.devices, strict=True))
+    again_compute_s = min(again_s, max(0.0, result.parts["compute"] - plain["compute"]))
+    stage = draft.strategy(question.costs.names).stages[result.bottleneck]
+    peaks = list(zip(result.peak_memory_bytes, cluster.devices, strict=True))
     peak, fullest = max(peaks, key=lambda pair: pair[0] / (pair[1].memory_bytes or float("inf")))
     return StrategyBounds(
         seconds={
-            "computing": said.parts["compute"] - again_compute_s,
+            "computing": result.parts["compute"] - again_compute_s,
             "running again": again_s,
-            "communication": sum(said.parts[name] for name in _COMMUNICATION) - (again_s - again_compute_s),
-            "waiting for other stages": said.parts["bubble"],
-            "updates": said.parts["update"],
+            "communication": sum(result.parts[name] for name in _COMMUNICATION) - (again_s - again_compute_s),
+            "waiting for other stages": result.parts["bubble"],
+            "updates": result.parts["update"],
         },
         blocks=(stage.blocks[0], stage.blocks[-1]),
         devices=tuple(cluster.devices[device].name for device in stage.devices),

@@ -25,17 +25,17 @@ _MICRO = ("microbatch", "microbatches")
 def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
     """A plan with a strategy, evaluated again, as one side of a comparison."""
     assert plan.strategy is not None
-    said = asked.evaluate(plan.strategy)
+    result = asked.evaluate(plan.strategy)
     names = [device.name for device in asked.question.cluster.devices]
     return Side(
         kind=STRATEGY,
         planner=plan.planner,
         words=uniform_words(plan.strategy),
         samples=plan.strategy.batch,
-        step_time_s=said.step_time_s if said.feasible else None,
-        feasible=said.feasible,
-        peak_bytes=dict(zip(names, said.peak_memory_bytes, strict=True)),
-        parts={part.replace("_", " "): seconds for part, seconds in said.parts.items()},
+        step_time_s=result.step_time_s if result.feasible else None,
+        feasible=result.feasible,
+        peak_bytes=dict(zip(names, result.peak_memory_bytes, strict=True)),
+        parts={part.replace("_", " "): seconds for part, seconds in result.parts.items()},
     )
 
 
@@ -78,7 +78,7 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
     taken = {field: getattr(b, field) for field in fields}
     if all(getattr(a, field) == value for field, value in taken.items()):
         return None
-    word = Word(name, _said(name, a), _said(name, b))
+    word = Word(name, _word_text(name, a), _word_text(name, b))
     if step_s is None:
         return word
     alone, notes = dataclasses.replace(a, **taken), []
@@ -87,16 +87,16 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
             notes.append("with its micro-batches")
             alone = dataclasses.replace(alone, microbatch=b.microbatch, microbatches=b.microbatches)
         asked.draft(alone.strategy(asked.question.costs.names))
-        said = asked.finer.evaluate(alone)
+        result = asked.finer.evaluate(alone)
     except InputError:
         return word
     if alone.batch != a.batch:
         return word
-    notes += [] if said.feasible else ["does not fit alone"]
-    return dataclasses.replace(word, effect_s=said.step_time_s - step_s, note=", ".join(notes))
+    notes += [] if result.feasible else ["does not fit alone"]
+    return dataclasses.replace(word, effect_s=result.step_time_s - step_s, note=", ".join(notes))
 
 
-def _said(name: str, draft: Draft) -> str:
+def _word_text(name: str, draft: Draft) -> str:
     """The text of a word for a draft."""
     if name == "micro-batches":
         return f"{_some(draft.microbatches)} of {_some(draft.microbatch)}"

@@ -363,8 +363,8 @@ def _one_line(error: BaseException, limit: int = 300) -> str:
 
 def _explain(model: nn.Module, error: BaseException) -> str:
     where = _user_frame(error)
-    place = f" ({where})" if where else ""
-    return f"cannot capture {type(model).__name__}: {_one_line(error)}{place}"
+    location = f" ({where})" if where else ""
+    return f"cannot capture {type(model).__name__}: {_one_line(error)}{location}"
 
 
 def _user_frame(error: BaseException) -> str | None:

@@ -49,7 +49,7 @@ class Repeated:
         }
         self.new = {kind: {pair: number for number, pair in enumerate(order)} for kind, order in self.order.items()}
         self.members: dict[str, dict[int, list[int]]] = {kind: _members(layers) for kind, layers in self.layer.items()}
-        self.place = {kind: _places(members, len(self.layer[kind])) for kind, members in self.members.items()}
+        self.position = {kind: _positions(members, len(self.layer[kind])) for kind, members in self.members.items()}
 
     def result(self) -> Recording:
         """The recording with all layers."""
@@ -182,7 +182,7 @@ class Repeated:
             return None
         layers = [self.layer[kind][number] for number in numbers]
         shift = layers[1] - _MIDDLE
-        known = [self.place[kind][number] for number, layer in zip(numbers, layers, strict=True) if 1 <= layer <= 3]
+        known = [self.position[kind][number] for number, layer in zip(numbers, layers, strict=True) if 1 <= layer <= 3]
         if layers != [1 + shift, 2 + shift, 3 + shift] or shift not in (-1, 0, 1) or len(set(known)) > 1:
             raise UnlikeError(f"the layers of {self.path} are not joined alike")
         return shift
@@ -191,12 +191,12 @@ class Repeated:
         """New number of the item that a layer at position `here` refers to."""
         if shift is None:
             return self.new[kind][old, 0]
-        layer, place = here + shift, self.place[kind][old]
+        layer, position = here + shift, self.position[kind][old]
         if layer in (1, 2):
-            return self.new[kind][self.members[kind][layer][place], 0]
+            return self.new[kind][self.members[kind][layer][position], 0]
         if layer <= _MIDDLE + self.copies:
-            return self.new[kind][self.members[kind][_MIDDLE][place], layer - _MIDDLE]
-        return self.new[kind][self.members[kind][layer - self.copies][place], 0]
+            return self.new[kind][self.members[kind][_MIDDLE][position], layer - _MIDDLE]
+        return self.new[kind][self.members[kind][layer - self.copies][position], 0]
 
     def _renamed(self, path: str, layer: int, copy: int) -> str:
         """The path with the new position of its element of the list."""
@@ -241,13 +241,13 @@ def _members(layers: Sequence[int]) -> dict[int, list[int]]:
     return members
 
 
-def _places(members: dict[int, list[int]], count: int) -> list[int]:
+def _positions(members: dict[int, list[int]], count: int) -> list[int]:
     """Position of each number among those of its layer."""
-    places = [0] * count
+    positions = [0] * count
     for numbers in members.values():
-        for place, number in enumerate(numbers):
-            places[number] = place
-    return places
+        for position, number in enumerate(numbers):
+            positions[number] = position
+    return positions
 
 
 def _node(label: Label) -> str:

@@ -70,12 +70,12 @@ def shortened(model: nn.Module, lists: Iterable[str]) -> nn.Module:
 
 
 def _shortened(module: nn.Module, path: Sequence[str]) -> nn.Module:
-    twin = copy.copy(module)
+    short = copy.copy(module)
     children = dict(list(module._modules.items())[: None if path else HELD])
     if path:
         children[path[0]] = _shortened(module.get_submodule(path[0]), path[1:])
-    twin._modules = children
-    return twin
+    short._modules = children
+    return short
 
 
 def unroll(recording: Recording, lists: dict[str, int]) -> Recording:

@@ -100,7 +100,7 @@ class Pipeline(Record, frozen=True):
 
     @property
     def device_sets(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each place in the chain; a place with several chunks stands once."""
+        """The devices of each mesh in the chain; a mesh with several chunks is listed once."""
         return tuple(dict.fromkeys(stage.devices for stage in self.stages))
 
     @property
@@ -215,14 +215,14 @@ def _check_stage(stage: Stage, where: str) -> None:
 def _check_pipeline(pipeline: Pipeline, where: str) -> None:
     """Refuses stages that do not form one pipeline."""
     stages, degree = pipeline.stages, pipeline.data_degree
-    places: dict[int, Stage] = {}
+    stage_of_device: dict[int, Stage] = {}
     for index, stage in enumerate(stages):
         if degree % stage.data_degree:
             raise InputError(
                 f"{where}: stages[{index}] has data degree {stage.data_degree}, which does not divide the largest, {degree}"
             )
         for device in stage.devices:
-            first = places.setdefault(device, stage)
+            first = stage_of_device.setdefault(device, stage)
             if (first.devices, first.mesh, first.sharding) != (stage.devices, stage.mesh, stage.sharding):
                 raise InputError(
                     f"{where}: stages[{index}] shares device {device} with another stage, but not its devices, mesh and "
@@ -287,10 +287,10 @@ def _from_to(numbers: Sequence[int]) -> str:
 def _pipeline_words(pipeline: Pipeline) -> str:
     stages = pipeline.stages
     words: list[str] = []
-    places = len(pipeline.device_sets)
+    meshes = len(pipeline.device_sets)
     if len(stages) > 1:
-        chunks = f" ({len(stages)} chunks)" if len(stages) > places else ""
-        words.append(f"{places} pipeline stages{chunks}, {pipeline.schedule}")
+        chunks = f" ({len(stages)} chunks)" if len(stages) > meshes else ""
+        words.append(f"{meshes} pipeline stages{chunks}, {pipeline.schedule}")
     names = {"replicate": "replicas", "shard": "fully sharded over", "tensor": "tensor parallel", "context": "context parallel"}
     for axis in ("tensor", "shard", "replicate", "context"):
         sizes = sorted({stage.axis(axis) for stage in stages})

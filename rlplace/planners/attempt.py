@@ -78,15 +78,15 @@ def attempt(
         **options: Budget (`calls`, `time_limit_s`), `start` and other options of the planner.
     """
     answer, judged, caught = None, None, None
-    took_s, told = None, 0
+    took_s, own_calls = None, 0
     begin_s = time.perf_counter()
     with count_calls() as counter:
         try:
             answer = planner(problem, seed=seed, **options)
             took_s = time.perf_counter() - begin_s
-            told = answer.predicted.search_calls or 0  # of a planner that simulates without an `Evaluator`
+            own_calls = answer.predicted.search_calls or 0  # of a planner that simulates without an `Evaluator`
             judged = None if judge is None else judge(answer)
         except catch as error:
             caught = error
     took_s = time.perf_counter() - begin_s if took_s is None else took_s
-    return Attempt(answer, judged, caught, took_s, max(told, counter.calls))
+    return Attempt(answer, judged, caught, took_s, max(own_calls, counter.calls))

@@ -141,8 +141,8 @@ class _Build:
         if all(not path for path in paths):  # no modules are known: stretches of the model
             count = min(8, max(1, len(paths)))
             names = tuple(f"part {i + 1} of {count}" for i in range(count))
-            place = np.argsort(np.argsort(self.order, kind="stable"), kind="stable")
-            block = tuple((place * count // max(1, len(paths))).tolist())
+            position = np.argsort(np.argsort(self.order, kind="stable"), kind="stable")
+            block = tuple((position * count // max(1, len(paths))).tolist())
         else:
             number: dict[tuple[str, ...], int] = {}
             for group in np.argsort(self.order, kind="stable").tolist():
@@ -156,10 +156,10 @@ class _Build:
 def forward_order(problem: Problem) -> NDArray[np.int64]:
     """int64 [G], the position of each group's first forward op in a topological order; groups without ops come last."""
     order = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
-    place = np.argsort(problem.topological_order)
+    position = np.argsort(problem.topological_order)
     for ops in (np.arange(problem.num_ops), np.flatnonzero(problem.op_phase == FORWARD)):  # forward ops have the last word
         order[problem.op_group[ops]] = problem.num_ops
-        np.minimum.at(order, problem.op_group[ops], place[ops])
+        np.minimum.at(order, problem.op_group[ops], position[ops])
     return order
 
 

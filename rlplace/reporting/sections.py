@@ -30,11 +30,11 @@ def summary(data: ReportData) -> str:
     step = line.step_time_s
     used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
     verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
-    said = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
-    said += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
+    words = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
+    words += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
     parts = [
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
-        f'<p class="lead">{escape(", ".join(said))}.</p>',
+        f'<p class="lead">{escape(", ".join(words))}.</p>',
     ]
     if not line.feasible:
         shown = [*line.violations[:_REASONS]]
@@ -133,11 +133,11 @@ def measured(data: ReportData) -> str:
         rows.append(_noted(row, cells))
     body = _table("Predicted against measured step times", rows)
     errors = [abs(row.error) for row in data.measured if row.error is not None]
-    said = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
-    said.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
+    notes = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
+    notes.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
     if any(row.timing.mode == "replayed" for row in data.measured):
-        said.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
-    body += f'<p class="note">{escape(" ".join(said))}</p>'
+        notes.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
+    body += f'<p class="note">{escape(" ".join(notes))}</p>'
     mine = next((row for row in data.measured if row.this and row.timing.places), None)
     if mine is not None:
         body += _places(mine)

@@ -92,7 +92,7 @@ def _data_shapes(
     space, blocks = question.space, len(question.costs.names)
     data = len(devices) // places // tensor // context
     inside = max(1, min(data, per_host // (tensor * context)))
-    for shard in sorted({1, data, inside if data % inside == 0 else 1} | set(space.shard or ())):
+    for shard in sorted({data, *divisors(math.gcd(data, inside))} | set(space.shard or ())):
         if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
             continue
         levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)

@@ -35,7 +35,7 @@ from rlplace.strategy import tries
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.fit import fitted, other_choices
+from rlplace.strategy.fit import changed, fitted, other_choices
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.search import search
 from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
@@ -107,7 +107,7 @@ class Walk:
     def neighbours(self, at: Tried, count: int) -> Iterator[Tried]:
         """Some random neighbours that fit."""
         near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.question.scores.evaluate(at.draft))]
-        near += [(draft, True) for draft in other_choices(self.tries, at.draft)]
+        near += [(changed(at.draft, chosen), True) for chosen in other_choices(self.tries, at.draft)]
         for index in self.rng.permutation(len(near))[:count]:
             if time.process_time() > self.end_s:
                 raise OutOfBudgetError

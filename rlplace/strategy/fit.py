@@ -34,21 +34,25 @@ MOST_CHANGES = 48
 """Of blocks of a place that are combined to exchanges: the half that is quickest, and the half that saves most."""
 
 
-def fitted(tries: Tries, draft: Draft, below_s: float = math.inf, *, thorough: bool = False) -> Tried | None:
+def fitted(
+    tries: Tries, draft: Draft, below_s: float = math.inf, *, thorough: bool = False, onward: bool = False
+) -> Tried | None:
     """The draft with the fewest steps that fit on every place; None where none fits.
 
     Args:
         tries: Evaluates.
-        draft: What it recomputes and offloads already is not looked at.
+        draft: Where it starts.
         below_s: Of interest is only what is quicker: the search ends where the draft is not, though it does not fit yet.
         thorough: Whether what fits is `repaired` where it is nearly as quick as the best.
+        onward: Whether steps go on from what the draft recomputes and offloads already, which is not looked at otherwise.
     """
     choices = _choices(tries)
     if not choices:
         return None
-    tried = tries.score(_all(draft, choices[0]))
+    draft = draft if onward else _all(draft, choices[0])
+    tried = tries.score(draft)
     if tried.fits or not tried.over_bytes:
-        return tried if tried.fits else None
+        return (_repaired(tries, tried) if onward else tried) if tried.fits else None
     if tried.step_s >= below_s:
         return None
     ladders = Ladders(tries, draft, choices)
@@ -82,29 +86,39 @@ class Ladders:
 
     def __init__(self, tries: Tries, draft: Draft, choices: list[Choice]) -> None:
         runnable = _runnable(tries, draft, choices)
-        self._first = _all(draft, choices[0])
+        self._first = draft
         self._steps = [steps(tries.question, draft, place, runnable) for place in range(len(draft.places))]
         self.saved = [np.cumsum([0.0, *(step.saved_bytes for step in own)]) for own in self._steps]
 
     def at(self, taken: Sequence[int]) -> Draft:
         """The draft after so many steps of every place."""
         own = (step for some, n in zip(self._steps, taken, strict=True) for step in some[:n])
-        return _changed(self._first, {step.block: step.choice for step in own})
+        return changed(self._first, {step.block: step.choice for step in own})
 
 
 def _repaired(tries: Tries, tried: Tried) -> Tried:
     """What fits, bettered block by block if it is nearly as quick as the best: the last step may save more than is missing."""
     while tries.best is not None and tried.step_s < NEAR * tries.best.step_s:
-        others = (tries.score(draft) for draft in itertools.islice(other_choices(tries, tried.draft, (1,)), REPAIRS))
-        better = next((other for other in others if other.fits and other.step_s < tried.step_s), None)
-        if better is None:
+        better = tuned(tries, tried, (1,), most=REPAIRS)
+        if better is tried:
             break
         tried = better
     return tried
 
 
-def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), ends: int = 2) -> Iterator[Draft]:
-    """The draft with other choices for so many blocks of a place together; the best promise first.
+def tuned(tries: Tries, tried: Tried, together: Sequence[int], *, ends: int = 2, most: int | None = None) -> Tried:
+    """The draft after one walk over `other_choices`, the first `most` of them, each on top of those that were better."""
+    for chosen in itertools.islice(other_choices(tries, tried.draft, together, ends), most):
+        other = tries.score(changed(tried.draft, chosen))
+        if other.fits and other.step_s < tried.step_s:
+            tried = other
+    return tried
+
+
+def other_choices(
+    tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), ends: int = 2
+) -> Iterator[dict[int, Choice]]:
+    """Other choices for so many blocks of a place together; the best promise first, and the place that all others wait for.
 
     Of blocks that are alike and choose alike the first and, for two `ends`, the last stand for all: memory may peak at either.
     """
@@ -112,8 +126,8 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), 
     classes, passes = tries.question.costs.classes, in_flight_of(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
     stage_of = draft.stage_of_block
-    left = _left(tries, draft)
-    for place in range(len(draft.places)):
+    left, worst = _left(tries, draft), draft.place_of_stage[tries.question.scores.evaluate(draft).bottleneck]
+    for place in sorted(range(len(draft.places)), key=lambda place: place != worst):
         own = draft.blocks_of(place)
         if not any(now[block] != choices[0] for block in own):
             continue
@@ -134,7 +148,7 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), 
         room = min(left[device] for device in draft.places[place].devices)
         for count in together:
             for chosen in _exchanges([change[:3] for change in changes], count, room):
-                yield _changed(draft, {changes[index][2]: changes[index][3] for index in chosen})
+                yield {changes[index][2]: changes[index][3] for index in chosen}
 
 
 def _exchanges(changes: list[tuple[float, float, int]], count: int, room: float) -> Iterator[list[int]]:
@@ -190,7 +204,7 @@ def _all(draft: Draft, choice: Choice) -> Draft:
     return dataclasses.replace(draft, recompute=bytes([choice[0]]) * blocks, offload=bytes([choice[1]]) * blocks)
 
 
-def _changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
+def changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
     """The draft with other choices for some blocks."""
     recompute, offload = bytearray(draft.recompute), bytearray(draft.offload)
     for block, choice in chosen.items():

@@ -41,26 +41,27 @@ def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice
 
     Args:
         question: Whose costs.
-        draft: Stages and micro-batches.
+        draft: Stages and micro-batches, and where blocks start.
         place: Index of the place.
-        choices: What blocks may choose; the first is where all of them start.
+        choices: What blocks may choose.
     """
     seconds, held = estimates(question, draft, place, choices)
     passes, stage_of = in_flight_of(draft), draft.stage_of_block
-    hulls: dict[tuple[bytes, int], list[tuple[float, int, float]]] = {}
+    hulls: dict[tuple[bytes, int, Choice], list[tuple[float, int, float]]] = {}
     found = []
     for block in draft.blocks_of(place):
-        key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]]
+        now = draft.recompute[block], draft.offload[block]
+        key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]], now
         if key not in hulls:
-            hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block])
+            start = choices.index(now) if now in choices else 0
+            hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block], start)
         found += [Step(price, block, choices[choice], saved) for price, choice, saved in hulls[key]]
     return sorted(found)
 
 
-def _hull(seconds: Floats, held: Floats) -> list[tuple[float, int, float]]:
-    """Seconds per byte, choice and bytes saved of every corner of the lower hull, after the first choice."""
+def _hull(seconds: Floats, held: Floats, here: int) -> list[tuple[float, int, float]]:
+    """Seconds per byte, choice and bytes saved of every corner of the lower hull, after the choice `here`."""
     corners: list[tuple[float, int, float]] = []
-    here = 0
     while True:
         saved = held[here] - held
         worth = np.flatnonzero(saved > 0.0)

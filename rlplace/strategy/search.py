@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 import msgspec
 
@@ -19,7 +18,7 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.records import plain
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.fit import fitted, other_choices
+from rlplace.strategy.fit import fitted, tuned
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
@@ -41,8 +40,11 @@ TABLES_PART = 0.15
 FIRST_STAGES = 6
 """Drafts of these tables that come before uniform strategies."""
 
-PUBLISHED_PART = 0.5
-"""Of the budget, when no other published start is tried."""
+CHAINS_PART = 0.5
+"""Of the budget, when no other draft of the tables or of published planners is tried."""
+
+PATIENCE = 3
+"""Uniform strategies end earlier where none was better in so many times the calls up to the best."""
 
 LEAST_PART = 0.6
 """Of the seconds, what is left at least when all options are priced and the rivals are evaluated."""
@@ -103,11 +105,18 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
         tries.end_by_time(LEAST_PART)
         stages = try_stages(tries, tries.spent() + TABLES_PART)
         first = list(itertools.islice(stages, FIRST_STAGES))
+        best_s, until = math.inf, 0
         for tried in others:
             uniform.append(tried)
-            if tries.spent() > UNIFORM_PART and tries.fitting():
+            if tries.best_s < best_s:
+                best_s, until = tries.best_s, PATIENCE * tries.calls
+            if tries.fitting() and (tries.spent() > UNIFORM_PART or tries.calls > until):
                 break
-        chains = [tried for tried in itertools.chain(first, stages, try_published(tries)) if tried is not None]
+        for tried in itertools.chain(stages, try_published(tries)):
+            first.append(tried)
+            if tries.spent() > CHAINS_PART:
+                break
+        chains = [tried for tried in first if tried is not None]
         try_unlike(tries, _explore)
         known = list(starts(tries))
         known += sorted(chains, key=lambda tried: tried.step_s)[:STARTS]
@@ -127,14 +136,13 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
 
 
 def try_published(tries: Tries) -> Iterator[Tried | None]:
-    """Starts of published planners as they fit, while there is budget for them; None for those that do not, or are far off.
+    """Starts of published planners as they fit; None for those that do not, or are far off.
 
     Raises:
         OutOfBudgetError: The budget ended before.
     """
     for draft in published_starts(tries.question):
-        if tries.spent() < PUBLISHED_PART:
-            yield fitted(tries, draft, 1.2 * tries.best_s)
+        yield fitted(tries, draft, 1.2 * tries.best_s)
 
 
 def _explore(tries: Tries) -> None:
@@ -196,16 +204,17 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
 
 def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried]:
     """Neighbours that fit, and are not much slower; with what blocks choose fitted anew, or as it is where that is better."""
-    yield from filter(attrgetter("fits"), map(tries.score, other_choices(tries, at.draft, ends=1 + thorough)))
+    yield tuned(tries, at, (1, 2) if thorough else (1,), ends=1 + thorough)
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
         if thorough and found is not None and any(found.draft.recompute + found.draft.offload):
             as_now = dataclasses.replace(draft, recompute=at.draft.recompute, offload=at.draft.offload)
-            found = min(found, tries.score(as_now), key=lambda tried: tried.key)
+            onward = fitted(tries, as_now, at.step_s * SLACK, thorough=True, onward=True)
+            found = min(found, onward or found, key=lambda tried: tried.key)
         if found is not None and found.step_s < at.step_s * SLACK:
             yield found
     if thorough:
-        yield from filter(attrgetter("fits"), map(tries.score, other_choices(tries, at.draft, (3,))))
+        yield tuned(tries, at, (3,))
 
 
 def starts(tries: Tries) -> Iterator[Tried]:

@@ -28,6 +28,9 @@ KEPT = 3
 ROUNDS = 2
 """How often shares are balanced anew."""
 
+FAR = 1.1
+"""Unlike pipelines that take so many times as long as the best strategy are not balanced anew."""
+
 PART = 0.12
 """Of the budget that is left, for the search for a pipeline of one kind of device."""
 
@@ -54,8 +57,9 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
         found = [_best(tries, devices, share, search) for devices, share in zip(groups, shares, strict=True)]
         if not all(found):
             return
-        for chosen in itertools.product(*found):
-            tries.score(joined(tried.draft for tried in chosen))
+        together = [tries.score(joined(tried.draft for tried in chosen)) for chosen in itertools.product(*found)]
+        if min(tried.step_s for tried in together) > FAR * tries.best_s:
+            return
         weights = np.array([share / best[0].step_s for share, best in zip(shares, found, strict=True)])
     best = next(tried for tried in tries.known() if tried.draft.beside)
     while True:

@@ -52,6 +52,9 @@ LEAST_PART = 0.6
 BEAM = 8
 """Drafts from which local search goes on."""
 
+TURN = 16
+"""Neighbours of a draft before it is another's turn: the best draft takes turns with all starts."""
+
 SLACK = 1.1
 """Neighbours that take so many times as long may lead on."""
 
@@ -155,7 +158,7 @@ def _explore(tries: Tries) -> None:
 
 
 def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bool = False) -> None:
-    """Goes on from the best drafts to better neighbours, until the best few and all starts have none.
+    """Goes on from the best draft and every start in turn to better neighbours, until the best few and all starts have none.
 
     Drafts that differ in cuts, recomputation and offload alone count as one: the best of them stands for all. The thorough
     search tries more of what blocks choose, which costs calls: it is for when the other has ended.
@@ -165,31 +168,28 @@ def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bo
     """
     moves = Moves(tries.question, balance)
     beam: dict[object, Tried] = {}
-    open_: dict[Draft, Iterator[Tried]] = {}
+    open_: dict[Draft, Iterator[Tried | None]] = {}
+    done: set[Draft] = set()
     for start in starts:
         _enter(beam, start)
-    while True:
+    for turn in itertools.count():
         front = sorted(beam.values(), key=lambda tried: tried.step_s)[:BEAM]
-        going = [tried for tried in [*front, *starts] if tried.draft not in open_ or open_[tried.draft] is not DONE]
-        if not going:
+        going, behind = ([tried for tried in some if tried.draft not in done] for some in (front, starts))
+        if not going and not behind:
             return
-        at = going[0]
-        if at.draft not in open_:
-            open_[at.draft] = _neighbours(tries, at, moves, thorough)
-        for found in open_[at.draft]:
+        at = behind[turn // 2 % len(behind)] if behind and (turn % 2 or not going) else going[0]
+        near, seen = open_.setdefault(at.draft, _neighbours(tries, at, moves, thorough)), 0
+        for seen, found in enumerate(itertools.islice(near, TURN), 1):
             worst_s = front[-1].step_s if len(front) == BEAM else math.inf
-            entered = found.step_s < worst_s and _enter(beam, found)
-            if at in starts and found.step_s < at.step_s:
+            entered = found is not None and found.step_s < worst_s and _enter(beam, found)
+            if found is not None and at in starts and found.step_s < at.step_s:
                 starts[starts.index(at)] = found
                 break
             if entered:
                 break
         else:
-            open_[at.draft] = DONE
-
-
-DONE: Iterator[Tried] = iter(())
-"""The neighbours of a draft whose neighbours were all looked at."""
+            if seen < TURN:
+                done.add(at.draft)
 
 
 def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
@@ -202,8 +202,8 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
     return True
 
 
-def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried]:
-    """Neighbours that fit, and are not much slower; with what blocks choose fitted anew, or as it is where that is better."""
+def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried | None]:
+    """Neighbours, None for those that do not fit or are much slower; with what blocks choose fitted anew, or onward."""
     yield tuned(tries, at, (1, 2) if thorough else (1,), ends=1 + thorough)
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
@@ -211,8 +211,7 @@ def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterat
             as_now = dataclasses.replace(draft, recompute=at.draft.recompute, offload=at.draft.offload)
             onward = fitted(tries, as_now, at.step_s * SLACK, thorough=True, onward=True)
             found = min(found, onward or found, key=lambda tried: tried.key)
-        if found is not None and found.step_s < at.step_s * SLACK:
-            yield found
+        yield found if found is not None and found.step_s < at.step_s * SLACK else None
     if thorough:
         yield tuned(tries, at, (3,))
 

@@ -46,6 +46,7 @@ class Moves:
         """
         blank = bytes(draft.bounds[-1])
         draft = dataclasses.replace(draft, recompute=blank, offload=blank)
+        yield from self._other_schedules(draft)
         yield from _shift_blocks(draft, seen.bottleneck)
         for sizes, counts in self._shares(draft, near=True):
             spread = dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
@@ -54,7 +55,6 @@ class Moves:
                 bounds = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes)).bounds
                 if bounds != draft.bounds:
                     yield dataclasses.replace(spread, bounds=bounds)
-        yield from self._other_schedules(draft)
         worst = draft.place_of_stage[seen.bottleneck]
         near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
         for number in near:

@@ -107,7 +107,7 @@ class Walk:
     def neighbours(self, at: Tried, count: int) -> Iterator[Tried]:
         """Some random neighbours that fit."""
         near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.question.scores.evaluate(at.draft))]
-        near += [(changed(at.draft, chosen), True) for chosen in other_choices(self.tries, at.draft)]
+        near += [(changed(at.draft, chosen), True) for chosen in other_choices(self.tries, at.draft, (1, 2))]
         for index in self.rng.permutation(len(near))[:count]:
             if time.process_time() > self.end_s:
                 raise OutOfBudgetError

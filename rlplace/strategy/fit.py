@@ -51,9 +51,9 @@ def fitted(
         return None
     draft = draft if onward else _all(draft, choices[0])
     tried = tries.score(draft)
-    if tried.fits or not tried.over_bytes:
-        return (_repaired(tries, tried) if onward else tried) if tried.fits else None
-    if tried.step_s >= below_s:
+    if tried.fits:
+        return _repaired(tries, tried) if thorough else tried
+    if not tried.over_bytes or tried.step_s >= below_s:
         return None
     ladders = Ladders(tries, draft, choices)
     low, high = [0] * len(ladders.saved), [len(saved) for saved in ladders.saved]  # enough at least; known to be enough
@@ -115,9 +115,7 @@ def tuned(tries: Tries, tried: Tried, together: Sequence[int], *, ends: int = 2,
     return tried
 
 
-def other_choices(
-    tries: Tries, draft: Draft, together: Sequence[int] = (1, 2), ends: int = 2
-) -> Iterator[dict[int, Choice]]:
+def other_choices(tries: Tries, draft: Draft, together: Sequence[int], ends: int = 2) -> Iterator[dict[int, Choice]]:
     """Other choices for so many blocks of a place together; the best promise first, and the place that all others wait for.
 
     Of blocks that are alike and choose alike the first and, for two `ends`, the last stand for all: memory may peak at either.

@@ -1,4 +1,4 @@
-"""Moves of a local search over strategies: from a draft to its neighbours, those that relieve its bottleneck first.
+"""Moves of a local search over strategies: from a draft to its neighbours, other schedules first, then at its bottleneck.
 
 The moves are those of Aceso (Liu et al., EuroSys 2024) and more: blocks over a cut, stages merged and split, micro-batches,
 schedule, degrees and level of one place or of all, devices between places and in and out of use, shares of unlike replicas. How

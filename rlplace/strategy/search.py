@@ -115,7 +115,8 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
                 best_s, until = tries.best_s, PATIENCE * tries.calls
             if tries.fitting() and (tries.spent() > UNIFORM_PART or tries.calls > until):
                 break
-        for tried in itertools.chain(stages, try_published(tries)):
+        published = (fitted(tries, draft, 1.2 * tries.best_s) for draft in published_starts(question))
+        for tried in itertools.chain(stages, published):
             first.append(tried)
             if tries.spent() > CHAINS_PART:
                 break
@@ -136,16 +137,6 @@ def search(question: Question, *, calls: int | None = None, time_limit_s: float 
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     best = min((tried for tried in uniform if tried is not None), key=lambda tried: tried.step_s, default=None)
     return Answer(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
-
-
-def try_published(tries: Tries) -> Iterator[Tried | None]:
-    """Starts of published planners as they fit; None for those that do not, or are far off.
-
-    Raises:
-        OutOfBudgetError: The budget ended before.
-    """
-    for draft in published_starts(tries.question):
-        yield fitted(tries, draft, 1.2 * tries.best_s)
 
 
 def _explore(tries: Tries) -> None:
@@ -178,18 +169,18 @@ def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bo
         if not going and not behind:
             return
         at = behind[turn // 2 % len(behind)] if behind and (turn % 2 or not going) else going[0]
-        near, seen = open_.setdefault(at.draft, _neighbours(tries, at, moves, thorough)), 0
-        for seen, found in enumerate(itertools.islice(near, TURN), 1):
+        if at.draft not in open_:
+            open_[at.draft] = itertools.chain(_neighbours(tries, at, moves, thorough), map(done.add, (at.draft,)))
+        for found in itertools.islice(open_[at.draft], TURN):
+            if found is None:
+                continue
             worst_s = front[-1].step_s if len(front) == BEAM else math.inf
-            entered = found is not None and found.step_s < worst_s and _enter(beam, found)
-            if found is not None and at in starts and found.step_s < at.step_s:
+            entered = found.step_s < worst_s and _enter(beam, found)
+            if at in starts and found.step_s < at.step_s:
                 starts[starts.index(at)] = found
                 break
             if entered:
                 break
-        else:
-            if seen < TURN:
-                done.add(at.draft)
 
 
 def _enter(beam: dict[object, Tried], tried: Tried) -> bool:

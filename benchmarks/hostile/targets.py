@@ -228,7 +228,6 @@ def _trials(path: Path, seeds: Path) -> None:
         for name in store.problems():
             problem = store.problem(name)
             _simulated(problem, [max(0, int(d)) for d in problem.group_device])
-        store.sites()
 
 
 def _curve(path: Path, seeds: Path) -> None:

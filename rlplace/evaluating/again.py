@@ -93,9 +93,8 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     if strategy is None:
         raise InputError("plan: it places groups of a problem and has no strategy; simulate it on its problem")
     recipe, source = recipe_of(plan), source_of(plan)
-    costs = None if source.costs is None else source.costs.path
-    made_with = None if source.costs is None else source.costs.fingerprint
-    if made_with is not None and as_costs(costs).fingerprint != made_with:
+    costs = source.table.path
+    if source.table.fingerprint is not None and as_costs(costs).fingerprint != source.table.fingerprint:
         raise InputError(f"plan: the op times it was made with ({show(costs)}) are others today; plan again")
     model = recipe.build("meta", seed=0)
     why_not, only = what_runs(model.module, model.example_inputs)

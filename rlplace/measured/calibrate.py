@@ -34,11 +34,10 @@ _DEVICE_SPREAD, _GROUP_SPREAD, _LOCAL_SPREAD = 0.5, 0.1, 0.1
 _BUSY_NOISE, _STEP_NOISE = 0.03, 0.03
 """Relative errors that are expected of a device's busy seconds and of a step time."""
 
-_CHANNEL_SPREAD, _PAIR_SPREAD, _STEP_SPREAD = 0.15, 0.1, 0.02
-"""Prior standard deviations of the logs of slowdowns and of the step factor."""
+_SPREAD = {"channel": 0.15, "pair": 0.1, "delay": 0.3, "latency": 1.0, "links": 0.3, "step": 0.02}
+"""Prior standard deviations: of the logs of slowdowns of a channel, of a pair and of all links, and of the step factor; of what
+latencies of a channel and of all links are made of."""
 
-_ALL_SPREAD = 0.3  # of a slowdown that all links share
-_DELAY_SPREAD, _LATENCY_SPREAD = 0.3, 1.0
 _LATENCY_S = 5e-4
 _SLOPE_STEP = 0.05
 _ROUNDS = 15
@@ -176,7 +175,7 @@ def _fit_links(
 
     shape = _Shape(problem, plans)
     first = np.array([start.get(name, 0.0) for name in shape.names])
-    spread = shape.spread()
+    spread = shape.spread
 
     def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
         step = predict(problem, shape.unpack(values, base), plans)
@@ -229,55 +228,50 @@ def _soft(values: NDArray[np.float64], width: float) -> NDArray[np.float64]:
 
 
 class _Shape:
-    """What is fitted: slowdowns and latencies of channels and slowdowns of pairs that some plan sends over, a latency and a
-    slowdown of all transfers, and the step factor; and the vector that holds them.
+    """What is fitted, as a vector: slowdowns and latencies of channels and slowdowns of pairs that some plan sends over, a
+    latency and a slowdown of all transfers, and the step factor.
 
     A queue in front of a busy link delays every message, however small, so a channel has a latency of its own. Latencies are
     `_LATENCY_S` times exp(value) - 1, which spans microseconds to tens of milliseconds; below zero there is none.
     """
 
     def __init__(self, problem: Problem, plans: NDArray[np.int32]) -> None:
-        self._devices = problem.num_devices
+        devices = problem.num_devices
         source, reader = problem.edge_source_group, problem.op_group[problem.consumers]
-        used = np.zeros((self._devices, self._devices), dtype=bool)
+        used = np.zeros((devices, devices), dtype=bool)
         for plan in plans:
             used[plan[source], plan[reader]] = True
         np.fill_diagonal(used, False)
-        self.pairs = [(int(i), int(j)) for i, j in np.argwhere(used)]
         channels = problem.links.effective_channels
-        by_channel: dict[int, list[tuple[int, int]]] = {}
-        for i, j in self.pairs:
-            for c in channels[i][j]:
-                by_channel.setdefault(c, []).append((i, j))
+        pairs_of: dict[int, list[int]] = {}
+        for i, j in np.argwhere(used).tolist():
+            for channel in channels[i][j]:
+                pairs_of.setdefault(channel, []).append(i * devices + j)
+        self._pairs_of = {channel: pairs for channel, pairs in sorted(pairs_of.items()) if len(pairs) > 1}
+        shared = {pair for pairs in self._pairs_of.values() for pair in pairs}
+        ways = [[(kind, channel) for channel in self._pairs_of] for kind in ("channel", "delay")]
+        own = [("pair", pair) for pair in np.flatnonzero(used).tolist()]
+        self.names = [*ways[0], *own, *ways[1], ("latency", 0), ("links", 0), ("step", 0)]
         # A channel that serves a single pair is that pair.
-        self.channels = sorted(c for c, pairs in by_channel.items() if len(pairs) > 1)
-        self._pairs_of = [by_channel[c] for c in self.channels]
-        self._private = [not any(c in self.channels for c in channels[i][j]) for i, j in self.pairs]
-        own = [("pair", i * self._devices + j) for i, j in self.pairs]
-        shared = [[(what, c) for c in self.channels] for what in ("channel", "delay")]
-        self.names = [*shared[0], *own, *shared[1], ("latency", 0), ("links", 0), ("step", 0)]
-
-    def spread(self) -> NDArray[np.float64]:
-        """Prior standard deviation of every value."""
-        pairs = [_CHANNEL_SPREAD if private else _PAIR_SPREAD for private in self._private]
-        count = len(self.channels)
-        delays = [_DELAY_SPREAD] * count
-        return np.array([_CHANNEL_SPREAD] * count + pairs + delays + [_LATENCY_SPREAD, _ALL_SPREAD, _STEP_SPREAD])
+        kinds = ["channel" if kind == "pair" and number not in shared else kind for kind, number in self.names]
+        self.spread = np.array([_SPREAD[kind] for kind in kinds])
 
     def unpack(self, values: NDArray[np.float64], base: Correction) -> Correction:
         """The correction that a vector stands for; op factors are those of `base`."""
         values = np.clip(values, -_MOST, _MOST)
-        channels, pairs = len(self.channels), len(self.pairs)
-        channel, pair = np.ones_like(base.channel_slowdown), np.full_like(base.pair_slowdown, np.exp(values[-2]))
-        channel[self.channels] = np.exp(values[:channels])
-        for (i, j), value in zip(self.pairs, values[channels : channels + pairs], strict=True):
-            pair[i, j] *= np.exp(value)
-        delay = _LATENCY_S * np.expm1(np.maximum(values[channels + pairs : -2], 0.0))
-        latency = np.full_like(base.latency_s, delay[-1])
-        for members, seconds in zip(self._pairs_of, delay, strict=False):
-            for i, j in members:
-                latency[i, j] += seconds
+        slowdown = np.exp(values)
+        delay_s = _LATENCY_S * np.expm1(np.maximum(values, 0.0))
+        channels, pairs = np.ones_like(base.channel_slowdown), np.full_like(base.pair_slowdown, slowdown[-2])
+        latency = np.full_like(base.latency_s, delay_s[-3])
+        for (kind, number), factor, seconds in zip(self.names, slowdown, delay_s, strict=True):
+            if kind == "channel":
+                channels[number] = factor
+            elif kind == "pair":
+                pairs.flat[number] *= factor
+            elif kind == "delay":
+                latency.flat[self._pairs_of[number]] += seconds
         np.fill_diagonal(latency, 0.0)
+        step_factor = float(slowdown[-1])
         return dataclasses.replace(
-            base, channel_slowdown=channel, pair_slowdown=pair, latency_s=latency, step_factor=float(np.exp(values[-1]))
+            base, channel_slowdown=channels, pair_slowdown=pairs, latency_s=latency, step_factor=step_factor
         )

@@ -54,7 +54,7 @@ def open_database(path: str | Path | None, *, create: bool) -> sqlite3.Connectio
     Raises:
         InputError: Not a store, a damaged one, one of a newer version, or not to be opened at all.
     """
-    where = _name(path)
+    where = "trials in memory" if path is None else str(path)
     with reported(where):
         connection = sqlite3.connect(
             ":memory:" if path is None else _uri(Path(path), create),
@@ -80,15 +80,9 @@ def open_database(path: str | Path | None, *, create: bool) -> sqlite3.Connectio
 @contextlib.contextmanager
 def writing(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction that takes the write lock at once: two readers that both wait to write would wait for each other."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:  # commits, or rolls back
+        connection.execute("BEGIN IMMEDIATE")
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-        raise
 
 
 @contextlib.contextmanager
@@ -123,10 +117,6 @@ def _explained(error: sqlite3.Error) -> str:
     return f"SQLite says {show(str(error))}"
 
 
-def _name(path: str | Path | None) -> str:
-    return "trials in memory" if path is None else str(path)
-
-
 def _uri(path: Path, create: bool) -> str:
     try:
         status = path.stat()
@@ -147,8 +137,12 @@ def _uri(path: Path, create: bool) -> str:
 
 
 def _empty(connection: sqlite3.Connection) -> bool:
-    known = connection.execute("PRAGMA application_id").fetchone()[0], connection.execute("PRAGMA user_version").fetchone()[0]
-    return known == (0, 0) and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    marks = (_number(connection, text) for text in ("PRAGMA application_id", "PRAGMA user_version"))
+    return not any(marks) and not _number(connection, "SELECT count(*) FROM sqlite_master")
+
+
+def _number(connection: sqlite3.Connection, text: str) -> int:
+    return int(connection.execute(text).fetchone()[0])
 
 
 def _create(connection: sqlite3.Connection) -> None:
@@ -162,9 +156,9 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 def _check(connection: sqlite3.Connection, where: str) -> None:
-    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+    if _number(connection, "PRAGMA application_id") != APPLICATION_ID:
         raise InputError(f"{where}: a SQLite database, but not one of trials")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version = _number(connection, "PRAGMA user_version")
     if version > VERSION:
         raise InputError(f"{where}: written as trials version {version}, this rlplace reads up to {VERSION}; upgrade rlplace")
     # Anything beside these and what AUTOINCREMENT and ANALYZE make is refused: a view or a trigger would run statements of

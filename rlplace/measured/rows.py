@@ -11,10 +11,7 @@ from rlplace.files import canonical_json, parse_json
 from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, MAX_REASON, MAX_STEPS, Trial
 from rlplace.records import build, plain
 
-COLUMNS = (
-    "problem", "site", "run", "anchor", "status", "mode", "engine", "began_at", "setup_s", "predicted_s", "device_of_group",
-    "step_s", "places", "reason",
-)  # fmt: skip
+COLUMNS = Trial.__struct_fields__
 """Columns of the table `trials`, in the order of the values of `trial_to_row`."""
 
 ONE_PASS = {"microbatches": 1, "schedule": "list", "priority": None}

@@ -26,13 +26,6 @@ def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
     return value
 
 
-def check_fingerprint(value: Any, where: str) -> str:
-    """A SHA-256 in lower-case hexadecimal digits."""
-    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise InputError(f"{where}: {show(value)} is not a fingerprint")
-    return value
-
-
 MAX_FACTS = 256
 MAX_TEXT = 1 << 16
 MAX_FACTS_TEXT = 1 << 20

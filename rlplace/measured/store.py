@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,9 +17,10 @@ from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import COLUMNS, ONE_PASS, plan_key, trial_from_row, trial_to_row
-from rlplace.measured.site import MAX_FACTS_TEXT, Site, check_fingerprint, check_text
-from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Trial
+from rlplace.measured.site import Site, check_text
+from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Fingerprint, Name, Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
+from rlplace.records import build
 
 MAX_TRIALS = 1_000_000
 """Trials that one call reads."""
@@ -70,10 +71,6 @@ class TrialStore:
         self._insert("sites", (site.fingerprint, site.name, canonical_json(dict(site.facts))))
         return site.fingerprint
 
-    def sites(self) -> list[Site]:
-        """All clusters, in the order in which they were added."""
-        return [self._site(row) for row in self._rows("SELECT fingerprint, name, facts FROM sites ORDER BY rowid")]
-
     def add_problem(self, problem: Problem) -> str:
         """Stores a problem unless it is known; returns its fingerprint."""
         text = json.dumps(problem_to_dict(problem), allow_nan=False).encode()
@@ -89,8 +86,7 @@ class TrialStore:
     def problems(self) -> dict[str, str]:
         """Names of all problems by fingerprint, in the order in which they were added."""
         rows = self._rows("SELECT fingerprint, name FROM problems ORDER BY rowid")
-        where = f"{self._where}: problems"
-        return {check_fingerprint(key, where): check_text(name, where) for key, name in rows}
+        return build(dict[Fingerprint, Name], dict(rows), f"{self._where}: problems")
 
     def problem(self, fingerprint: str) -> Problem:
         """A problem by its fingerprint."""
@@ -171,48 +167,25 @@ class TrialStore:
         columns = ("uid", "plan_key", *ONE_PASS, *COLUMNS)
         text = f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         with self._writing() as database:
-            _check_sizes(trial, self._sizes(database, trial.problem, trial.site, self._where), self._where)
+            _check_known(database, trial, self._where)
             return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial), *ONE_PASS.values(), *row)).lastrowid or 0)
-
-    def _sizes(self, database: sqlite3.Connection, problem: str, site: str, where: str) -> tuple[int, int]:
-        """Devices and groups of a problem; refuses a problem or cluster that the store does not know."""
-        text = "SELECT num_devices, num_groups FROM problems WHERE fingerprint = ?"
-        sizes = database.execute(text, (problem,)).fetchone()
-        if sizes is None:
-            raise InputError(f"{where}: problem {show(problem)} is not in the store; add it first")
-        if site != "" and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (site,)).fetchone():
-            raise InputError(f"{where}: cluster {show(site)} is not in the store; add it first")
-        devices, groups = (whole_number(size, f"{where}: a size of problem {show(problem)}", 0, 1 << 31) for size in sizes)
-        return devices, groups
 
     def _select(self, conditions: dict[str, str]) -> Iterator[tuple[int, Trial]]:
         """Checked trials in the order of adding; read in parts, so that no writer waits for a long read."""
-        known: dict[tuple[str, str], tuple[int, int]] = {}
         last = -1 << 63
         text = f"{_SELECT} WHERE {_all(conditions)} AND id > ? ORDER BY id LIMIT {_CHUNK}"
         while rows := self._rows(text, *conditions.values(), last):
             for number, uid, key, *row in rows:
                 at = f"{self._where}: trial {show(number)}"
                 trial = trial_from_row(row, at)
-                fingerprints = trial.problem, trial.site
-                if fingerprints not in known:
-                    with self._reading() as database:
-                        known[fingerprints] = self._sizes(database, *fingerprints, at)
-                _check_sizes(trial, known[fingerprints], at)
+                with self._reading() as database:
+                    _check_known(database, trial, at)
                 if key != plan_key(trial) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
                 if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:
                     raise InputError(f"{at}: not in order; the database is damaged")
                 last = number
                 yield number, trial
-
-    def _site(self, row: Sequence[Any]) -> Site:
-        fingerprint, name, facts = row
-        where = f"{self._where}: cluster {show(fingerprint)}"
-        site = Site(check_text(name, where), parse_json(check_text(facts, where, MAX_FACTS_TEXT), where))
-        if site.fingerprint != fingerprint:
-            raise InputError(f"{where}: what is stored has another fingerprint")
-        return site
 
     def _insert(self, table: str, values: tuple[Any, ...]) -> None:
         with self._writing() as database:
@@ -241,8 +214,15 @@ def _checked(trial: Trial, *, running: bool) -> tuple[tuple[Any, ...], Trial]:
     return row, trial
 
 
-def _check_sizes(trial: Trial, sizes: tuple[int, int], where: str) -> None:
-    num_devices, num_groups = sizes
+def _check_known(database: sqlite3.Connection, trial: Trial, where: str) -> None:
+    """Refuses a trial whose problem or cluster the store does not know, or whose plan is not for its problem."""
+    text, problem = "SELECT num_devices, num_groups FROM problems WHERE fingerprint = ?", show(trial.problem)
+    sizes = database.execute(text, (trial.problem,)).fetchone()
+    if sizes is None:
+        raise InputError(f"{where}: problem {problem} is not in the store; add it first")
+    if trial.site and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (trial.site,)).fetchone():
+        raise InputError(f"{where}: cluster {show(trial.site)} is not in the store; add it first")
+    num_devices, num_groups = (whole_number(size, f"{where}: a size of problem {problem}", 0, 1 << 31) for size in sizes)
     if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
         raise InputError(f"{where}: the plan is not for its problem, which has {num_groups} groups and {num_devices} devices")
 

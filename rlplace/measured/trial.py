@@ -24,7 +24,8 @@ MAX_STEPS = 1 << 20
 MAX_REASON = 4000
 MAX_NAME = 1000
 
-_Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _Seconds = Annotated[float, Meta(ge=0.0, lt=1e18)]
 _Step = Annotated[float, Meta(gt=0.0, lt=1e18)]
 
@@ -49,19 +50,19 @@ class Trial(Record, frozen=True):
         anchor: A repeated run of a known plan, which shows whether the cluster itself has changed.
     """
 
-    problem: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    problem: Fingerprint
     site: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
     device_of_group: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(max_length=MAX_GROUPS)]
     status: Status
     step_s: Annotated[tuple[_Step, ...], Meta(max_length=MAX_STEPS)] = ()
     places: Annotated[tuple[PlaceTiming, ...], Meta(max_length=DEVICES)] = ()
     predicted_s: _Seconds | None = None
-    engine: _Name = ""
+    engine: Name = ""
     mode: Mode = "computed"
     setup_s: _Seconds = 0.0
     began_at: _Seconds = 0.0
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
-    run: _Name = ""
+    run: Name = ""
     anchor: bool = False
 
     @property

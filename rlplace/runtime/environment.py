@@ -16,7 +16,6 @@ import torch
 from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError, show
 
-_CONTROL_SIZE = {"cpu": 512, "cuda": 4096}
 _CONTROL_WARMUP, _CONTROL_REPEATS = 5, 15
 _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
 
@@ -56,6 +55,11 @@ def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_coun
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock()
+
+
+def own_clock(device: torch.device) -> Callable[[], float]:
+    """The thread's processor time where one thread does all the work, which other programs cannot lengthen; else wall time."""
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def read_environment(device: torch.device) -> Environment:
@@ -98,7 +102,7 @@ def clock_mhz(device: torch.device) -> float | None:
     """The clock as it is now, the mean over the cores of a processor; None where nothing tells it."""
     if device.type == "cuda":
         return nvidia_readings(device).get("clocks.sm")
-    values = [float(line.partition(":")[2]) for line in _processor_lines("cpu MHz")]
+    values = [float(value) for value in _processor_values("cpu MHz")]
     return round(statistics.mean(values), 1) if values else None
 
 
@@ -121,10 +125,9 @@ def time_control(device: torch.device) -> tuple[str, float]:
     Returns:
         What was run, and the median seconds.
     """
-    size = _CONTROL_SIZE.get(device.type, 512)
+    size, clock = 4096 if device.type == "cuda" else 512, own_clock(device)
     generator = torch.Generator(device=device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
-    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     seconds = []
     for _ in range(_CONTROL_WARMUP + _CONTROL_REPEATS):
         begin = read_clock(device, clock)
@@ -135,16 +138,14 @@ def time_control(device: torch.device) -> tuple[str, float]:
 
 def processor_name() -> str:
     """The model of this machine's processor, as Linux names it."""
-    names = [line.partition(":")[2].strip() for line in _processor_lines("model name")]
-    return names[0] if names else "processor"
+    return next(iter(_processor_values("model name")), "processor")
 
 
-def _processor_lines(key: str) -> list[str]:
-    try:
+def _processor_values(key: str) -> list[str]:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if line.startswith(key)]
+        return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+    return []
 
 
 def local_facts(device: torch.device) -> dict[str, str | int | float]:

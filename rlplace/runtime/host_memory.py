@@ -1,4 +1,4 @@
-"""How the C library keeps freed memory, and what it costs when it does not.
+"""How the C library keeps freed memory, what it costs when it does not, and the peak of a step.
 
 glibc hands the top of its heap back to the system when more than a threshold is free there, and takes large blocks from the
 system each time. Both are paid for page by page, when the memory is touched again. The thresholds move with the blocks that a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,62 +24,45 @@ def keep_freed_memory() -> str:
     Returns:
         "keep", or "default" where there is no glibc.
     """
-    if not sys.platform.startswith("linux"):
-        return "default"
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):
         return "default"
     done = [mallopt(_M_TRIM_THRESHOLD, -1), mallopt(_M_TOP_PAD, _TOP_PAD_BYTES), mallopt(_M_MMAP_MAX, 0)]
     return "keep" if all(done) else "default"
 
 
-def page_faults() -> int:
-    """Pages that the process had to be given so far; 0 where the system does not count them."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-
-
-class StepMemory:
-    """Measures one step between `begin` and `end`.
+class PeakMemory:
+    """The peak of a device's memory since this was made.
 
     A GPU counts what it allocates. On a processor the peak is the size of the tensors that are there between steps, plus what
-    the resident memory of the process grows by during the step; code and libraries do not count.
-
-    Attributes:
-        peak_bytes: Peak of the measured step; None before it, or where the system does not tell.
+    the resident memory of the process has grown by since; code and libraries do not count.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.peak_bytes: int | None = None
-        self._device = device
-        self._rest_bytes = self._held_bytes = 0
-
-    def begin(self, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, held: Iterable[torch.Tensor] | None = None) -> None:
         """Starts to measure.
 
         Args:
-            held: What stays from step to step: parameters, gradients, buffers, optimizer state.
+            device: A GPU, or a processor.
+            held: What stays from step to step: parameters, gradients, buffers, optimizer state. None: do not measure a
+                processor.
         """
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        self._held_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
-        if sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError, AttributeError):
+        self._device = device
+        self._rest_bytes = self._held_bytes = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        elif held is not None:
+            self._held_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+            with contextlib.suppress(OSError, AttributeError, TypeError):  # only Linux tells
                 ctypes.CDLL(None).malloc_trim(0)  # what was freed would hide what is taken
                 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
                 self._rest_bytes = _status_bytes("VmRSS")
 
-    def end(self) -> None:
-        """Notes the peak since `begin`."""
+    def read_bytes(self) -> int | None:
+        """The peak so far; None where the system does not tell."""
         if self._device.type == "cuda":
-            self.peak_bytes = int(torch.cuda.max_memory_allocated(self._device))
-        elif self._rest_bytes:
-            self.peak_bytes = self._held_bytes + max(_status_bytes("VmHWM") - self._rest_bytes, 0)
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return self._held_bytes + max(_status_bytes("VmHWM") - self._rest_bytes, 0) if self._rest_bytes else None
 
 
 def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

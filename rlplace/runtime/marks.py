@@ -1,21 +1,19 @@
 """Marks on the time line of a device: each mark ends the interval of what ran before and begins that of its own key.
 
 Every moment of a step so belongs to some key, and the times of all keys add up to the step. On a processor that does the work
-itself a mark is a clock reading: the thread's processor time where torch runs on one thread, which other programs cannot
-lengthen, else wall time. On an accelerator it is an event in the stream; work is queued behind a sleeping kernel, so
+itself a mark is a clock reading, see `own_clock`. On an accelerator it is an event in the stream; work is queued behind a sleeping kernel, so
 that the device never waits for the host and the intervals are device time.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from rlplace.runtime.environment import read_clock
+from rlplace.runtime.environment import own_clock, read_clock
 
 Key = Hashable
 
@@ -29,14 +27,13 @@ class Marks:
 
     Attributes:
         device: The device.
-        clock: The host's, seconds; default its processor time where one thread does all the work.
+        clock: The host's, seconds; default `own_clock`.
         keys: Of the marks so far.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
-        own = device.type == "cpu" and torch.get_num_threads() == 1
         self.device = device
-        self.clock = clock or (time.thread_time if own else time.perf_counter)
+        self.clock = clock or own_clock(device)
         self.keys: list[Key] = []
         self._cuda = device.type == "cuda"
         self._times: list[float] = []

@@ -59,12 +59,9 @@ def step_timer(
     def measure(plan: PlacementPlan) -> float:
         placed = apply(build(), plan, devices, example_inputs=example_inputs)
         trainable = optimizer([p for p in placed.parameters() if p.requires_grad])
-        samples = []
-        for step in range(warmup + repeats):
-            seconds = time_step(placed, trainable, example_inputs, loss=loss, devices=devices)
-            if step >= warmup:
-                samples.append(seconds)
-        return statistics.median(samples)
+        steps = range(warmup + repeats)
+        seconds = [time_step(placed, trainable, example_inputs, loss=loss, devices=devices) for _ in steps]
+        return statistics.median(seconds[warmup:])
 
     return measure
 

@@ -8,11 +8,11 @@ processor to another program are set aside.
 
 from __future__ import annotations
 
-import dataclasses
+import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import UPDATE, OpGraph
-from rlplace.runtime.environment import clock_mhz, read_environment, time_control
-from rlplace.runtime.host_memory import keep_freed_memory, page_faults
+from rlplace.runtime.environment import clock_mhz, own_clock, read_environment, time_control
+from rlplace.runtime.host_memory import PeakMemory, keep_freed_memory
 from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import time_step
 from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
@@ -40,29 +40,30 @@ MIN_REPEATS = 5
 _LOST = 0.02  # of a step's time: more means that another program had the processor
 
 Times = dict[Any, float]
+Marked = tuple[Times, Times | None]
+"""Of a step with marks the seconds by op name, and the host's likewise, None on a processor."""
 
 
-@dataclass
-class Samples:
-    """Raw times.
+@dataclass(frozen=True)
+class PlainStep:
+    """A step without marks.
 
     Attributes:
-        plain: Wall seconds of steps without marks during which the thread kept the processor.
-        lost: Wall seconds of the others.
-        busy: Processor seconds of the thread in all of these steps; empty where ops run elsewhere.
-        marked: Of each step with marks the seconds by op name, and the host's likewise, None on a processor.
-        peak_memory_bytes: Peak of the steps without marks; None where the device does not tell.
-        page_faults: Number of them in all steps without marks.
-        interrupted: Whether a person stopped the timing early.
+        seconds: Wall time.
+        busy_s: Processor time of the thread; None where ops run elsewhere.
+        page_faults: Pages that the process had to be given.
+        peak_memory_bytes: None where the device does not tell.
     """
 
-    plain: list[float] = dataclasses.field(default_factory=list)
-    lost: list[float] = dataclasses.field(default_factory=list)
-    busy: list[float] = dataclasses.field(default_factory=list)
-    marked: list[tuple[Times, Times | None]] = dataclasses.field(default_factory=list)
-    peak_memory_bytes: int | None = None
-    page_faults: int = 0
-    interrupted: bool = False
+    seconds: float
+    busy_s: float | None
+    page_faults: int
+    peak_memory_bytes: int | None
+
+    @property
+    def lost(self) -> bool:
+        """Whether another program had the processor."""
+        return self.busy_s is not None and self.seconds - self.busy_s > _LOST * self.seconds
 
 
 def measure_model(
@@ -75,9 +76,11 @@ def measure_model(
     step: bool = True,
     repeats: int = 25,
     time_limit_s: float = 120.0,
-    keep_memory: bool = True,
 ) -> Measurement:
     """Times a model on a device.
+
+    On a processor the C library is told to keep freed memory instead of handing it back and getting it again page by page:
+    whether it does so by itself depends on the history of its heap and changes step times by up to a third.
 
     Args:
         model: With real weights, in training mode. It is moved to the device and trained for some steps.
@@ -87,9 +90,6 @@ def measure_model(
         ops: Whether to time single ops.
         step: Whether to time whole steps.
         repeats: Timed steps of each kind.
-        keep_memory: On a processor, tell the C library to keep freed memory instead of handing it back and getting it again
-            page by page: whether it does so by itself depends on the history of its heap and changes step times by up to a
-            third.
         time_limit_s: After this long no more steps are timed, but at least `MIN_REPEATS` of each kind are.
 
     Returns:
@@ -107,39 +107,38 @@ def measure_model(
             f"measure: {graph.name} was captured by {graph.capture.get('method')}; ops are timed on exported graphs"
         )
     target = torch.device(device)
-    allocator = keep_freed_memory() if target.type == "cpu" and keep_memory else "default"
+    allocator = keep_freed_memory() if target.type == "cpu" else "default"
     before = read_environment(target)
     shape, first = time_control(target)
     module, inputs = _on_device(model, target)
     walk = StepWalk(module, inputs, model.loss, optimizer, Marks(target)) if ops else None
     trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
 
-    def plain(samples: Samples) -> None:
-        _plain_step(samples, trained, module, inputs, model.loss, target)
+    def plain_step() -> PlainStep:
+        return _plain_step(trained, module, inputs, model.loss, target)
 
-    samples = _run_steps(walk, plain if step else None, repeats, time_limit_s)
+    plain, marked, interrupted = _run_steps(walk, plain_step if step else None, repeats, time_limit_s)
     _, last = time_control(target)
     environment = msgspec.structs.replace(
         before,
         clock_end_mhz=clock_mhz(target),
         details={
             **before.details,
-            "disturbed_steps": len(samples.lost),
+            "disturbed_steps": sum(step.lost for step in plain),
             "allocator": allocator,
-            "page_faults_a_step": samples.page_faults // max(1, len(samples.plain) + len(samples.lost)),
-            **({"interrupted": "yes"} if samples.interrupted else {}),
+            "page_faults_a_step": sum(step.page_faults for step in plain) // max(1, len(plain)),
+            **({"interrupted": "yes"} if interrupted else {}),
         },
     )
-    marked = [sum(times.values()) for times, _ in samples.marked]
     return Measurement(
         name=f"{graph.name} on {environment.device}",
         model=_model_of(graph, optimizer),
         environment=environment,
         cache="step",
-        ops=() if walk is None else _measured_ops(graph, walk, samples),
-        step=_step_timing(samples, marked) if step else None,
+        ops=() if walk is None else _measured_ops(graph, walk, marked),
+        step=_step_timing(plain, marked) if step else None,
         control=ControlTiming(shape, first, last),
-        host_s=statistics.median([times.get(None, 0.0) for times, _ in samples.marked]) if ops else 0.0,
+        host_s=statistics.median([times.get(None, 0.0) for times, _ in marked]) if ops else 0.0,
     )
 
 
@@ -189,72 +188,73 @@ def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any
     return module, inputs
 
 
-def _run_steps(walk: StepWalk | None, plain: Callable[[Samples], None] | None, repeats: int, time_limit_s: float) -> Samples:
-    """Plain and marked steps in turn, or one of them; an interrupt ends them once there are enough to tell something."""
-    samples = Samples()
+def _run_steps(
+    walk: StepWalk | None, plain_step: Callable[[], PlainStep] | None, repeats: int, time_limit_s: float
+) -> tuple[list[PlainStep], list[Marked], bool]:
+    """Plain and marked steps in turn, or one of them; an interrupt ends them once there are enough to tell something.
+
+    Returns:
+        The steps without marks and those with marks, and whether a person stopped the timing early.
+    """
+    plain: list[PlainStep] = []
+    marked: list[Marked] = []
     end = time.monotonic() + time_limit_s
     try:
         for index in range(WARMUP_STEPS + 4 * repeats):
-            warm = index >= WARMUP_STEPS
-            enough = min(len(samples.plain) if plain else repeats, len(samples.marked) if walk else repeats)
-            if enough >= repeats or (time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS):
+            undisturbed = sum(not step.lost for step in plain) if plain_step is not None else repeats
+            enough = min(undisturbed, len(marked) if walk is not None else repeats) >= repeats
+            if enough or (time.monotonic() > end and index >= WARMUP_STEPS + MIN_REPEATS):
                 break
-            if plain is not None:
-                plain(samples if warm else Samples())
-            if walk is not None and len(samples.marked) < repeats:
-                marked = walk.run()
-                if warm:
-                    samples.marked.append(marked)
+            if plain_step is not None:
+                plain.append(plain_step())
+            if walk is not None and len(marked) < repeats:
+                marked.append(walk.run())
+            if index < WARMUP_STEPS:
+                del plain[:], marked[:]
     except KeyboardInterrupt:
-        plain_steps = len(samples.plain) + len(samples.lost)
-        if (plain and plain_steps < MIN_REPEATS) or (walk and len(samples.marked) < MIN_REPEATS):
+        if (plain_step and len(plain) < MIN_REPEATS) or (walk and len(marked) < MIN_REPEATS):
             raise
-        samples.interrupted = True
-    return samples
+        return plain, marked, True
+    return plain, marked, False
 
 
-def _plain_step(
-    samples: Samples, optimizer: torch.optim.Optimizer, module: nn.Module, inputs: Any, loss: Any, device: torch.device
-) -> None:
-    """One step without marks."""
-    cuda = device.type == "cuda"
-    own = not cuda and torch.get_num_threads() == 1  # the thread that calls does all the work
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    faults, begin = page_faults(), time.thread_time()
+def _plain_step(optimizer: torch.optim.Optimizer, module: nn.Module, inputs: Any, loss: Any, device: torch.device) -> PlainStep:
+    memory = PeakMemory(device)
+    faults, begin = _page_faults(), time.thread_time()
     seconds = time_step(module, optimizer, inputs, loss=loss, devices=[device])
-    busy = time.thread_time() - begin
-    if cuda:
-        samples.peak_memory_bytes = max(samples.peak_memory_bytes or 0, int(torch.cuda.max_memory_allocated(device)))
-    samples.page_faults += page_faults() - faults
-    (samples.lost if own and seconds - busy > _LOST * seconds else samples.plain).append(seconds)
-    if own:
-        samples.busy.append(busy)
+    busy_s = time.thread_time() - begin if own_clock(device) is time.thread_time else None
+    return PlainStep(seconds, busy_s, _page_faults() - faults, memory.read_bytes())
 
 
-def _step_timing(samples: Samples, marked: Sequence[float]) -> StepTiming:
-    missing = max(0, MIN_REPEATS - len(samples.plain))
-    plain = samples.plain + sorted(samples.lost)[:missing]  # the least disturbed ones, while there are too few others
-    low, middle, high = np.percentile(plain, (10, 50, 90)).tolist()
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _step_timing(plain: Sequence[PlainStep], marked: Sequence[Marked]) -> StepTiming:
+    lost = sorted(step.seconds for step in plain if step.lost)
+    kept = [step.seconds for step in plain if not step.lost]
+    used = kept + lost[: max(0, MIN_REPEATS - len(kept))]  # the least disturbed ones, while there are too few others
+    low, middle, high = np.percentile(used, (10, 50, 90)).tolist()
+    busy = [step.busy_s for step in plain if step.busy_s is not None]
     return StepTiming(
         seconds=middle,
-        min_s=min(plain),
+        min_s=min(used),
         p10_s=low,
         p90_s=high,
-        repeats=len(plain),
-        undisturbed=len(samples.plain),
-        busy_s=statistics.median(samples.busy) if samples.busy else None,
-        instrumented_s=statistics.median(marked) if marked else None,
-        peak_memory_bytes=samples.peak_memory_bytes,
+        repeats=len(used),
+        undisturbed=len(kept),
+        busy_s=statistics.median(busy) if busy else None,
+        instrumented_s=statistics.median([sum(times.values()) for times, _ in marked]) if marked else None,
+        peak_memory_bytes=max((step.peak_memory_bytes for step in plain if step.peak_memory_bytes is not None), default=None),
     )
 
 
-def _measured_ops(graph: OpGraph, walk: StepWalk, samples: Samples) -> tuple[MeasuredOp, ...]:
+def _measured_ops(graph: OpGraph, walk: StepWalk, steps: Sequence[Marked]) -> tuple[MeasuredOp, ...]:
     """One record per distinct op."""
-    cost = walk.mark_cost_s
-    counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times, _ in samples.marked]
-    marked = [_with_updates(times, graph, walk) for times in counted]
-    issue = [_with_updates(times, graph, walk) for _, times in samples.marked if times is not None]
+    cost, shares = walk.mark_cost_s, _update_shares(graph, walk.group_of)
+    counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times, _ in steps]
+    marked = [_with_updates(times, shares) for times in counted]
+    issue = [_with_updates(times, shares) for _, times in steps if times is not None]
     names_of: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     described = describe_ops(graph)
     for name, key in zip(graph.op_names, described, strict=True):
@@ -277,28 +277,29 @@ def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:
     return list(zip(target_names(graph), graph.op_kind, graph.op_dtype, directions, flops, size, dims, strict=True))
 
 
-def _with_updates(times: Times, graph: OpGraph, walk: StepWalk) -> Times:
-    """Adds to each update op its share of its optimizer group: an equal one, or by bytes where shapes are mixed."""
-    result = dict(times)
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, name in enumerate(graph.op_names):
-        if graph.op_phase[index] == UPDATE and name in walk.group_of:
-            members[walk.group_of[name]].append(index)
+def _update_shares(graph: OpGraph, group_of: Mapping[str, int]) -> dict[str, tuple[int, float]]:
+    """Optimizer group of each update op, and its share of the group's time: by bytes, which is an equal one for equal shapes."""
+    ops = zip(graph.op_names, graph.op_phase, graph.op_bytes.tolist(), strict=True)
+    size = {name: size for name, phase, size in ops if phase == UPDATE and name in group_of}
+    total: dict[int, int] = defaultdict(int)
+    for name, own in size.items():
+        total[group_of[name]] += own
+    return {name: (group_of[name], own / max(total[group_of[name]], 1)) for name, own in size.items()}
+
+
+def _with_updates(times: Times, shares: Mapping[str, tuple[int, float]]) -> Times:
+    """Adds to each update op its share of its optimizer group."""
     empty = times.get((UPDATE_KEY, None), 0.0)
-    for group, indices in members.items():
-        total = max(0.0, times.get((UPDATE_KEY, group), 0.0) - empty)
-        weights = graph.op_bytes[indices].astype(np.float64)
-        for index, share in zip(indices, (weights / max(weights.sum(), 1.0)).tolist(), strict=True):
-            name = graph.op_names[index]
-            result[name] = result.get(name, 0.0) + total * share
-    return result
+    return times | {
+        name: times.get(name, 0.0) + share * max(0.0, times.get((UPDATE_KEY, group), 0.0) - empty)
+        for name, (group, share) in shares.items()
+    }
 
 
 def _record(key: tuple[Any, ...], names: list[str], marked: list[Times], issue: list[Times]) -> MeasuredOp:
     target, kind, dtype, direction, flops, size, dims = key
-    each = np.array([[times.get(name, 0.0) for times in marked] for name in names])
+    each, host = (np.array([[times.get(name, 0.0) for times in steps] for name in names]) for steps in (marked, issue))
     low, high = np.percentile(each, (10, 90)).tolist()
-    host = np.array([[times.get(name, 0.0) for times in issue] for name in names]) if issue else None
     return MeasuredOp(
         target=target,
         kind=kind,
@@ -312,5 +313,5 @@ def _record(key: tuple[Any, ...], names: list[str], marked: list[Times], issue: 
         p10_s=low,
         p90_s=high,
         repeats=each.shape[1],
-        issue_s=None if host is None else float(np.median(host, axis=1).mean()),
+        issue_s=None if not issue else float(np.median(host, axis=1).mean()),
     )

@@ -54,7 +54,6 @@ class StepWalk:
         self.loss, self.marks = loss, marks
         self.parameters = trainable(module)
         self._update_of = {id(parameter): f"{name}/update" for name, parameter in self.parameters.items()}
-        self.one_by_one = _one_by_one(self.parameters)
         self.optimizer, self.group_of = make_optimizer(optimizer, self.parameters)
         self._owner_of_sequence: dict[int, str] = {}
         self.mark_cost_s = marks.cost_s()
@@ -123,7 +122,7 @@ class StepWalk:
                 self.optimizer.param_groups = [group]
                 self.marks.mark((UPDATE, index))
                 self.optimizer.step()
-            if self.one_by_one:
+            if self.marks.device.type == "cpu":
                 self.optimizer.param_groups = [{**groups[0], "params": []}]
                 self.marks.mark((UPDATE, None))
                 self.optimizer.step()
@@ -163,19 +162,9 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, dict[str, int]]:
-    """The optimizer, with a group for each shape on a processor, and the group of each update op."""
-    groups = _groups(parameters) if _one_by_one(parameters) else [list(parameters)]
-    group_of = {f"{parameter}/update": index for index, group in enumerate(groups) for parameter in group}
-    return OPTIMIZERS[name]([{"params": [parameters[p] for p in group]} for group in groups], lr=_RATE), group_of
-
-
-def _one_by_one(parameters: Mapping[str, Tensor]) -> bool:
-    return next(iter(parameters.values())).device.type == "cpu"
-
-
-def _groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names by dtype and shape, in order of first appearance."""
-    by_shape: dict[tuple[Any, ...], list[str]] = {}
-    for name, parameter in parameters.items():
-        by_shape.setdefault((parameter.dtype, *parameter.shape), []).append(name)
-    return list(by_shape.values())
+    """The optimizer, with a group for each dtype and shape on a processor, and the group of each update op."""
+    groups: dict[Any, list[str]] = {}
+    for parameter, tensor in parameters.items():
+        groups.setdefault((tensor.dtype, tensor.shape) if tensor.device.type == "cpu" else None, []).append(parameter)
+    group_of = {f"{parameter}/update": index for index, group in enumerate(groups.values()) for parameter in group}
+    return OPTIMIZERS[name]([{"params": [parameters[p] for p in group]} for group in groups.values()], lr=_RATE), group_of

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -143,9 +144,7 @@ def guard(part: str = "", debug: bool = False) -> Iterator[None]:
     watch_over(part)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
+    except Exception as error:
         if _job is None:
             raise
         _end(_job, error, debug)
@@ -194,8 +193,7 @@ def _text(job: _Job, error: BaseException) -> str:
 def _cause(job: _Job, error: BaseException) -> str | None:
     """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
     waited = activity.current(error)
-    own = {"source": waited.source, "text": waited.text}
-    job.put(f"lost/{job.rank}", own)
+    job.put(f"lost/{job.rank}", {"source": waited.source, "text": waited.text})
     hangs = any(text in str(error).lower() for text in _TIMED_OUT)
     # Others may have begun to wait later, by as long as their part of a step takes.
     began_s, hang_s = time.monotonic(), max(_GRACE_S, 0.5 * default_timeout_s())
@@ -210,7 +208,7 @@ def _cause(job: _Job, error: BaseException) -> str | None:
         for rank in others:
             if (ended := job.look(f"ended/{rank}")) is not None:
                 return None if ended else f"{job.name(rank)} has ended its script while {job} waited for {waited.text}"
-        near = [rank for rank in others if own["source"] in (None, rank)]
+        near = [rank for rank in others if waited.source in (None, rank)]
         grace_s = hang_s if hangs else _DYING_S if near and all(map(job.here, near)) else _GRACE_S
         if (hangs and len(others) < 2) or time.monotonic() > began_s + grace_s:
             break
@@ -280,16 +278,10 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _LastWord(ErrorHandler):
-    """torch's, beside the file that torchrun reads: one that is empty for a moment ends torchrun instead of a restart."""
-
-    def _get_error_file_path(self) -> str:
-        return os.environ[_ERROR_FILE] + ".part"
-
-
 def _tell_torchrun(line: str) -> None:
-    """The summary of torchrun then has the line, too."""
-    if _ERROR_FILE in os.environ:
-        with contextlib.suppress(OSError):
-            _LastWord().record_exception(RlplaceError(line))
-            os.replace(os.environ[_ERROR_FILE] + ".part", os.environ[_ERROR_FILE])
+    """The summary of torchrun then has the line, too. An error file that is empty for a moment ends torchrun, not a restart."""
+    file = os.environ.get(_ERROR_FILE)
+    if file is not None:
+        with contextlib.suppress(OSError), mock.patch.dict(os.environ, {_ERROR_FILE: f"{file}.part"}):
+            ErrorHandler().record_exception(RlplaceError(line))
+            os.replace(f"{file}.part", file)

@@ -6,7 +6,7 @@ import contextlib
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rlplace.errors import InputError, MissingError
+from rlplace.errors import MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.as_strategy import strategy_of_plan
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
@@ -25,7 +25,7 @@ from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, 
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_tensors
 from rlplace.runtime.environment import own_device, read_clock
-from rlplace.runtime.host_memory import StepMemory, held_tensors, keep_freed_memory
+from rlplace.runtime.host_memory import PeakMemory, held_tensors, keep_freed_memory
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -66,7 +66,7 @@ class JobOptions:
     resume: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobResult:
     """What rank 0 knows when a job has ended.
 
@@ -80,13 +80,13 @@ class JobResult:
         engine: What ran the plan.
     """
 
-    losses: list[float] = field(default_factory=list)
-    first_step: int = 0
-    step_s: float | None = None
-    predicted_step_s: float | None = None
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    comparison: RunComparison | None = None
-    engine: str | None = None
+    losses: list[float]
+    first_step: int
+    step_s: float | None
+    predicted_step_s: float | None
+    ranks: list[dict[str, Any]]
+    comparison: RunComparison | None
+    engine: str
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -148,10 +148,11 @@ def train(
         Complete on rank 0 only.
     """
     recipe = recipe_of(plan)
-    memory = StepMemory(device)
     name = options.autocast or recipe.autocast
-    settings: dict[str, Any] = {"clip": options.clip, "autocast": partial(_autocast, device, name), "seed": options.seed}
-    settings |= {"optimizer": options.optimizer or recipe.optimizer, "lr": options.lr}
+    settings: dict[str, Any] = {
+        "optimizer": options.optimizer or recipe.optimizer, "lr": options.lr, "clip": options.clip, "seed": options.seed,
+        "autocast": contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name]),
+    }  # fmt: skip
     if dist.get_rank() == 0:
         cluster_of_plan(plan, options.cluster)
         check_graph(plan)
@@ -165,54 +166,47 @@ def train(
     if plan.strategy is None and plan.older is not None:
         plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
     part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, mixed_precision=policy, **settings)
+    comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
     reference = None
-    if options.verify and dist.get_rank() == 0:
+    if comparison is not None and dist.get_rank() == 0:
         whole = known.build("cpu", options.seed).module
-        same_streams = plan.strategy is None
         reference = Reference(
-            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=same_streams,
+            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=plan.strategy is None,
             dtype=None if policy is None else policy.param_dtype, **settings,
         )  # fmt: skip
-    tolerance = _tolerance(recipe.dtype, name)
-    result = JobResult(predicted_step_s=plan.predicted.step_time_s, engine=part.model.report)
-    comparison = RunComparison(tolerance) if options.verify else None
+    first_step, folder = 0, options.checkpoint
+    losses: list[float] = []
     seconds: list[float] = []
-    if options.resume and _has_checkpoint(options):
-        result.first_step = load_checkpoint(str(options.checkpoint), part.model, part.optimizer).step
+    peak_bytes: int | None = None
+    if options.resume and folder is not None and broadcast_object(latest_checkpoint(folder) is not None):
+        first_step = load_checkpoint(folder, part.model, part.optimizer).step
         if reference is not None:
-            reference.resume(load_checkpoint(str(options.checkpoint), reference.model, reference.optimizer).step)
-    for step in range(result.first_step, options.steps):
+            reference.steps = load_checkpoint(folder, reference.model, reference.optimizer).step
+    for step in range(first_step, options.steps):
         batch = synthetic_batch(loaded.example_inputs, part.samples, options.seed, step)
-        if step == result.first_step + 1:
-            memory.begin(held_tensors(part.model, part.optimizer))
+        memory = PeakMemory(device, held_tensors(part.model, part.optimizer)) if step == first_step + 1 else None
         if options.verify:
             dist.barrier()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
-        loss_value = part.step(batch)
+        losses.append(part.step(batch))
         seconds.append(read_clock(device) - begin)
-        if step == result.first_step + 1:
-            memory.end()
-        result.losses.append(loss_value)
+        if memory is not None:
+            peak_bytes = memory.read_bytes()
         if reference is not None and comparison is not None:
-            comparison.compare_loss(loss_value, reference.step(batch, tolerance))
+            comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
         if on_step is not None and dist.get_rank() == 0:
-            on_step(step, loss_value, seconds[-1])
-        if options.checkpoint is not None and _is_due(step + 1, options):
-            save_checkpoint(options.checkpoint, part.model, part.optimizer, step=step + 1, extra={"problem": plan.problem})
-    result.ranks = _ranks(plan, part, device, seconds, memory.peak_bytes)
-    result.step_s = max((r["median_step_s"] for r in result.ranks if r["median_step_s"] is not None), default=None)
+            on_step(step, losses[-1], seconds[-1])
+        due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
+        if folder is not None and due:
+            save_checkpoint(folder, part.model, part.optimizer, step=step + 1, extra={"problem": plan.problem})
+    ranks = _ranks(plan, part, device, seconds, peak_bytes)
+    step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
-        result.comparison = _compare(comparison, part, reference, device)
-    return result
-
-
-def _has_checkpoint(options: JobOptions) -> bool:
-    """Whether rank 0 sees one."""
-    return bool(broadcast_object(options.checkpoint is not None and latest_checkpoint(options.checkpoint) is not None))
-
-
-def _is_due(done: int, options: JobOptions) -> bool:
-    return done == options.steps or (options.checkpoint_every is not None and done % options.checkpoint_every == 0)
+        parameters = gather_tensors({name: parameter.detach() for name, parameter in part.model.trained()}, device)
+        gradients = gather_tensors({name: parameter.grad for name, parameter in part.model.trained()}, device)
+        if reference is not None:
+            comparison.compare_tensors(gradients, parameters, reference)
+    return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, part.model.report)
 
 
 def _ranks(
@@ -233,15 +227,6 @@ def _ranks(
     ]
 
 
-def _compare(comparison: RunComparison, part: Training, reference: Reference | None, device: torch.device) -> RunComparison:
-    parameters = gather_tensors({name: parameter.detach() for name, parameter in part.model.trained()}, device)
-    gradients = gather_tensors({name: parameter.grad for name, parameter in part.model.trained()}, device)
-    if reference is not None:
-        comparison.streams = reference.streams
-        comparison.compare_tensors(gradients, parameters, reference)
-    return comparison
-
-
 def _device_of_plan(plan: PlacementPlan, part: Training) -> int | None:
     """The plan's device that this process is; None: it has nothing to do."""
     ranks = part.model.ranks
@@ -256,15 +241,3 @@ def _passes(plan: PlacementPlan) -> int:
         return 1
     pipeline = plan.strategy.pipelines[0]
     return sum(pipeline.microbatches) * (1 if len(pipeline.microbatches) > 1 else pipeline.data_degree)
-
-
-def _autocast(device: torch.device, name: str | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if name is None else torch.autocast(device.type, _AUTOCAST[name])
-
-
-def _tolerance(dtype: str, autocast: str | None) -> float:
-    name = autocast or dtype
-    known = {"fp64": torch.float64, "fp32": torch.float32, **_AUTOCAST}
-    if name not in known:
-        raise InputError(f"run: there is no tolerance for dtype {name!r}; leave --verify out")
-    return TOLERANCE[known[name]]

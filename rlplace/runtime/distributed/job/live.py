@@ -1,6 +1,4 @@
-"""Live campaigns: the ranks of a job agree on a model and its problem, and time plans that rank 0 asks for.
-
-Plans timed on demand: rank 0 asks, every rank runs the plan's steps, rank 0 gets the times.
+"""Live campaigns: rank 0 asks for plans of a problem, every rank runs a plan's steps, rank 0 gets the times.
 
 The processes of a job stay from plan to plan. Rank 0 may think between two plans for as long as it likes; the others wait.
 """
@@ -64,14 +62,13 @@ class PlanService:
 
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         try:
-            return self._timer(plan, self._problem, over=race.over)
+            return self._timer(plan, self._problem, race=race)
         except InputError as error:
-            failure = str(error)
+            raise PlanFailed("refused", str(error)) from None
         except (MemoryError, torch.OutOfMemoryError) as error:
             if dist.get_world_size() > 1:
                 raise
             raise PlanFailed("out_of_memory", str(error).splitlines()[0] if str(error) else "out of memory") from None
-        raise PlanFailed("refused", failure)
 
 
 def open_service(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 from torch import nn
 
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
+from rlplace.measured.race import Race
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.execution import activity
@@ -26,6 +26,7 @@ from rlplace.runtime.distributed.job.training import Training, check_strategy, m
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.environment import read_clock
+from rlplace.runtime.host_memory import PeakMemory
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel
 
@@ -60,7 +61,6 @@ class PlanTimer:
         if self.warmup < 1 or self.repeats < 1:
             raise InputError("measure: it needs at least one warm-up step and one repeat")
         self._graphs = Graphs()
-        self._settled = False
 
     def __call__(
         self,
@@ -68,7 +68,7 @@ class PlanTimer:
         problem: Problem | None = None,
         name: str = "",
         *,
-        over: Callable[[Sequence[float]], bool] | None = None,
+        race: Race | None = None,
         trace: str | Path | None = None,
     ) -> PlanTiming:
         """Runs a plan's steps and times them.
@@ -77,8 +77,8 @@ class PlanTimer:
             plan: A plan for the model.
             problem: What a placement was made for; needed for predictions and for replay.
             name: For people.
-            over: Called after every timed step with the seconds so far, which are the same on every process; no further step
-                is made once it says True. Default: after `repeats` steps.
+            race: Says after every timed step, by the seconds so far, which are the same on every process, whether another
+                one is made. Default: until there are `repeats`.
             trace: Where this process writes what torch's profiler sees of one more step; None writes nothing.
 
         Returns:
@@ -98,24 +98,26 @@ class PlanTimer:
         options: dict[str, Any] = {"optimizer": self.optimizer, "loss": self.loss, "slept": slept, "graphs": self._graphs}
         training = Training(model, plan, inputs, self.device, **options)
         batch = self.inputs(training.samples)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        memory, race = PeakMemory(self.device), race or Race(repeats=self.repeats)
         steps: list[tuple[float, dict[str, float]]] = []
         for step in range(self.warmup):
             self._step(training, batch)
             if step == 0:
                 setup_s = read_clock(self.device) - begin_s
-        while not (over([s for s, _ in steps]) if over is not None and steps else len(steps) >= self.repeats):
+        while not race.over([seconds for seconds, _ in steps]):
             steps.append(self._step(training, batch))
         timeline = None if problem is None else simulate(problem, plan)
-        places = self._places(training, plan, timeline, sorted(steps, key=lambda step: step[0])[(len(steps) - 1) // 2][1])
+        _, spent_s = sorted(steps, key=lambda step: step[0])[(len(steps) - 1) // 2]
+        places = self._places(training, plan, timeline, spent_s, memory.read_bytes())
         if trace is not None:
             with torch.profiler.profile() as profile:
                 self._step(training, batch)
             profile.export_chrome_trace(str(trace))
         engine = str(training.model.report)
         del training, model
-        self._collect_garbage()
+        gc.collect()  # what a plan has left in cycles
+        if not gc.get_freeze_count():
+            gc.freeze()  # what stays for good is not looked at again: that took longer than a plan
         return PlanTiming(
             name=name,
             plan=plan.fingerprint,
@@ -141,34 +143,29 @@ class PlanTimer:
         return float(took), spent_s
 
     def _places(
-        self, training: Training, plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float]
+        self,
+        training: Training,
+        plan: PlacementPlan,
+        timeline: Timeline | None,
+        spent_s: Mapping[str, float],
+        peak_bytes: int | None,
     ) -> tuple[PlaceTiming, ...]:
         """What every process of a placement did in the median step; of a strategy that is not known."""
         if not isinstance(training.model, PlacedModel):
             return ()
+        rank = dist.get_rank()
         own = PlaceTiming(
-            rank=dist.get_rank(),
+            rank=rank,
             host=platform.node(),
             busy_s=spent_s.get("forward", 0.0) + spent_s.get("backward", 0.0),
             wait_s=spent_s.get("wait", 0.0),
             reduce_s=0.0,
             update_s=spent_s.get("update", 0.0),
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            peak_memory_bytes=peak_bytes,
+            predicted_busy_s=None if timeline is None else float(timeline.busy_s[rank]),
+            predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
         )
-        if timeline is not None:
-            own = replace(
-                own,
-                predicted_busy_s=float(timeline.busy_s[own.rank]),
-                predicted_peak_bytes=int(timeline.peak_memory_bytes[own.rank]),
-            )
         return tuple(gather_objects(own)[: processes_needed(plan)])
-
-    def _collect_garbage(self) -> None:
-        """Frees what a plan has left in cycles. What stays for good is not looked at again: that took longer than a plan."""
-        gc.collect()
-        if not self._settled:
-            gc.freeze()
-            self._settled = True
 
 
 def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> PlanTimer:

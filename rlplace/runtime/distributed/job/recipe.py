@@ -82,25 +82,9 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
         raise InputError(f"{error}; plan again with 'rlplace place MODEL'") from None
 
 
-class _Costs(msgspec.Struct, frozen=True):
-    path: str | None = None
-    fingerprint: str | None = None
-
-
-class _Priced(Source, frozen=True):
-    """What a problem is priced from."""
-
-    costs: _Costs | None = None  # type: ignore[assignment]
-    groups: Count | None = None
-    split_backward: bool | None = None
-
-
-def source_of(plan: PlacementPlan) -> _Priced:
-    """A plan's `source`, which may come from a file: what is read of it here is of the right type, or null."""
-    try:
-        return build(_Priced, plain(plan.source or {}), "plan: source")
-    except InputError as error:
-        raise InputError(f"{error}; plan again with 'rlplace place MODEL'") from None
+def source_of(plan: PlacementPlan) -> Source:
+    """A plan's `source`."""
+    return build(Source, plain(plan.source or {}), "plan: source")
 
 
 def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
@@ -151,7 +135,7 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
         cluster,
         groups=source.groups or 200,
         level=source.level or "task",
-        costs=None if source.costs is None else source.costs.path,
+        costs=source.table.path,
         host=source.host or "eager",
     )
     return split_backward(problem) if source.split_backward else problem

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.inputs import split_inputs
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.graph.forward_graph import Loss, forward_graph
+from rlplace.runtime.distributed.graph.forward_graph import Loss, flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.job.training import Autocast
 from rlplace.runtime.held import meta_copy, rewrite_devices
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
-from rlplace.runtime.native.batches import Share, even_sizes, passes_of
+from rlplace.runtime.native.batches import Share, even_sizes, passes_of, signature_of
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
 
 _NOISE = 0.01
@@ -33,7 +34,7 @@ _NOISE = 0.01
 
 
 class Reference:
-    """The unplaced model, trained in one process like the distributed one."""
+    """The unplaced model, trained in one process like the distributed one; `steps` says how many it has made."""
 
     def __init__(
         self,
@@ -45,18 +46,17 @@ class Reference:
         lr: float,
         microbatches: int,
         seed: int,
-        step: int = 0,
         clip: float | None = None,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        autocast: Autocast = contextlib.nullcontext,
         same_streams: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.to(device)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = OPTIMIZERS[optimizer]([p for p in self.parameters.values() if p.requires_grad], lr=lr)
-        self.streams = False
+        self.steps, self.streams = 0, False
         self.slack: dict[str, torch.Tensor] = {}
-        self._device, self._loss, self._seed, self._step, self._clip = device, loss, seed, step, clip
+        self._device, self._loss, self._seed, self._clip = device, loss, seed, clip
         self._microbatches, self._same_streams = microbatches, same_streams
         self._autocast, self._dtype = autocast, dtype
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
@@ -68,14 +68,12 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=True)
         share = Share(0, sizes, tuple(size / samples for size in sizes), samples)
         for part in passes_of({"call": batch}, share, ["call"], (), self._device):
-            call = part.inputs["call"]
-            args, kwargs = (tuple(call), {}) if isinstance(call, tuple) else ((), dict(call))
-            leaves = pytree.tree_leaves(call)
-            key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            args, kwargs = split_inputs(part.inputs["call"])
+            key = signature_of(part.inputs)
             with self._autocast():
                 if key not in self._runs:
                     self._runs[key] = self._runner(args, kwargs)
-                with random_key(self._seed, self._step):
+                with random_key(self._seed, self.steps):
                     value = self._runs[key]((args, kwargs)) * part.weight
             value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
@@ -83,12 +81,8 @@ class Reference:
             nn.utils.clip_grad_norm_(self.parameters.values(), self._clip)
         self._note_slack(tolerance)
         self.optimizer.step()
-        self._step += 1
+        self.steps += 1
         return total
-
-    def resume(self, step: int) -> None:
-        """The model and the optimizer were loaded from a checkpoint of so many steps."""
-        self._step = step
 
     def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
         graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
@@ -109,7 +103,7 @@ class Reference:
         where = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else -1
 
         def run(call: Any) -> torch.Tensor:
-            loss: torch.Tensor = graph.module(*held, *pytree.tree_leaves((tuple(call[0]), dict(call[1]))))[where]
+            loss: torch.Tensor = graph.module(*held, *flat_inputs(*call))[where]
             return loss.reshape(())
 
         return run
@@ -163,6 +157,7 @@ class RunComparison:
 
     def compare_tensors(self, gradients: Mapping[str, Any], parameters: Mapping[str, Any], reference: Reference) -> None:
         """Notes gradients (None: there is none) and parameters by first name, after the last step."""
+        self.streams = reference.streams
         largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
         for name, expected in reference.parameters.items():
             grad = torch.zeros_like(expected) if expected.grad is None else expected.grad

@@ -6,8 +6,9 @@ problem goes where most of its ops' modules are.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show, unknown_name
@@ -114,21 +115,14 @@ def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence
 
 def _index_of_name(problem: Problem, devices: Sequence[Any] | None) -> dict[str, int]:
     """Device of the problem by what a map calls it."""
-    if devices is not None:
-        if len(devices) != problem.num_devices:
-            raise InputError(f"device_map: {len(devices)} devices named, the problem has {problem.num_devices}; name one each")
-        names = [_canonical(value) for value in devices]
-    else:
-        names, accelerators = [], 0
-        for device in problem.devices:
-            processor = (device.kind or device.name).startswith("cpu")
-            names.append("cpu" if processor else str(accelerators))
-            accelerators += not processor
+    numbers = itertools.count()
+    names = ["cpu" if (d.kind or d.name).startswith("cpu") else next(numbers) for d in problem.devices]
+    if devices is not None and len(devices) != problem.num_devices:
+        raise InputError(f"device_map: {len(devices)} devices named, the problem has {problem.num_devices}; name one each")
     index: dict[str, int] = {}
-    for number, name in enumerate(names):
-        if index.setdefault(name, number) != number:
-            if devices is not None:
-                raise InputError(f"device_map: {name!r} names two devices of the problem; names must differ")
+    for number, name in enumerate(map(_canonical, names if devices is None else devices)):
+        if index.setdefault(name, number) != number and devices is not None:
+            raise InputError(f"device_map: {name!r} names two devices of the problem; names must differ")
     return index
 
 
@@ -166,40 +160,26 @@ def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
     """Refuses what is neither a module nor a parameter of one."""
     if path in modules:
         return
+    # An entry may be one parameter of a module that has others elsewhere.
     if model is not None:
         parameters = set(model.state_dict())
-        if path in parameters:
-            return
-        raise unknown_name("module of device_map", path, modules | parameters)
-    # An entry may be one parameter of a module that has others elsewhere.
-    if isinstance(path, str) and path.rpartition(".")[2] in ("weight", "bias") and path.rpartition(".")[0] in modules:
-        return
-    error = unknown_name("module of device_map", path, modules)
-    raise InputError(f"{error}; if it is a module that runs nothing, give model= as well")
+        known, hint = modules | parameters, ""
+    else:
+        parameters = {f"{module}.{name}".removeprefix(".") for module in modules for name in ("weight", "bias")}
+        known, hint = modules, "; if it is a module that runs nothing, give model= as well"
+    if path not in parameters:
+        raise InputError(f"{unknown_name('module of device_map', path, known)}{hint}")
 
 
 def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int]:
     """Groups without an entry go where what they read is made, else where what they make is read."""
-    widened = list(chosen)
-    before: dict[int, list[int]] = {}
-    after: dict[int, list[int]] = {}
-    for tensor, producer in enumerate(problem.tensor_producer.tolist()):
-        owner = int(problem.op_group[producer]) if producer >= 0 else int(problem.tensor_owner[tensor])
-        low, high = problem.consumer_ptr[tensor], problem.consumer_ptr[tensor + 1]
-        for reader in set(problem.op_group[problem.consumers[low:high]].tolist()) - {owner}:
-            before.setdefault(reader, []).append(owner)
-            after.setdefault(owner, []).append(reader)
-    left = {group for group, device in enumerate(widened) if device is None}
-    while left:
-        settled = {}
-        for group in sorted(left):
-            near: Iterable[int] = [*before.get(group, ()), *after.get(group, ())]
-            device = next((widened[other] for other in near if widened[other] is not None), None)
-            if device is not None:
-                settled[group] = device
-        if not settled:
-            settled = dict.fromkeys(left, next((d for d in widened if d is not None), 0))
-        for group, device in settled.items():
-            widened[group] = device
-        left -= settled.keys()
-    return [device for device in widened if device is not None]
+    readers = problem.op_group[problem.consumers].tolist()
+    edges = list(dict.fromkeys(zip(problem.edge_source_group.tolist(), readers, strict=True)))
+    known = {group: device for group, device in enumerate(chosen) if device is not None}
+    lonely = set(range(len(chosen))) - known.keys()
+    near = {group: [a for a, b in edges if b == group] + [b for a, b in edges if a == group] for group in lonely}
+    while left := sorted(lonely - known.keys()):
+        found = {group: [known[other] for other in near[group] if other in known] for group in left}
+        settled = {group: devices[0] for group, devices in found.items() if devices}
+        known |= settled or dict.fromkeys(left, known[min(known)] if known else 0)
+    return [known[group] for group in range(len(chosen))]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import nn
 from rlplace.errors import InputError, MissingError
 from rlplace.integrations.trainer_files import use_whole_files
 from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
@@ -48,21 +50,19 @@ def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: Pla
     Raises:
         InputError: Something cannot be combined with a plan, with the reason.
     """
-    from rlplace.runtime.distributed.distribute import distribute
-
     if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
         raise InputError("distribute_accelerator: call it before accelerator.prepare, which then gets what it returns")
-    check_share(options)
-    see_one_process(accelerator)
-    placed = distribute(model, plan, device=options.pop("device", accelerator.device), **options)
-    use_model(accelerator, placed)
-    return placed
+    return _distributed(accelerator, model, plan, options)
 
 
-def check_share(options: Mapping[str, Any]) -> None:
-    """Every process draws the batch of all replicas."""
+def _distributed(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, options: dict[str, Any]) -> DistributedModel:
+    """The distributed model, known to an accelerator; every process draws the batch of all replicas."""
     if options.get("share", "global") != "global":
         raise InputError("share: every process loads the batch of all replicas here; leave it out")
+    see_one_process(accelerator)
+    placed = distribute(model, plan, **{"device": accelerator.device, **options})
+    use_model(accelerator, placed)
+    return placed
 
 
 def see_one_process(accelerator: Accelerator) -> None:
@@ -98,26 +98,17 @@ def see_one_process(accelerator: Accelerator) -> None:
 def use_model(accelerator: Any, model: DistributedModel) -> None:
     """What an accelerator does with all parameters or with all processes goes through the model."""
 
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        return model.clip_grad_norm_(max_norm, norm_type)
-
-    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
-        torch.nn.utils.clip_grad_value_(list(model.parameters()), clip_value)
-
-    def get_state_dict(other: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        return whole_state_dict(model)
-
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise InputError(
             "accelerator.save_state and load_state would write and read the optimizer of one process; save the model with "
             "accelerator.save_model, and model and optimizer with rlplace.save_checkpoint"
         )
 
-    def wait_for_everyone() -> None:
-        dist.barrier()
-
-    for function in (clip_grad_norm_, clip_grad_value_, get_state_dict, wait_for_everyone):
-        setattr(accelerator, function.__name__, function)
+    clip_value = torch.nn.utils.clip_grad_value_
+    accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2.0: model.clip_grad_norm_(max_norm, norm_type)
+    accelerator.clip_grad_value_ = lambda parameters, clip: clip_value(list(model.parameters()), clip)
+    accelerator.get_state_dict = lambda other, unwrap=True: whole_state_dict(model)
+    accelerator.wait_for_everyone = dist.barrier
     accelerator.save_state = accelerator.load_state = refuse
 
 
@@ -142,17 +133,12 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     Raises:
         InputError: Something cannot be combined with a plan, with the reason.
     """
-    from rlplace.runtime.distributed.distribute import distribute
-
     _refuse(trainer)
-    check_share(options)
-    see_one_process(trainer.accelerator)
     whole, graphs = trainer.model.train(), Graphs()
-    model = distribute(whole, plan, device=options.pop("device", trainer.accelerator.device), graphs=graphs, **options)
+    model = _distributed(trainer.accelerator, whole, plan, {"graphs": graphs, **options})
     if trainer.args.device.type != "cpu" and plan.strategy is None:
         whole.to("cpu")  # what this process owns stays where it is
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    use_model(trainer.accelerator, model)
     sums = trainer.model_accepts_loss_kwargs and _divides_by_count(
         model.meta_model, plan, options.get("example_inputs"), graphs
     )
@@ -203,21 +189,11 @@ def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
     original = trainer.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        with reduction(model, "sum" if sums and kwargs.get(COUNT) is not None else "mean"):
+        kind = "sum" if sums and kwargs.get(COUNT) is not None else "mean"
+        with mock.patch.object(model, "batching", dataclasses.replace(model.batching, reduction=kind)):
             return original(*args, **kwargs)
 
     trainer.compute_loss = compute_loss
-
-
-@contextlib.contextmanager
-def reduction(model: DistributedModel, kind: str) -> Iterator[None]:
-    """How the losses of micro-batches become one within a block, "mean" or "sum"; see `rlplace.distribute`."""
-    before = model.batching
-    model.batching = dataclasses.replace(before, reduction=kind)
-    try:
-        yield
-    finally:
-        model.batching = before
 
 
 @contextlib.contextmanager
@@ -225,15 +201,9 @@ def _as_first() -> Iterator[None]:
     """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
     from accelerate.state import AcceleratorState, PartialState
 
-    states = (PartialState(), AcceleratorState())
-    before = [state.process_index for state in states]
-    for state in states:
-        state.process_index = 0
-    try:
+    first = {"process_index": 0}
+    with mock.patch.multiple(PartialState(), **first), mock.patch.multiple(AcceleratorState(), **first):
         yield
-    finally:
-        for state, index in zip(states, before, strict=True):
-            state.process_index = index
 
 
 @contextlib.contextmanager

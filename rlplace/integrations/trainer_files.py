@@ -64,17 +64,10 @@ def use_whole_files(trainer: Any, model: DistributedModel) -> None:
         seed, _ = model.random_state
         model.random_state = seed, trainer.state.global_step * trainer.args.gradient_accumulation_steps
 
-    def _load_from_checkpoint(checkpoint: str, other: Any = None) -> None:
-        load_weights(model, checkpoint)
-
-    def _load_best_model() -> None:
-        load_weights(model, trainer.state.best_model_checkpoint)
-
-    for function in (
-        _save, _save_optimizer_and_scheduler, _save_rng_state, _load_optimizer_and_scheduler, _load_from_checkpoint,
-        _load_best_model,
-    ):  # fmt: skip
+    for function in (_save, _save_optimizer_and_scheduler, _save_rng_state, _load_optimizer_and_scheduler):
         setattr(trainer, function.__name__, function)
+    trainer._load_from_checkpoint = lambda checkpoint, other=None: load_weights(model, checkpoint)
+    trainer._load_best_model = lambda: load_weights(model, trainer.state.best_model_checkpoint)
 
 
 def load_weights(model: DistributedModel, folder: str) -> None:

@@ -1,8 +1,8 @@
 """Marks on the time line of a device: each mark ends the interval of what ran before and begins that of its own key.
 
 Every moment of a step so belongs to some key, and the times of all keys add up to the step. On a processor that does the work
-itself a mark is a clock reading, see `own_clock`. On an accelerator it is an event in the stream; work is queued behind a sleeping kernel, so
-that the device never waits for the host and the intervals are device time.
+itself a mark is a clock reading, see `own_clock`. On an accelerator it is an event in the stream; work is queued behind a
+sleeping kernel, so that the device never waits for the host and the intervals are device time.
 """
 
 from __future__ import annotations

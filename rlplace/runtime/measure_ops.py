@@ -278,7 +278,7 @@ def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:
 
 
 def _update_shares(graph: OpGraph, group_of: Mapping[str, int]) -> dict[str, tuple[int, float]]:
-    """Optimizer group of each update op, and its share of the group's time: by bytes, which is an equal one for equal shapes."""
+    """Optimizer group of each update op, and its share of the group's time, by bytes."""
     ops = zip(graph.op_names, graph.op_phase, graph.op_bytes.tolist(), strict=True)
     size = {name: size for name, phase, size in ops if phase == UPDATE and name in group_of}
     total: dict[int, int] = defaultdict(int)

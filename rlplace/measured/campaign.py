@@ -13,6 +13,7 @@ import operator
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -91,14 +92,12 @@ class Campaign:
         self._store, self._site = store or TrialStore(None), site
         self._store.add_problem(problem)
         for number, trial in self._store.interrupted(run):
-            if not self._mine(trial):
-                continue  # another cluster's job of the same name may be running it now
-            crashed = msgspec.structs.replace(trial, status="crashed", reason="the job ended while this plan ran")
-            self._store.finish(number, crashed)
+            if self._mine(trial):  # not what another cluster's job of the same name may be running now
+                crashed = msgspec.structs.replace(trial, status="crashed", reason="the job ended while this plan ran")
+                self._store.finish(number, crashed)
         known = self._store.trials(problem=problem.fingerprint, site=site)
         self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
-        self._known_levels: tuple[int, Levels] | None = None
 
     @property
     def spent(self) -> Spent:
@@ -144,8 +143,7 @@ class Campaign:
 
     def drift_at(self, moment: float) -> float:
         """How much slower the cluster was at a moment than when the campaign began, by plans that were timed again."""
-        levels = self._levels()
-        return math.exp(level_at(levels, moment)) if levels else 1.0
+        return math.exp(level_at(self._levels, moment)) if self._levels else 1.0
 
     def measure(self, devices: Sequence[int] | NDArray[np.int32]) -> Trial:
         """Runs a plan, unless it is known.
@@ -186,7 +184,7 @@ class Campaign:
         would never show it.
         """
         last = max((trial.began_at for trial in self.trials if trial.anchor), default=math.inf)
-        levels, noise = self._levels(), self.noise
+        levels, noise = self._levels, self.noise
         done = [
             trial
             for trial in self._by_plan.values()
@@ -230,18 +228,22 @@ class Campaign:
 
     def _timed(self, number: int, trial: Trial, race: Race) -> Trial:
         """The trial with what became of it."""
+
+        def failed(status: str, reason: str) -> Trial:
+            spent_s = max(0.0, time.time() - trial.began_at)
+            return msgspec.structs.replace(trial, status=status, reason=reason, setup_s=spent_s)
+
         try:
             timing = self._timer(self.plan(trial), race)
         except PlanFailed as error:
-            return msgspec.structs.replace(trial, status=error.status, reason=str(error), setup_s=self._since(trial))
+            return failed(error.status, str(error))
         except KeyboardInterrupt:
             self._store.discard(number)  # nobody's fault: it may be tried again
             raise
         except Exception as error:  # the job ends with it; when it comes back, this plan is not tried again
             memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            status = "out_of_memory" if memory else "crashed"
-            self._store.finish(number, msgspec.structs.replace(trial, status=status, reason=reason, setup_s=self._since(trial)))
+            self._store.finish(number, failed("out_of_memory" if memory else "crashed", reason))
             raise
         lost = race.lost(timing.step_s) and len(timing.step_s) < race.repeats
         return msgspec.structs.replace(
@@ -254,22 +256,17 @@ class Campaign:
             setup_s=timing.setup_s,
         )
 
-    @staticmethod
-    def _since(trial: Trial) -> float:
-        """Seconds since a trial began: what a failure costs."""
-        return max(0.0, time.time() - trial.began_at)
-
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)
+        vars(self).pop("_levels", None)
         if not trial.anchor:
             self._by_plan[trial.device_of_group] = trial
         self.on_trial(trial)
 
+    @cached_property
     def _levels(self) -> Levels:
         """What `pace_levels` finds, remembered until there is another trial."""
-        if self._known_levels is None or self._known_levels[0] != len(self.trials):
-            self._known_levels = len(self.trials), pace_levels(self.trials, self._by_plan, self.noise)
-        return self._known_levels[1]
+        return pace_levels(self.trials, self._by_plan, self.noise)
 
 
 def _plain(devices: Sequence[int] | NDArray[np.int32]) -> tuple[int, ...]:

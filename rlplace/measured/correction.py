@@ -67,18 +67,18 @@ def corrected(problem: Problem, correction: Correction) -> Problem:
 
     Fabrics (the times of collectives) stay as they are.
     """
-    slow = correction.link_slowdown(problem)
-    off = ~np.eye(problem.num_devices, dtype=bool)
+    slow, added_s = correction.link_slowdown(problem), np.array(correction.latency_s)
+    np.fill_diagonal(added_s, 0.0)
     links = dataclasses.replace(
         problem.links,
-        bandwidth_bytes_per_s=np.where(off, problem.links.bandwidth_bytes_per_s / slow, problem.links.bandwidth_bytes_per_s),
-        latency_s=np.where(off, problem.links.latency_s * slow + correction.latency_s, problem.links.latency_s),
+        bandwidth_bytes_per_s=problem.links.bandwidth_bytes_per_s / slow,
+        latency_s=problem.links.latency_s * slow + added_s,
     )
     return dataclasses.replace(
         problem,
         name=f"{problem.name}, corrected",
         time_s=problem.time_s * (correction.device_factor * correction.group_factor)[problem.op_group],
         links=links,
-        tensor_transfer_s={t: np.where(off, s * slow + correction.latency_s, s) for t, s in problem.tensor_transfer_s.items()},
+        tensor_transfer_s={t: s * slow + added_s for t, s in problem.tensor_transfer_s.items()},
         source=None,
     )

@@ -149,7 +149,7 @@ def main(path):
         problem = problem_of(model) if dist.get_rank() == 0 else None
         service = open_service(model, problem, device)
         site = job_site(device, label="test")
-        service._timer.__class__ = Dangerous
+        service.timer.__class__ = Dangerous
         if dist.get_rank() == 0:
             with TrialStore(path) as store:
                 campaign = Campaign(

@@ -134,14 +134,13 @@ def watch_over(part: str = "") -> None:
 
 
 @contextlib.contextmanager
-def guard(part: str = "", debug: bool = False) -> Iterator[None]:
+def guard(debug: bool = False) -> Iterator[None]:
     """Ends the process, with one line for the whole job, when the block raises.
 
     Args:
-        part: See `watch_over`.
         debug: Show the traceback, too.
     """
-    watch_over(part)
+    watch_over()
     try:
         yield
     except Exception as error:

@@ -5,6 +5,7 @@ The processes of a job stay from plan to plan. Rank 0 may think between two plan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +24,21 @@ from rlplace.runtime.environment import local_facts
 from rlplace.zoo import LoadedModel
 
 
+@dataclass(frozen=True, eq=False)
 class PlanService:
-    """Times plans of one problem on the ranks of a job; called on rank 0, served by the others.
+    """Times plans of one problem on the ranks of a job; every rank makes one. Called on rank 0, served by the others.
 
     An error that the plan itself causes, the same on all ranks, comes back as `PlanFailed`. One that hits a single rank in the
     middle of a step (out of memory, a crash) ends the job, since the other ranks wait for that rank: run it under
     ``torchrun --max-restarts N``, and the campaign goes on without that plan.
+
+    Attributes:
+        timer: Times plans of the model.
+        problem: What every plan to be timed is made for.
     """
 
-    def __init__(self, timer: PlanTimer, problem: Problem) -> None:
-        """Every rank makes one.
-
-        Args:
-            timer: Times plans of the model.
-            problem: What every plan to be timed is made for.
-        """
-        self._timer, self._problem = timer, problem
+    timer: PlanTimer
+    problem: Problem
 
     def __call__(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         """Times a plan; see `rlplace.measured.campaign.Timer`."""
@@ -62,7 +62,7 @@ class PlanService:
 
     def _run(self, plan: PlacementPlan, race: Race) -> PlanTiming:
         try:
-            return self._timer(plan, self._problem, race=race)
+            return self.timer(plan, self.problem, race=race)
         except InputError as error:
             raise PlanFailed("refused", str(error)) from None
         except (MemoryError, torch.OutOfMemoryError) as error:

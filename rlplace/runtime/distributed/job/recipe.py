@@ -82,9 +82,9 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
         raise InputError(f"{error}; plan again with 'rlplace place MODEL'") from None
 
 
-def source_of(plan: PlacementPlan) -> Source:
-    """A plan's `source`."""
-    return build(Source, plain(plan.source or {}), "plan: source")
+def source_of(made: PlacementPlan | Problem) -> Source:
+    """The `source` of a plan or problem."""
+    return build(Source, plain(made.source or {}), "plan: source")
 
 
 def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
@@ -113,9 +113,20 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
 
 
 def problem_of_plan(plan: PlacementPlan, cluster: str | None = None) -> Problem:
-    """The plan's problem, captured and priced again and found to be the same; see `cluster_of_plan` for `cluster`."""
+    """The plan's problem, captured and priced again and found to be the same; see `cluster_of_plan` for `cluster`.
+
+    Raises:
+        InputError: It is not what the plan's source gives today; with both fingerprints, and what most likely changed.
+    """
     problem = rebuild_problem(plan, cluster_of_plan(plan, cluster))
-    check_problem(plan, problem)
+    then, now = source_of(plan), source_of(problem)
+    if then.graph_fingerprint != now.graph_fingerprint:
+        reason = _another_graph(then)
+    elif then.table.fingerprint != now.table.fingerprint:
+        reason = "its op times are others"
+    else:
+        reason = "the plan's file was edited, or its groups were given by hand"
+    _check_same("problem", plan.problem, "model and cluster give", problem.fingerprint, reason)
     return problem
 
 
@@ -141,30 +152,16 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
     return split_backward(problem) if source.split_backward else problem
 
 
-def check_problem(plan: PlacementPlan, problem: Problem) -> None:
-    """Refuses a plan whose problem is not what its source gives today.
-
-    Raises:
-        InputError: With both fingerprints, and what most likely changed.
-    """
-    if plan.problem == problem.fingerprint:
-        return
-    then, now = plan.source or {}, problem.source or {}
-    if then.get("graph_fingerprint") != now.get("graph_fingerprint"):
-        reason = _another_graph(then)
-    elif (then.get("costs") or {}).get("fingerprint") != (now.get("costs") or {}).get("fingerprint"):
-        reason = "its op times are others"
-    else:
-        reason = "the plan's file was edited, or its groups were given by hand"
-    raise InputError(
-        f"the plan is for problem {plan.problem[:12]}, its model and cluster give {problem.fingerprint[:12]}: {reason}; "
-        "plan again with 'rlplace place'"
-    )
+def _check_same(kind: str, then: str, from_what: str, now: str, reason: str) -> None:
+    if then != now:
+        raise InputError(
+            f"the plan is for {kind} {then[:12]}, its {from_what} {now[:12]}: {reason}; plan again with 'rlplace place'"
+        )
 
 
-def _another_graph(source: Mapping[str, Any]) -> str:
+def _another_graph(source: Source) -> str:
     """Why a graph has another fingerprint than a plan's source says."""
-    made_with = (source.get("capture") or {}).get("torch")
+    made_with = (source.capture or {}).get("torch")
     if made_with is None or made_with == torch.__version__:
         return "its graph is another"
     return f"its graph is another, maybe because it was captured with torch {made_with} and this is {torch.__version__}"
@@ -176,14 +173,8 @@ def check_graph(plan: PlacementPlan) -> OpGraph:
     Raises:
         InputError: With both fingerprints, and what most likely changed.
     """
-    source = plan.source or {}
-    graph = _graph(plan)
-    then, now = str(source.get("graph_fingerprint")), graph.fingerprint
-    if then != now:
-        raise InputError(
-            f"the plan is for graph {then[:12]}, its model gives {now[:12]}: {_another_graph(source)}; "
-            "plan again with 'rlplace place'"
-        )
+    source, graph = source_of(plan), _graph(plan)
+    _check_same("graph", str(source.graph_fingerprint), "model gives", graph.fingerprint, _another_graph(source))
     return graph
 
 

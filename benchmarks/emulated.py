@@ -246,7 +246,8 @@ def run(cell: dict[str, Any]) -> list[float]:
     from torch.distributed.fsdp import FSDPModule
 
     from rlplace.plan.strategy import Strategy
-    from rlplace.runtime.distributed.job.training import Training
+    from rlplace.runtime.distributed.distribute import distribute
+    from rlplace.runtime.distributed.job.training import train_step
     from rlplace.zoo import load_model
 
     strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
@@ -260,8 +261,8 @@ def run(cell: dict[str, Any]) -> list[float]:
         for path, seconds in sleeps["blocks"].items():
             sleeper.stretch(modules[path], *seconds)
     plan = PlacementPlan("0" * 64, "emulated", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
-    options = {"optimizer": "sgd", "lr": 0.0, "loss": loaded.loss}
-    training = Training(loaded.module, plan, loaded.example_inputs, torch.device("cpu"), **options)
+    model = distribute(loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device="cpu")
+    optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.0)
     shared = [modules[path] for sleeps in mine for path in sleeps["blocks"] if isinstance(modules[path], FSDPModule)]
     for block, following in pairwise(shared):
         block.set_modules_to_forward_prefetch([following])
@@ -269,7 +270,7 @@ def run(cell: dict[str, Any]) -> list[float]:
         block._set_unshard_async_op(True)
     weights = [sum(seconds[2] for seconds in sleeps["blocks"].values()) for sleeps in mine]
     batch = load_model(MODELS[cell["model"]], batch=BATCH, seq=SEQ, device="cpu").example_inputs
-    update = training.optimizer.step
+    update = optimizer.step
 
     def slow_update() -> None:
         for work in PENDING:
@@ -279,14 +280,14 @@ def run(cell: dict[str, Any]) -> list[float]:
         update()
         sleeper.pay(sum(sleeps["update_s"] for sleeps in mine), begin)
 
-    training.optimizer.step = slow_update
+    optimizer.step = slow_update
     CHUNKS.update(sleeper=sleeper, weights=weights)
     seconds = []
     for step in range(STEPS + 1):
         sleeper.on, sleeper.owed_s = True, 0.0
         dist.barrier()
         begin = time.perf_counter()
-        training.step(batch)
+        train_step(model, optimizer, batch)
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         if step:

@@ -117,18 +117,18 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
 
 
 def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
-    from rlplace.runtime.distributed.job.training import Training
+    from rlplace.runtime.distributed.job import job
 
     path = tmp_path / "one.plan.json"
     place(path, cluster="cpu:1", planner="single")
-    right = Training.step
+    right = job.train_step
 
-    def wrong(self, batch):
-        loss = right(self, batch)
-        dict(self.model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].grad[0, 0] += 0.01
+    def wrong(model, *args, **options):
+        loss = right(model, *args, **options)
+        dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"].grad[0, 0] += 0.01
         return loss
 
-    monkeypatch.setattr(Training, "step", wrong)
+    monkeypatch.setattr(job, "train_step", wrong)
     assert main(["run", "--plan", str(path), "--device", "cpu", "--steps", "2", "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^step 2  loss [\d.]+  [\d.]+ ms$", out, re.MULTILINE)

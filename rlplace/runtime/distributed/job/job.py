@@ -18,14 +18,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rlplace.errors import MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.as_strategy import strategy_of_plan
+from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
-from rlplace.runtime.distributed.job.training import Training, microbatch_of
+from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, train_step
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
+from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_tensors
 from rlplace.runtime.environment import own_device, read_clock
 from rlplace.runtime.host_memory import PeakMemory, held_tensors, keep_freed_memory
+from rlplace.runtime.measure import OPTIMIZERS
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -149,10 +152,8 @@ def train(
     """
     recipe = recipe_of(plan)
     name = options.autocast or recipe.autocast
-    settings: dict[str, Any] = {
-        "optimizer": options.optimizer or recipe.optimizer, "lr": options.lr, "clip": options.clip, "seed": options.seed,
-        "autocast": contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name]),
-    }  # fmt: skip
+    autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
+    loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
     if dist.get_rank() == 0:
         cluster_of_plan(plan, options.cluster)
         check_graph(plan)
@@ -165,30 +166,36 @@ def train(
     loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
     if plan.strategy is None and plan.older is not None:
         plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
-    part = Training(loaded.module, plan, loaded.example_inputs, device, loss=loaded.loss, mixed_precision=policy, **settings)
+    model = distribute(
+        loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
+    )
+    # Frozen parameters, too: they get no gradient and no update.
+    optimizer = OPTIMIZERS[options.optimizer or recipe.optimizer](model.parameter_groups(), lr=options.lr)
+    samples = samples_of_step(plan, loaded.example_inputs)
     comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
     reference = None
     if comparison is not None and dist.get_rank() == 0:
         whole = known.build("cpu", options.seed).module
         reference = Reference(
-            whole, device, loss=loaded.loss, microbatches=_passes(plan), same_streams=plan.strategy is None,
-            dtype=None if policy is None else policy.param_dtype, **settings,
+            whole, device, loss=loaded.loss, optimizer=options.optimizer or recipe.optimizer, lr=options.lr,
+            microbatches=_passes(plan), seed=options.seed, same_streams=plan.strategy is None,
+            dtype=None if policy is None else policy.param_dtype, **loop,
         )  # fmt: skip
     first_step, folder = 0, options.checkpoint
     losses: list[float] = []
     seconds: list[float] = []
     peak_bytes: int | None = None
     if options.resume and folder is not None and broadcast_object(latest_checkpoint(folder) is not None):
-        first_step = load_checkpoint(folder, part.model, part.optimizer).step
+        first_step = load_checkpoint(folder, model, optimizer).step
         if reference is not None:
             reference.steps = load_checkpoint(folder, reference.model, reference.optimizer).step
     for step in range(first_step, options.steps):
-        batch = synthetic_batch(loaded.example_inputs, part.samples, options.seed, step)
-        memory = PeakMemory(device, held_tensors(part.model, part.optimizer)) if step == first_step + 1 else None
+        batch = synthetic_batch(loaded.example_inputs, samples, options.seed, step)
+        memory = PeakMemory(device, held_tensors(model, optimizer)) if step == first_step + 1 else None
         if options.verify:
             dist.barrier()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
-        losses.append(part.step(batch))
+        losses.append(train_step(model, optimizer, batch, **loop))
         seconds.append(read_clock(device) - begin)
         if memory is not None:
             peak_bytes = memory.read_bytes()
@@ -198,25 +205,25 @@ def train(
             on_step(step, losses[-1], seconds[-1])
         due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
         if folder is not None and due:
-            save_checkpoint(folder, part.model, part.optimizer, step=step + 1, extra={"problem": plan.problem})
-    ranks = _ranks(plan, part, device, seconds, peak_bytes)
+            save_checkpoint(folder, model, optimizer, step=step + 1, extra={"problem": plan.problem})
+    ranks = _ranks(plan, model, device, seconds, peak_bytes)
     step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
-        parameters = gather_tensors({name: parameter.detach() for name, parameter in part.model.trained()}, device)
-        gradients = gather_tensors({name: parameter.grad for name, parameter in part.model.trained()}, device)
+        parameters = gather_tensors({name: parameter.detach() for name, parameter in model.trained()}, device)
+        gradients = gather_tensors({name: parameter.grad for name, parameter in model.trained()}, device)
         if reference is not None:
             comparison.compare_tensors(gradients, parameters, reference)
-    return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, part.model.report)
+    return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 
 def _ranks(
-    plan: PlacementPlan, part: Training, device: torch.device, seconds: list[float], peak_bytes: int | None
+    plan: PlacementPlan, model: DistributedModel, device: torch.device, seconds: list[float], peak_bytes: int | None
 ) -> list[dict[str, Any]]:
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
     facts = {
         "host": platform.node(),
         "device": str(device),
-        "stage": _device_of_plan(plan, part),
+        "stage": _device_of_plan(plan, model),
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
@@ -227,9 +234,9 @@ def _ranks(
     ]
 
 
-def _device_of_plan(plan: PlacementPlan, part: Training) -> int | None:
+def _device_of_plan(plan: PlacementPlan, model: DistributedModel) -> int | None:
     """The plan's device that this process is; None: it has nothing to do."""
-    ranks = part.model.ranks
+    ranks = model.ranks
     if plan.strategy is not None:
         return sorted(plan.strategy.devices)[ranks.rank]
     return None if ranks.replica is None else ranks.rank

@@ -7,6 +7,7 @@ import gc
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from rlplace.errors import InputError
 from rlplace.measured.race import Race
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
+from rlplace.runtime.distributed.job import training
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
-from rlplace.runtime.distributed.job.training import Training, check_strategy, microbatch_of, processes_needed
-from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.environment import read_clock
 from rlplace.runtime.host_memory import PeakMemory
+from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel
 
@@ -89,32 +91,33 @@ class PlanTimer:
         """
         if plan.strategy is None and plan.older is not None:
             raise InputError("measure: the plan runs as a whole strategy; 'rlplace run' trains and times it")
-        check_strategy(plan, "measure")
+        training.check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
         # Replay changes no value.
         model = self.model if self.replay else copy.deepcopy(self.model)
-        inputs = self.inputs(microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
+        inputs = self.inputs(training.microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
         slept = (self.replayed or problem) if self.replay else None
-        options: dict[str, Any] = {"optimizer": self.optimizer, "loss": self.loss, "slept": slept, "graphs": self._graphs}
-        training = Training(model, plan, inputs, self.device, **options)
-        batch = self.inputs(training.samples)
+        placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, replayed=slept, graphs=self._graphs)
+        optimizer = None if slept is not None else OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
+        batch = self.inputs(training.samples_of_step(plan, inputs))
+        step = partial(training.train_step, placed, optimizer, batch)
         memory, race = PeakMemory(self.device), race or Race(repeats=self.repeats)
         steps: list[tuple[float, dict[str, float]]] = []
-        for step in range(self.warmup):
-            self._step(training, batch)
-            if step == 0:
+        for number in range(self.warmup):
+            _timed(step, self.device)
+            if number == 0:
                 setup_s = read_clock(self.device) - begin_s
         while not race.over([seconds for seconds, _ in steps]):
-            steps.append(self._step(training, batch))
+            steps.append(_timed(step, self.device))
         timeline = None if problem is None else simulate(problem, plan)
-        _, spent_s = sorted(steps, key=lambda step: step[0])[(len(steps) - 1) // 2]
-        places = self._places(training, plan, timeline, spent_s, memory.read_bytes())
+        _, spent_s = sorted(steps, key=lambda timed: timed[0])[(len(steps) - 1) // 2]
+        places = _places(plan, timeline, spent_s, memory.read_bytes())
         if trace is not None:
             with torch.profiler.profile() as profile:
-                self._step(training, batch)
+                _timed(step, self.device)
             profile.export_chrome_trace(str(trace))
-        engine = str(training.model.report)
-        del training, model
+        engine = placed.report
+        del model, placed, optimizer, step
         gc.collect()  # what a plan has left in cycles
         if not gc.get_freeze_count():
             gc.freeze()  # what stays for good is not looked at again: that took longer than a plan
@@ -131,41 +134,38 @@ class PlanTimer:
             setup_s=setup_s,
         )
 
-    def _step(self, training: Training, batch: Any) -> tuple[float, dict[str, float]]:
-        """One step, its time on the slowest process and what this one did meanwhile."""
-        dist.barrier()
-        activity.record(self.device)
-        start_s = read_clock(self.device)
-        training.step(batch)
-        took = torch.tensor(read_clock(self.device) - start_s, dtype=torch.float64, device=self.device)
-        spent_s = activity.recorded()
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return float(took), spent_s
 
-    def _places(
-        self,
-        training: Training,
-        plan: PlacementPlan,
-        timeline: Timeline | None,
-        spent_s: Mapping[str, float],
-        peak_bytes: int | None,
-    ) -> tuple[PlaceTiming, ...]:
-        """What every process of a placement did in the median step; of a strategy that is not known."""
-        if not isinstance(training.model, PlacedModel):
-            return ()
-        rank = dist.get_rank()
-        own = PlaceTiming(
-            rank=rank,
-            host=platform.node(),
-            busy_s=spent_s.get("forward", 0.0) + spent_s.get("backward", 0.0),
-            wait_s=spent_s.get("wait", 0.0),
-            reduce_s=0.0,
-            update_s=spent_s.get("update", 0.0),
-            peak_memory_bytes=peak_bytes,
-            predicted_busy_s=None if timeline is None else float(timeline.busy_s[rank]),
-            predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
-        )
-        return tuple(gather_objects(own)[: processes_needed(plan)])
+def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[str, float]]:
+    """The time of a step on the slowest process, and what this one did meanwhile."""
+    dist.barrier()
+    activity.record(device)
+    start_s = read_clock(device)
+    step()
+    took = torch.tensor(read_clock(device) - start_s, dtype=torch.float64, device=device)
+    spent_s = activity.recorded()
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took), spent_s
+
+
+def _places(
+    plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float], peak_bytes: int | None
+) -> tuple[PlaceTiming, ...]:
+    """What every process of a placement did in the median step; of a strategy that is not known."""
+    if plan.strategy is not None:
+        return ()
+    rank = dist.get_rank()
+    own = PlaceTiming(
+        rank=rank,
+        host=platform.node(),
+        busy_s=spent_s.get("forward", 0.0) + spent_s.get("backward", 0.0),
+        wait_s=spent_s.get("wait", 0.0),
+        reduce_s=0.0,
+        update_s=spent_s.get("update", 0.0),
+        peak_memory_bytes=peak_bytes,
+        predicted_busy_s=None if timeline is None else float(timeline.busy_s[rank]),
+        predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
+    )
+    return tuple(gather_objects(own)[: training.processes_needed(plan)])
 
 
 def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> PlanTimer:

@@ -1,4 +1,4 @@
-"""A plan in training on this process: the part of the model that it runs, the optimizer, and the step."""
+"""A plan in training on this process: what it needs, and the step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError
+from rlplace.graph.inputs import split_inputs
 from rlplace.plan.plan import PlacementPlan
-from rlplace.problem import Problem
-from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job.recipe import recipe_of
 from rlplace.runtime.distributed.joint.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import devices_of
-from rlplace.runtime.measure import OPTIMIZERS, loss_of
+from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.why_not import why_not
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -64,72 +60,41 @@ def microbatch_of(plan: PlacementPlan, samples: int) -> int:
     return samples if plan.strategy is None else plan.strategy.pipelines[0].microbatch[0]
 
 
-class Training:
-    """This process's part of a model in training.
+def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
+    """Samples of a step: those of the micro-batch for a placement."""
+    return samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch
 
-    Attributes:
+
+def train_step(
+    model: DistributedModel,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    *,
+    clip: float | None = None,
+    autocast: Autocast = contextlib.nullcontext,
+) -> float:
+    """One training step on this process; leaves the gradients in place and returns the loss.
+
+    Args:
         model: The distributed model.
-        optimizer: Updates this process's parameters; None where nothing is computed.
-        samples: Of a step.
+        optimizer: Updates this process's parameters; None where nothing is computed: as long as updates take, it sleeps.
+        batch: The same on every process.
+        clip: Norm that gradients are clipped to.
+        autocast: Makes what the forward runs under.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: PlacementPlan,
-        example_inputs: Any,
-        device: torch.device,
-        *,
-        optimizer: str,
-        lr: float = 1e-3,
-        loss: Loss | None = None,
-        seed: int = 0,
-        clip: float | None = None,
-        autocast: Autocast = contextlib.nullcontext,
-        slept: Problem | None = None,
-        graphs: Graphs | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
-    ) -> None:
-        """Distributes a model; every process of the job calls it.
-
-        Args:
-            model: The whole model, the same on every process; a strategy changes it.
-            plan: A plan for it.
-            example_inputs: Of one micro-batch, see `microbatch_of`.
-            device: Where this process computes.
-            optimizer: Name.
-            lr: Learning rate.
-            loss: Of a model that does not return it.
-            seed: Of random ops.
-            clip: Norm that gradients are clipped to.
-            autocast: Makes what forwards run under.
-            slept: A problem whose times are slept instead of computing.
-            graphs: Keeps what was traced.
-            mixed_precision: See `distribute`.
-        """
-        self.model: DistributedModel = distribute(
-            model, plan, example_inputs, loss=loss, device=device, seed=seed, replayed=slept, graphs=graphs,
-            mixed_precision=mixed_precision,
-        )  # fmt: skip
-        # Frozen parameters, too: they get no gradient and no update.
-        self.optimizer = None if slept is not None else OPTIMIZERS[optimizer](self.model.parameter_groups(), lr=lr)
-        self.samples = samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch
-        self._clip, self._autocast = clip, autocast
-
-    def step(self, batch: Any) -> float:
-        """One training step; leaves the gradients in place and returns the loss."""
-        self.model.zero_grad(set_to_none=True)
-        with self._autocast():
-            output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
-        loss = loss_of(output, None)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self._clip is not None:
-            self.model.clip_grad_norm_(self._clip)
-        activity.mark("update")
-        if self.optimizer is not None:
-            self.optimizer.step()
-        elif isinstance(self.model, PlacedModel):
-            engines = [engine for engine in self.model.engines() if isinstance(engine, ReplayEngine)]
-            sleep_until(time.perf_counter() + sum(engine.update_s for engine in engines))
-        activity.mark(None)
-        return float(loss.detach())
+    args, kwargs = split_inputs(batch)
+    model.zero_grad(set_to_none=True)
+    with autocast():
+        output = model(*args, **kwargs)
+    loss = loss_of(output, None)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        model.clip_grad_norm_(clip)
+    activity.mark("update")
+    if optimizer is not None:
+        optimizer.step()
+    elif isinstance(model, PlacedModel):
+        engines = [engine for engine in model.engines() if isinstance(engine, ReplayEngine)]
+        sleep_until(time.perf_counter() + sum(engine.update_s for engine in engines))
+    activity.mark(None)
+    return float(loss.detach())

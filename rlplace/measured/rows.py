@@ -8,6 +8,7 @@ from typing import Any
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
+from rlplace.limits import BYTES_PER_VALUE, DEVICES
 from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, MAX_REASON, MAX_STEPS, Trial
 from rlplace.records import build, plain
 
@@ -17,11 +18,10 @@ COLUMNS = Trial.__struct_fields__
 ONE_PASS = {"microbatches": 1, "schedule": "list", "priority": None}
 """Further columns, the same in all rows that are read: trials of older files whose steps ran otherwise are left alone."""
 
-_LISTS = {"device_of_group": MAX_GROUPS, "step_s": MAX_STEPS}
-"""Lists of numbers, and how many they may hold."""
+_LISTS = {"device_of_group": MAX_GROUPS, "step_s": MAX_STEPS, "places": 16 * DEVICES}
+"""Columns of JSON text, and how many values they may hold."""
 
 _LINES = {"engine": MAX_NAME, "reason": MAX_REASON}
-_MAX_PLACES_TEXT = 1 << 22
 
 
 def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
@@ -37,7 +37,7 @@ def trial_to_row(trial: Trial) -> tuple[tuple[Any, ...], Trial]:
         raise InputError(f"trial: expected a Trial, found {type(trial).__name__}")
     try:
         values = {column: plain(getattr(trial, column)) for column in COLUMNS} | {"anchor": int(trial.anchor)}
-        values |= {key: canonical_json(values[key]) for key in (*_LISTS, "places")}
+        values |= {key: canonical_json(values[key]) for key in _LISTS}
         values |= {key: _one_line(values[key], limit) for key, limit in _LINES.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"trial: a value is not of the right type: {show(str(error))}") from None
@@ -57,10 +57,9 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
     """
     value = dict(zip(COLUMNS, row, strict=True))
     for key, limit in _LISTS.items():
-        value[key] = _flat(value[key], limit, f"{where}: {key}")
-    if not isinstance(value["places"], str) or len(value["places"]) > _MAX_PLACES_TEXT:
-        raise InputError(f"{where}: places: expected a list as JSON text")
-    value["places"] = parse_json(value["places"], f"{where}: places")
+        if not isinstance(value[key], str):
+            raise InputError(f"{where}: {key}: expected a list as JSON text")
+        value[key] = parse_json(value[key], f"{where}: {key}", most=limit * BYTES_PER_VALUE)
     value["anchor"] = bool(whole_number(value["anchor"], f"{where}: anchor", 0, 1))
     trial = build(Trial, value, where)
     timed = trial.status in ("done", "dropped")
@@ -76,15 +75,6 @@ def plan_key(trial: Trial) -> str:
     microbatches, schedule, priority = ONE_PASS.values()
     key = (trial.problem, trial.site, trial.device_of_group, microbatches, schedule, trial.mode, priority)
     return hashlib.sha256(canonical_json(key).encode()).hexdigest()
-
-
-def _flat(text: Any, limit: int, where: str) -> list[Any]:
-    """A JSON list of numbers; what is nested or too long is refused before it takes memory."""
-    if not isinstance(text, str) or not text.startswith("[") or text.count("[") > 1 or "{" in text or '"' in text:
-        raise InputError(f"{where}: expected a list of numbers as JSON text")
-    if text.count(",") >= limit:
-        raise InputError(f"{where}: more than {limit} numbers")
-    return parse_json(text, where)
 
 
 def _one_line(text: str, limit: int) -> str:

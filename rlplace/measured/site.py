@@ -6,32 +6,31 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from rlplace.errors import InputError, show
 from rlplace.files import canonical_json, fingerprint, finite_number
-from rlplace.measured.trial import MAX_NAME
-
-
-def check_text(value: Any, where: str, limit: int = MAX_NAME) -> str:
-    """Text of at most `limit` characters that UTF-8 can hold."""
-    if not isinstance(value, str):
-        raise InputError(f"{where}: expected text, found {show(value)}")
-    if len(value) > limit:
-        raise InputError(f"{where}: text of {len(value)} characters, the limit is {limit}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where}: {show(value)} cannot be written as UTF-8") from None
-    return value
-
+from rlplace.measured.trial import Name
+from rlplace.records import check
 
 MAX_FACTS = 256
-MAX_TEXT = 1 << 16
 MAX_FACTS_TEXT = 1 << 20
 """Limit for all facts as JSON."""
 
 Fact = str | float | int
+_Text = Annotated[str, Meta(max_length=1 << 16)]
+_Key = Annotated[Name, Meta(min_length=1)]
+
+
+def _check_text(kind: Any, value: Any, where: str) -> str:
+    check(kind, value, where)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: {show(value)} cannot be written as UTF-8") from None
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,11 @@ class Site:
     facts: Mapping[str, Fact]
 
     def __post_init__(self) -> None:
-        check_text(self.name, "site: name")
+        _check_text(Name, self.name, "site: name")
         if not isinstance(self.facts, Mapping) or not len(self.facts) <= MAX_FACTS:
             raise InputError(f"site: facts: expected at most {MAX_FACTS} values by name")
         for key in self.facts:
-            if not check_text(key, "site: name of a fact"):
-                raise InputError("site: a fact needs a name")
+            _check_text(_Key, key, "site: name of a fact")
         object.__setattr__(self, "facts", {key: _fact(self.facts[key], key) for key in sorted(self.facts)})
         if len(canonical_json(dict(self.facts))) > MAX_FACTS_TEXT:
             raise InputError(f"site: facts: more than {MAX_FACTS_TEXT} characters as JSON")
@@ -98,7 +96,7 @@ def _runs(values: Sequence[Fact | None]) -> str:
 
 def _fact(value: Any, key: str) -> Fact:
     if isinstance(value, str):
-        return check_text(value, f"site: {show(key)}", MAX_TEXT)
+        return _check_text(_Text, value, f"site: {show(key)}")
     number = finite_number(value, f"site: {show(key)}")
     if abs(number) >= 1 << 53:
         raise InputError(f"site: {show(key)}: {show(value)} is too large to be kept exactly")

@@ -17,7 +17,7 @@ from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
 from rlplace.measured.database import open_database, reported, writing
 from rlplace.measured.rows import COLUMNS, ONE_PASS, plan_key, trial_from_row, trial_to_row
-from rlplace.measured.site import Site, check_text
+from rlplace.measured.site import Site
 from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Fingerprint, Name, Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 from rlplace.records import build
@@ -145,7 +145,7 @@ class TrialStore:
             include_running: Also those that have not ended.
         """
         asked = {"problem": problem, "site": site, "run": run}
-        conditions = {f"{key} = ?": check_text(value, f"trials: {key}") for key, value in asked.items() if value is not None}
+        conditions = {f"{key} = ?": build(Name, value, f"trials: {key}") for key, value in asked.items() if value is not None}
         if not include_running:
             conditions["status != ?"] = "running"
         count = self._rows(f"SELECT count(*) FROM trials WHERE {_all(conditions)}", *conditions.values())[0][0]
@@ -157,7 +157,7 @@ class TrialStore:
 
     def interrupted(self, run: str) -> list[tuple[int, Trial]]:
         """Numbers and trials of a run that have begun and not ended."""
-        conditions = {"run = ?": check_text(run, "interrupted: run"), "status = ?": "running"}
+        conditions = {"run = ?": build(Name, run, "interrupted: run"), "status = ?": "running"}
         return list(self._select(conditions))
 
     # Rows

@@ -156,9 +156,8 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
 def _refuse(trainer: Any) -> None:
     """Refuses what cannot work with a plan."""
     args = trainer.args
-    modules = isinstance(trainer.model, nn.Module)
     reasons = {
-        "the Trainer has no model": not modules,
+        "the Trainer has no model": not isinstance(trainer.model, nn.Module),
         "its model is distributed already": isinstance(trainer.model, DistributedModel),
         "it was given an optimizer, whose parameters are not those of the distributed model": trainer.optimizer is not None,
         "model_init makes a new model for every run": trainer.model_init is not None,

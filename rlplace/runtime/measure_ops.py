@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from rlplace.cost.calls import op_directions
 from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
@@ -182,10 +183,7 @@ def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any
         for parameter in module.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 parameter.normal_(0.0, 0.01, generator=generator)
-    inputs = torch.utils._pytree.tree_map(
-        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, model.example_inputs
-    )
-    return module, inputs
+    return module, pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), model.example_inputs)
 
 
 def _run_steps(

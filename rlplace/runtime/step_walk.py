@@ -80,8 +80,7 @@ class StepWalk:
         return marks.finish()
 
     def _forward(self) -> Tensor:
-        runner = _Runner(self.graph.module, self.graph.op_name_of_node, self.marks, self._claim)
-        flat = runner.run(*self.leaves, enable_io_processing=False)
+        flat = _Runner(self).run(*self.leaves, enable_io_processing=False)
         self.marks.mark(None)
         output = torch.utils._pytree.tree_unflatten(list(flat), self.graph.program.call_spec.out_spec)
         begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -136,20 +135,18 @@ UPDATE = "optimizer"
 
 
 class _Runner(fx.Interpreter):
-    def __init__(
-        self, module: fx.GraphModule, names: Mapping[str, str], marks: Marks, claim: Callable[[int, str], None]
-    ) -> None:
-        super().__init__(module)
-        self.names, self.marks, self.claim = names, marks, claim
+    def __init__(self, walk: StepWalk) -> None:
+        super().__init__(walk.graph.module)
+        self.walk = walk
 
     def run_node(self, n: fx.Node) -> Any:
-        name = self.names.get(n.name)
+        name = self.walk.graph.op_name_of_node.get(n.name)
         if name is None:
             return super().run_node(n)
         begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self.marks.mark(name)
+        self.walk.marks.mark(name)
         out = super().run_node(n)
-        self.claim(begin, name)
+        self.walk._claim(begin, name)
         return out
 
 

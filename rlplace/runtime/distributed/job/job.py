@@ -98,8 +98,8 @@ class JobResult:
             "equal": comparison.equal,
             "tolerance": comparison.tolerance,
             "losses": comparison.losses,
-            "worst_gradient": list(comparison.worst_gradient),
-            "worst_parameter": list(comparison.worst_parameter),
+            "worst_gradient": list(comparison.worst["gradient"]),
+            "worst_parameter": list(comparison.worst["parameter"]),
             "reference": "graph" if comparison.streams else "module",
         }  # fmt: skip
         return {

@@ -218,13 +218,12 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
     Returns:
         The same nesting; tensors without a batch dimension as they are.
     """
-    leaves, spec = pytree.tree_flatten(example_inputs)
+    leaves = pytree.tree_leaves(example_inputs)
     length = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
-    batched: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != length:
-            batched.append(leaf)
-            continue
+
+    def shuffled(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.dim() == 0 or len(leaf) != length:
+            return leaf
         shape = tuple(leaf.shape[1:])
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + _number(shape))
         rows = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -233,8 +232,9 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
             flat = batch.reshape(samples, -1)
             order = torch.rand(flat.shape, generator=generator).argsort(dim=1)
             batch = flat.gather(1, order).reshape(batch.shape)
-        batched.append(batch)
-    return pytree.tree_unflatten(batched, spec)
+        return batch
+
+    return pytree.tree_map_only(torch.Tensor, shuffled, example_inputs)
 
 
 def _number(shape: tuple[int, ...]) -> int:

@@ -133,22 +133,19 @@ class RunComparison:
     Attributes:
         tolerance: See `TOLERANCE`.
         losses: Per step the relative difference of the loss.
-        worst_gradient: Name and error of the worst tensor, after the last step.
-        worst_parameter: Likewise.
+        worst: Name and error of the worst "gradient" and "parameter", after the last step.
         streams: Whether the reference ran as exported graph, because it has random ops.
     """
 
     tolerance: float
     losses: list[float] = field(default_factory=list)
-    worst_gradient: tuple[str, float] = ("", 0.0)
-    worst_parameter: tuple[str, float] = ("", 0.0)
+    worst: dict[str, tuple[str, float]] = field(default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0)})
     streams: bool = False
 
     @property
     def equal(self) -> bool:
         """Whether everything is within the tolerance."""
-        loss = max(self.losses, default=0.0)
-        return loss <= self.tolerance and self.worst_gradient[1] <= 1.0 and self.worst_parameter[1] <= 1.0
+        return max(self.losses, default=0.0) <= self.tolerance and all(error <= 1.0 for _, error in self.worst.values())
 
     def compare_loss(self, loss: float, expected: float) -> None:
         """Notes the losses of one step."""
@@ -161,14 +158,18 @@ class RunComparison:
         largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
         for name, expected in reference.parameters.items():
             grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
-            gradient = gradients.get(name)
-            gradient = torch.zeros_like(grad) if gradient is None else gradient.to(grad)
+            found = gradients.get(name)
             accepted = self.tolerance * (float(grad.abs().max()) + _NOISE * largest) + 1e-30
-            self.worst_gradient = max(self.worst_gradient, (name, _error(gradient - grad, accepted)), key=lambda pair: pair[1])
+            self._note("gradient", name, grad if found is None else found.to(grad) - grad, accepted)
             slack = reference.slack.get(name, torch.zeros(()))
             allowed = self.tolerance * float(expected.detach().abs().max()) + slack.to(expected) + 1e-30
-            difference = parameters[name].to(expected.detach()) - expected.detach()
-            self.worst_parameter = max(self.worst_parameter, (name, _error(difference, allowed)), key=lambda pair: pair[1])
+            self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)
+
+    def _note(self, kind: str, name: str, difference: torch.Tensor, accepted: Any) -> None:
+        """Keeps the worst tensor; not a number counts as infinitely far."""
+        error = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
+        error = error if error == error else float("inf")
+        self.worst[kind] = max(self.worst[kind], (name, error), key=lambda pair: pair[1])
 
     def lines(self) -> list[str]:
         """For people."""
@@ -177,15 +178,8 @@ class RunComparison:
         return [
             f"{verdict} to the unplaced model ({how}) within {self.tolerance:g}: losses of {len(self.losses)} steps differ "
             f"by up to {max(self.losses, default=0.0):.1e} of their size",
-            f"{_worst('gradient', *self.worst_gradient)}; {_worst('parameter', *self.worst_parameter)}",
+            "; ".join(
+                f"worst {kind} {name}: {error:.2g} of what is accepted" if name else f"every {kind} equal bit for bit"
+                for kind, (name, error) in self.worst.items()
+            ),
         ]
-
-
-def _worst(what: str, name: str, error: float) -> str:
-    return f"worst {what} {name}: {error:.2g} of what is accepted" if name else f"every {what} equal bit for bit"
-
-
-def _error(difference: torch.Tensor, accepted: Any) -> float:
-    """Largest difference in units of what is accepted; not a number counts as infinitely far."""
-    worst = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
-    return worst if worst == worst else float("inf")

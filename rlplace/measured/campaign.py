@@ -13,6 +13,7 @@ import operator
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -46,56 +47,46 @@ class PlanFailed(RlplaceError):
         self.status = status
 
 
+@dataclass(eq=False)
 class Campaign:
-    """Measures plans of one problem.
+    """Measures plans of one problem; goes on with what the store holds of its `run`.
 
     Attributes:
         problem: As it was priced.
+        timer: Runs plans.
+        store: Where trials are kept; default in memory.
+        site: Fingerprint of the cluster, known to the store.
+        budget: What this run may cost; default 60 plans.
+        repeats: Timed steps of a plan that stays in the race.
+        retime_every: Trials after which the best of the plans that were known at the last such time is timed again.
+        mode: ``"computed"`` or ``"replayed"``.
+        run: Name under which the campaign can be resumed.
+        on_trial: Called after every trial.
         trials: What is known, in the order in which it was measured: the campaign's own trials, and those of earlier campaigns
             on the same problem and cluster.
-        on_trial: Called after every trial.
-        budget: What this run may cost.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        timer: Timer,
-        *,
-        store: TrialStore | None = None,
-        site: str = "",
-        budget: Budget | None = None,
-        repeats: int = 5,
-        retime_every: int = 10,
-        mode: Mode = "computed",
-        run: str = "",
-        on_trial: Callable[[Trial], None] = lambda trial: None,
-    ) -> None:
-        """Opens the campaign; goes on with what the store holds of `run`.
+    problem: Problem
+    timer: Timer
+    _: KW_ONLY
+    store: TrialStore = field(default_factory=TrialStore)
+    site: str = ""
+    budget: Budget = field(default_factory=Budget)
+    repeats: int = 5
+    retime_every: int = 10
+    mode: Mode = "computed"
+    run: str = ""
+    on_trial: Callable[[Trial], None] = lambda trial: None
+    trials: list[Trial] = field(init=False)
 
-        Args:
-            problem: The problem.
-            timer: Runs plans.
-            store: Where trials are kept; None: in memory.
-            site: Fingerprint of the cluster, known to the store.
-            budget: Default 60 plans.
-            repeats: Timed steps of a plan that stays in the race.
-            retime_every: Trials after which the best of the plans that were known at the last such time is timed again.
-            mode: ``"computed"`` or ``"replayed"``.
-            run: Name under which the campaign can be resumed.
-            on_trial: Called after every trial.
-        """
-        self.problem, self.mode, self.run = problem, mode, run
-        self.on_trial = on_trial
-        self.budget = budget or Budget()
-        self._timer, self._race, self._retime_every = timer, Race(repeats=repeats), retime_every
-        self._store, self._site = store or TrialStore(None), site
-        self._store.add_problem(problem)
-        for number, trial in self._store.interrupted(run):
+    def __post_init__(self) -> None:
+        self._race = Race(repeats=self.repeats)
+        self.store.add_problem(self.problem)
+        for number, trial in self.store.interrupted(self.run):
             if self._mine(trial):  # not what another cluster's job of the same name may be running now
                 crashed = msgspec.structs.replace(trial, status="crashed", reason="the job ended while this plan ran")
-                self._store.finish(number, crashed)
-        known = self._store.trials(problem=problem.fingerprint, site=site)
+                self.store.finish(number, crashed)
+        known = self.store.trials(problem=self.problem.fingerprint, site=self.site)
         self.trials = [trial for trial in known if self._mine(trial)]
         self._by_plan = {trial.device_of_group: trial for trial in self.trials if not trial.anchor}
 
@@ -161,7 +152,7 @@ class Campaign:
             raise BudgetSpent
         trial = self._run(self._begun(plain), self._racing())
         own = sum(t.run == self.run and not t.anchor for t in self.trials)
-        if self._retime_every and own % self._retime_every == 0 and self.share < 1.0:
+        if self.retime_every and own % self.retime_every == 0 and self.share < 1.0:
             self.time_again(self._reference())
         return trial
 
@@ -194,7 +185,7 @@ class Campaign:
 
     def _mine(self, trial: Trial) -> bool:
         """Whether a trial was made under the campaign's conditions."""
-        return (trial.problem, trial.site, trial.mode) == (self.problem.fingerprint, self._site, self.mode)
+        return (trial.problem, trial.site, trial.mode) == (self.problem.fingerprint, self.site, self.mode)
 
     def _racing(self) -> Race:
         best = self.best()
@@ -209,7 +200,7 @@ class Campaign:
         """A trial of a plan that begins now."""
         return Trial(
             problem=self.problem.fingerprint,
-            site=self._site,
+            site=self.site,
             device_of_group=plain,
             status="running",
             mode=self.mode,
@@ -220,9 +211,9 @@ class Campaign:
     def _run(self, trial: Trial, race: Race) -> Trial:
         # An interrupt in the middle of a step would leave the other processes waiting, and lose the measurement.
         with deferred_signals([signal.SIGINT]):
-            number = self._store.begin(trial)
+            number = self.store.begin(trial)
             trial = self._timed(number, trial, race)
-            self._store.finish(number, trial)
+            self.store.finish(number, trial)
             self._note(trial)
         return trial
 
@@ -234,16 +225,16 @@ class Campaign:
             return msgspec.structs.replace(trial, status=status, reason=reason, setup_s=spent_s)
 
         try:
-            timing = self._timer(self.plan(trial), race)
+            timing = self.timer(self.plan(trial), race)
         except PlanFailed as error:
             return failed(error.status, str(error))
         except KeyboardInterrupt:
-            self._store.discard(number)  # nobody's fault: it may be tried again
+            self.store.discard(number)  # nobody's fault: it may be tried again
             raise
         except Exception as error:  # the job ends with it; when it comes back, this plan is not tried again
             memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            self._store.finish(number, failed("out_of_memory" if memory else "crashed", reason))
+            self.store.finish(number, failed("out_of_memory" if memory else "crashed", reason))
             raise
         lost = race.lost(timing.step_s) and len(timing.step_s) < race.repeats
         return msgspec.structs.replace(

@@ -144,10 +144,8 @@ def test_dropout_is_not_compared_under_a_strategy():
 
     model = gpt2(1)
     model.transformer.drop.p = 0.1
-    reference = Reference(
-        model, torch.device("cpu"), loss=None, optimizer="sgd", lr=0.1, microbatches=1,
-        seed=0, same_streams=False,
-    )  # fmt: skip
+    updates = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = Reference(model, updates, torch.device("cpu"), loss=None, microbatches=1, seed=0, same_streams=False)
     ids = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(InputError, match="1 random ops, such as dropout"):
         reference.step({"input_ids": ids, "labels": ids}, 1e-4)

@@ -170,17 +170,17 @@ def train(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
     )
     # Frozen parameters, too: they get no gradient and no update.
-    optimizer = OPTIMIZERS[options.optimizer or recipe.optimizer](model.parameter_groups(), lr=options.lr)
+    make = partial(OPTIMIZERS[options.optimizer or recipe.optimizer], lr=options.lr)
+    optimizer = make(model.parameter_groups())
     samples = samples_of_step(plan, loaded.example_inputs)
     comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
     reference = None
     if comparison is not None and dist.get_rank() == 0:
-        whole = known.build("cpu", options.seed).module
-        reference = Reference(
-            whole, device, loss=loaded.loss, optimizer=options.optimizer or recipe.optimizer, lr=options.lr,
-            microbatches=_passes(plan), seed=options.seed, same_streams=plan.strategy is None,
-            dtype=None if policy is None else policy.param_dtype, **loop,
-        )  # fmt: skip
+        whole = known.build("cpu", options.seed).module.to(device)
+        updates = make([p for p in whole.parameters() if p.requires_grad])
+        dtype, same = None if policy is None else policy.param_dtype, plan.strategy is None
+        passes, seed = _passes(plan), options.seed
+        reference = Reference(whole, updates, device, loaded.loss, passes, seed, **loop, same_streams=same, dtype=dtype)
     first_step, folder = 0, options.checkpoint
     losses: list[float] = []
     seconds: list[float] = []

@@ -23,7 +23,7 @@ from rlplace.runtime.distributed.graph.forward_graph import Loss, flat_inputs, f
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.job.training import Autocast
 from rlplace.runtime.held import meta_copy, rewrite_devices
-from rlplace.runtime.measure import OPTIMIZERS, loss_of
+from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.batches import Share, even_sizes, passes_of, signature_of
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
@@ -33,62 +33,72 @@ _NOISE = 0.01
 """Share of the tolerance of a gradient that is rounding: optimizers that divide by the gradient's size enlarge it."""
 
 
+@dataclass(eq=False)
 class Reference:
-    """The unplaced model, trained in one process like the distributed one; `steps` says how many it has made."""
+    """The unplaced model, trained in one process like the distributed one.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        *,
-        loss: Loss | None,
-        optimizer: str,
-        lr: float,
-        microbatches: int,
-        seed: int,
-        clip: float | None = None,
-        autocast: Autocast = contextlib.nullcontext,
-        same_streams: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.model = model.to(device)
+    Attributes:
+        model: On its device.
+        optimizer: Of its parameters.
+        device: Where it computes.
+        loss: Of a model that does not return it.
+        microbatches: In so many passes it runs a step.
+        seed: Of random ops.
+        clip: Norm that gradients are clipped to.
+        autocast: Makes what forwards run under.
+        same_streams: Whether the distributed model draws from the streams of the exported graph.
+        dtype: What parameters are cast to for a step, as under mixed precision.
+        steps: So many it has made.
+        streams: Whether it runs as exported graph, because it has random ops.
+        slack: By parameter how far its updates may have carried it because a gradient is known up to rounding only.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    loss: Loss | None
+    microbatches: int
+    seed: int
+    clip: float | None = None
+    autocast: Autocast = contextlib.nullcontext
+    same_streams: bool = True
+    dtype: torch.dtype | None = None
+    steps: int = 0
+    streams: bool = False
+    slack: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = OPTIMIZERS[optimizer]([p for p in self.parameters.values() if p.requires_grad], lr=lr)
-        self.steps, self.streams = 0, False
-        self.slack: dict[str, torch.Tensor] = {}
-        self._device, self._loss, self._seed, self._clip = device, loss, seed, clip
-        self._microbatches, self._same_streams = microbatches, same_streams
-        self._autocast, self._dtype = autocast, dtype
         self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
     def step(self, batch: Any, tolerance: float) -> float:
         """One step; leaves the gradients in place and returns the loss."""
         samples, total = samples_of(batch), 0.0
-        sizes = even_sizes(samples, min(samples, self._microbatches))
+        sizes = even_sizes(samples, min(samples, self.microbatches))
         self.optimizer.zero_grad(set_to_none=True)
         share = Share(0, sizes, tuple(size / samples for size in sizes), samples)
-        for part in passes_of({"call": batch}, share, ["call"], (), self._device):
+        for part in passes_of({"call": batch}, share, ["call"], (), self.device):
             args, kwargs = split_inputs(part.inputs["call"])
             key = signature_of(part.inputs)
-            with self._autocast():
+            with self.autocast():
                 if key not in self._runs:
                     self._runs[key] = self._runner(args, kwargs)
-                with random_key(self._seed, self.steps):
+                with random_key(self.seed, self.steps):
                     value = self._runs[key]((args, kwargs)) * part.weight
             value.backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self._clip)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
         self._note_slack(tolerance)
         self.optimizer.step()
         self.steps += 1
         return total
 
     def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
-        graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self._loss)
+        graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self.loss)
         if graph.random_ops == 0:
-            return lambda call: loss_of(functional_call(self.model, self._cast(), *call), self._loss)
-        if not self._same_streams:
+            return lambda call: loss_of(functional_call(self.model, self._cast(), *call), self.loss)
+        if not self.same_streams:
             raise InputError(
                 f"run: --verify: the model has {graph.random_ops} random ops, such as dropout, and under a strategy every "
                 "process draws from torch's own stream; switch them off in the MODEL, for example "
@@ -96,10 +106,10 @@ class Reference:
             )
         self.streams = True
         for node in graph.module.graph.nodes:
-            rewrite_devices(node, self._device)
+            rewrite_devices(node, self.device)
         graph.module.recompile()
         tensors = {**self.parameters, **dict(self.model.named_buffers()), **graph.constants}
-        held = [tensors[name].to(self._device) for name in graph.held]
+        held = [tensors[name].to(self.device) for name in graph.held]
         where = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else -1
 
         def run(call: Any) -> torch.Tensor:
@@ -110,7 +120,7 @@ class Reference:
 
     def _cast(self) -> dict[str, torch.Tensor]:
         """Parameters in the dtype that they are gathered in under mixed precision."""
-        return {} if self._dtype is None else {name: p.to(self._dtype) for name, p in self.parameters.items()}
+        return {} if self.dtype is None else {name: p.to(self.dtype) for name, p in self.parameters.items()}
 
     def _note_slack(self, tolerance: float) -> None:
         """How far the next update may carry a parameter because its gradient is known up to rounding only.

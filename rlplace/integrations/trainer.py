@@ -104,9 +104,9 @@ def use_model(accelerator: Any, model: DistributedModel) -> None:
             "accelerator.save_model, and model and optimizer with rlplace.save_checkpoint"
         )
 
-    clip_value = torch.nn.utils.clip_grad_value_
+    own, clip = model.parameters, nn.utils.clip_grad_value_
     accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2.0: model.clip_grad_norm_(max_norm, norm_type)
-    accelerator.clip_grad_value_ = lambda parameters, clip: clip_value(list(model.parameters()), clip)
+    accelerator.clip_grad_value_ = lambda parameters, clip_value: clip(list(own()), clip_value)
     accelerator.get_state_dict = lambda other, unwrap=True: whole_state_dict(model)
     accelerator.wait_for_everyone = dist.barrier
     accelerator.save_state = accelerator.load_state = refuse

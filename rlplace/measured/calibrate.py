@@ -131,29 +131,24 @@ def _fit_ops(problem: Problem, trials: Sequence[Trial], plans: NDArray[np.int32]
     """Device and group factors by busy seconds; device factors of 1 where no trial tells them."""
     groups, devices = problem.num_groups, problem.num_devices
     expected = group_seconds(problem)
-    rows, busy = [], []
+    # A row holds what each group contributes, relative to the measured seconds, so that all rows weigh the same.
+    rows = []
     for trial, plan in zip(trials, plans, strict=True):
         for place in trial.places:
-            on = np.flatnonzero(plan == place.rank)
-            seconds = place.busy_s + place.update_s
-            if len(on) and expected[on, place.rank].sum() > 0 and seconds > 0:
-                rows.append((place.rank, on))
-                busy.append(seconds)
+            on, seconds = plan == place.rank, place.busy_s + place.update_s
+            share = np.zeros((groups, devices))
+            share[on, place.rank] = expected[on, place.rank]
+            if share.any() and seconds > 0:
+                rows.append(share / seconds)
     nothing = no_correction(problem)
     if not rows:
         return nothing
-    # A row holds what each factor contributes, relative to the measured seconds, so that all rows weigh the same.
-    device, local = np.zeros((len(rows), devices)), np.zeros((len(rows), groups * devices))
-    shared = np.zeros((len(rows), groups))
-    for number, ((rank, on), seconds) in enumerate(zip(rows, busy, strict=True)):
-        share = expected[on, rank] / seconds
-        device[number, rank] = share.sum()
-        shared[number, on] = share
-        local[number, on * devices + rank] = share
-    scale = float(np.median(1.0 / device.sum(axis=1)))  # a cost model that is wrong by a constant is no surprise
-    device, shared, local = scale * device, scale * shared, scale * local
+    local = np.stack(rows)
+    scale = float(np.median(1.0 / local.sum(axis=(1, 2))))  # a cost model that is wrong by a constant is no surprise
+    local *= scale
+    device = local.sum(axis=1)
+    parts = (device, local.sum(axis=2), local.reshape(len(rows), -1))
     weights = (_DEVICE_SPREAD**2, _GROUP_SPREAD**2, _LOCAL_SPREAD**2)
-    parts = (device, shared, local)
     cover = sum(w * a @ a.T for w, a in zip(weights, parts, strict=True)) + _BUSY_NOISE**2 * np.eye(len(rows))
     rest = np.linalg.solve(cover, 1.0 - device.sum(axis=1))
     of_device, of_group, of_local = (w * a.T @ rest for w, a in zip(weights, parts, strict=True))

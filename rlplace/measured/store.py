@@ -10,7 +10,6 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlplace.errors import InputError, show, whole_number
@@ -61,7 +60,7 @@ class TrialStore:
     def __enter__(self) -> TrialStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Clusters and problems

@@ -15,6 +15,7 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan.device_map import closest, most_below, path_prefixes, round_to_modules, to_device_map
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
+from rlplace.simulator import simulate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +41,6 @@ def plan_from_device_map(
     Raises:
         InputError: An entry that is no device of the problem, an unknown module, or weights without an entry.
     """
-    from rlplace.simulator import simulate
-
     if problem.group_ops is None or problem.group_modules is None:
         raise InputError(
             "device_map: the problem does not say which modules its groups hold; capture the model and price it: "
@@ -66,22 +65,19 @@ def plan_from_device_map(
         entry = closest(entries, path)
         return held[path].most_common(1)[0][0] if entry is None and path in held else entry
 
-    chosen: list[int | None] = []
+    chosen: dict[int, int] = {}
     moved = 0
-    for ops, own_modules in zip(problem.group_ops, problem.group_modules, strict=True):
+    for group, (ops, own_modules) in enumerate(zip(problem.group_ops, problem.group_modules, strict=True)):
         paths = [op.rpartition("/")[0] for op in ops] or list(own_modules)
         votes = Counter(entry for entry in map(device_of, paths) if entry is not None)
-        best = min(votes, key=lambda d: (-votes[d], d)) if votes else None
-        chosen.append(best)
-        moved += votes.total() - votes[best] if best is not None else 0
-    lonely = [group for group, entry in enumerate(chosen) if entry is None]
-    for group in lonely:
-        if problem.gradient_bytes[group] > 0:
-            missing = next(iter(problem.group_modules[group]), problem.group_names[group])
+        if votes:
+            chosen[group] = min(votes, key=lambda d: (-votes[d], d))
+            moved += votes.total() - votes[chosen[group]]
+        elif problem.gradient_bytes[group] > 0:
+            missing = next(iter(own_modules), problem.group_names[group])
             raise InputError(f'device_map: no entry covers {missing!r}, which has weights; add it, or "" for the rest')
-    assigned = _with_neighbours(problem, chosen)
-    plan = make_plan(problem, assigned, planner="device_map")
-    told = {"ops_moved": moved, "groups_without_entry": len(lonely)}
+    told = {"ops_moved": moved, "groups_without_entry": problem.num_groups - len(chosen)}
+    plan = make_plan(problem, _with_neighbours(problem, chosen), planner="device_map")
     return plan.with_predicted(simulate(problem, plan).predicted(problem).told(device_map=told))
 
 
@@ -171,15 +167,14 @@ def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
         raise InputError(f"{unknown_name('module of device_map', path, known)}{hint}")
 
 
-def _with_neighbours(problem: Problem, chosen: Sequence[int | None]) -> list[int]:
+def _with_neighbours(problem: Problem, known: dict[int, int]) -> list[int]:
     """Groups without an entry go where what they read is made, else where what they make is read."""
     readers = problem.op_group[problem.consumers].tolist()
     edges = list(dict.fromkeys(zip(problem.edge_source_group.tolist(), readers, strict=True)))
-    known = {group: device for group, device in enumerate(chosen) if device is not None}
-    lonely = set(range(len(chosen))) - known.keys()
+    lonely = set(range(problem.num_groups)) - known.keys()
     near = {group: [a for a, b in edges if b == group] + [b for a, b in edges if a == group] for group in lonely}
     while left := sorted(lonely - known.keys()):
         found = {group: [known[other] for other in near[group] if other in known] for group in left}
         settled = {group: devices[0] for group, devices in found.items() if devices}
-        known |= settled or dict.fromkeys(left, known[min(known)] if known else 0)
-    return [known[group] for group in range(len(chosen))]
+        known = known | (settled or dict.fromkeys(left, known[min(known)] if known else 0))
+    return [known[group] for group in range(problem.num_groups)]

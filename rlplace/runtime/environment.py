@@ -67,9 +67,8 @@ def read_environment(device: torch.device) -> Environment:
     from rlplace.cluster.detect import detect
 
     details: dict[str, str | float | int] = dict(_software(device))
-    readings = {}
+    readings = nvidia_readings(device)
     if device.type == "cuda":
-        readings = nvidia_readings(device)
         details["multiprocessors"] = int(torch.cuda.get_device_properties(device).multi_processor_count)
     else:
         details |= {"cores": os.cpu_count() or 1, "load_average": round(os.getloadavg()[0], 2)}
@@ -108,6 +107,8 @@ def clock_mhz(device: torch.device) -> float | None:
 
 def nvidia_readings(device: torch.device) -> dict[str, float]:
     """Clock (MHz), power cap (W) and temperature (C) by nvidia-smi's names; what the driver does not tell is left out."""
+    if device.type != "cuda":
+        return {}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     readings: dict[str, float] = {}
@@ -180,8 +181,7 @@ def local_facts(device: torch.device) -> dict[str, str | int | float]:
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
         facts["cudnn"] = str(torch.backends.cudnn.version())
-        power_limit_w = nvidia_readings(device).get("power.limit")
-        if power_limit_w is not None:
-            facts["power_limit_w"] = round(power_limit_w)
+    if (power_limit_w := nvidia_readings(device).get("power.limit")) is not None:
+        facts["power_limit_w"] = round(power_limit_w)
     facts["device_memory_gib"] = round(memory_bytes / 2**30)
     return facts

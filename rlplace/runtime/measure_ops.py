@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -114,10 +115,7 @@ def measure_model(
     module, inputs = _on_device(model, target)
     walk = StepWalk(module, inputs, model.loss, optimizer, Marks(target)) if ops else None
     trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
-
-    def plain_step() -> PlainStep:
-        return _plain_step(trained, module, inputs, model.loss, target)
-
+    plain_step = partial(_plain_step, trained, module, inputs, model.loss, target)
     plain, marked, interrupted = _run_steps(walk, plain_step if step else None, repeats, time_limit_s)
     _, last = time_control(target)
     environment = msgspec.structs.replace(

@@ -166,8 +166,23 @@ class TrialStore:
         columns = ("uid", "plan_key", *ONE_PASS, *COLUMNS)
         text = f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         with self._writing() as database:
-            _check_known(database, trial, self._where)
+            self._check_known(trial, self._where)
             return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial), *ONE_PASS.values(), *row)).lastrowid or 0)
+
+    def _check_known(self, trial: Trial, where: str) -> None:
+        """Refuses a trial whose problem or cluster the store does not know, or whose plan is not for its problem."""
+        problem = show(trial.problem)
+        found = self._rows("SELECT num_devices, num_groups FROM problems WHERE fingerprint = ?", trial.problem)
+        if not found:
+            raise InputError(f"{where}: problem {problem} is not in the store; add it first")
+        if trial.site and not self._rows("SELECT 1 FROM sites WHERE fingerprint = ?", trial.site):
+            raise InputError(f"{where}: cluster {show(trial.site)} is not in the store; add it first")
+        sizes = (whole_number(size, f"{where}: a size of problem {problem}", 0, 1 << 31) for size in found[0])
+        num_devices, num_groups = sizes
+        if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
+            raise InputError(
+                f"{where}: the plan is not for its problem, which has {num_groups} groups and {num_devices} devices"
+            )
 
     def _select(self, conditions: dict[str, str]) -> Iterator[tuple[int, Trial]]:
         """Checked trials in the order of adding; read in parts, so that no writer waits for a long read."""
@@ -177,8 +192,7 @@ class TrialStore:
             for number, uid, key, *row in rows:
                 at = f"{self._where}: trial {show(number)}"
                 trial = trial_from_row(row, at)
-                with self._reading() as database:
-                    _check_known(database, trial, at)
+                self._check_known(trial, at)
                 if key != plan_key(trial) or not isinstance(uid, bytes) or len(uid) != 16:
                     raise InputError(f"{at}: its key does not fit its plan; the row was changed")
                 if whole_number(number, f"{at}: id", 1, (1 << 63) - 1) <= last:
@@ -191,13 +205,8 @@ class TrialStore:
             database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
     def _rows(self, text: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._reading() as database:
-            return database.execute(text, values).fetchall()
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._lock, reported(self._where):
-            yield self._database
+            return self._database.execute(text, values).fetchall()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -211,19 +220,6 @@ def _checked(trial: Trial, *, running: bool) -> tuple[tuple[Any, ...], Trial]:
         what = "expected 'running'; use `add` for one that has ended" if running else "it has not ended; use `begin`"
         raise InputError(f"trial: its status is {trial.status!r}: {what}")
     return row, trial
-
-
-def _check_known(database: sqlite3.Connection, trial: Trial, where: str) -> None:
-    """Refuses a trial whose problem or cluster the store does not know, or whose plan is not for its problem."""
-    text, problem = "SELECT num_devices, num_groups FROM problems WHERE fingerprint = ?", show(trial.problem)
-    sizes = database.execute(text, (trial.problem,)).fetchone()
-    if sizes is None:
-        raise InputError(f"{where}: problem {problem} is not in the store; add it first")
-    if trial.site and not database.execute("SELECT 1 FROM sites WHERE fingerprint = ?", (trial.site,)).fetchone():
-        raise InputError(f"{where}: cluster {show(trial.site)} is not in the store; add it first")
-    num_devices, num_groups = (whole_number(size, f"{where}: a size of problem {problem}", 0, 1 << 31) for size in sizes)
-    if len(trial.device_of_group) != num_groups or max(trial.device_of_group, default=-1) >= num_devices:
-        raise InputError(f"{where}: the plan is not for its problem, which has {num_groups} groups and {num_devices} devices")
 
 
 def _all(conditions: Iterable[str]) -> str:

@@ -200,8 +200,8 @@ def _as_first() -> Iterator[None]:
     """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
     from accelerate.state import AcceleratorState, PartialState
 
-    first = {"process_index": 0}
-    with mock.patch.multiple(PartialState(), **first), mock.patch.multiple(AcceleratorState(), **first):
+    one, other = (mock.patch.object(state, "process_index", 0) for state in (PartialState(), AcceleratorState()))
+    with one, other:
         yield
 
 

@@ -1,35 +1,45 @@
-"""What of a training script is the same in every one that has it; a part is written only where the strategy needs it."""
+"""The text of a training script, as a template; a part is written only where the strategy needs it."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-HEAD = '''"""Trains {model}: {words}.
+from jinja2 import Environment
 
-Start it with: torchrun --nproc-per-node {processes} SCRIPT [STEPS]
-Written by rlplace for plan {plan}; plain torch{also}.
-"""
-'''
+_SCRIPT = '''\
+{% for name, value in constants.items() %}
+{{ name }} = {{ value }}
+{% endfor %}
 
-MICRO_BATCHES = '''
-def micro_batches(batch, replica, device):
-    """A replica's samples of the whole batch, in micro-batches."""
-    mine = {name: value.chunk(REPLICAS)[replica].to(device) for name, value in batch.items()}
-    return [{name: value.chunk(MICROBATCHES)[n] for name, value in mine.items()} for n in range(MICROBATCHES)]
-'''
 
-KEEP = '''
-def keep(context, op, *args, **kwargs):
-    """Selective recomputation keeps what products with weights, attention and collectives made."""
-    name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
-    products = ("mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag")
-    kept = name in products or "scaled_dot_product" in name or "c10d_functional" in namespace
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-'''
+{% if own_loss %}
+loss_of = {{ own_loss }}
 
-STAGE = '''
+
+{% endif %}
+def build_model():
+    """The model with random weights, which depend on the seed alone."""
+    torch.manual_seed(SEED)
+{% for line in build %}
+    {{ line }}
+{% endfor %}
+
+
+def whole_batch(step):
+    """{{ what }} where your data goes: the whole batch of a step, the same on every process."""
+{% for line in batch %}
+    {{ line }}
+{% endfor %}
+
+
+{% for code in sources %}
+{{ code }}
+
+{% endfor %}
+{% if several %}
 class Stage(nn.Module):
-    """The model with the blocks of one stage: takes what the stage before made where the model takes {first}."""
+    """The model with the blocks of one stage: takes what the stage before made where the model takes {{ first }}."""
 
     def __init__(self, model, last):
         super().__init__()
@@ -37,15 +47,19 @@ class Stage(nn.Module):
 
     def forward(self, hidden=None, **inputs):
         if hidden is not None:
-            del inputs["{first}"]
-            inputs["{hidden}"] = hidden
-{drop}        output = self.model(**inputs)
+            del inputs["{{ first }}"]
+            inputs["{{ hidden }}"] = hidden
+        if not self.last:
+            inputs.pop("labels", None)
+        with torch.autocast(inputs[next(iter(inputs))].device.type, torch.bfloat16, enabled=AUTOCAST, cache_enabled=False):
+            output = self.model(**inputs)
         if self.last:
-            return {loss}.reshape(1).double()
-        return output{value}.clone()  # a split backward cannot detach a view
-'''
+            return {{ loss }}.reshape(1).double()
+        return output{{ ".logits" if loss == "output.loss" else "" }}.clone()  # a split backward cannot detach a view
 
-TIES = '''
+
+{% endif %}
+{% if tied %}
 def groups_of_ties(mesh):
     """For every weight that stages share, the processes that hold the same part of it."""
     groups = []
@@ -67,9 +81,41 @@ def sum_tied_gradients(stages, groups):
             dist.all_reduce(total, group=group)
             for grad in local:
                 grad.copy_(total)
-'''
 
-START = """
+
+{% endif %}
+def parallelize({{ "root, model, blocks" if several else "model" }}, mesh, device):
+    """Torch's order: tensor layouts, recomputation, then the data axes, block by block."""
+{% for names, call in wraps %}
+    for name in {{ "(name for name in %s if name in blocks)" % names if several else names }}:
+        block = model.get_submodule(name)
+        {{ call }}
+{% endfor %}
+    return {{ whole }}
+
+
+{% if several %}
+def make_stage(number, mesh, device):
+    """The model with the blocks of one stage, and torch's wrappers on it."""
+    model = build_model()
+    for other, blocks in enumerate(STAGES):
+        for name in blocks if other != number else ():
+            model.set_submodule(name, Elsewhere())
+    stage = Stage(model.to(device), number == len(STAGES) - 1)
+    return parallelize(stage, model, STAGES[number], mesh, device)
+
+
+def torch_stage(module, number, mesh, device):
+    """Torch's stage; examples of what is handed on, so that no forward has to be run to know it."""
+    hidden = torch.empty(**HIDDEN, device=device, requires_grad=True)
+    taken = (hidden,) if number else ()
+    loss = torch.empty(1, dtype=torch.float64, device=device, requires_grad=True)
+    given = hidden if number < len(STAGES) - 1 else loss
+    group = mesh["pipeline"].get_group()
+    return PipelineStage(module, number, len(STAGES), device, input_args=taken, output_args=(given,), group=group)
+
+
+{% endif %}
 def main():
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     cuda = torch.cuda.is_available()
@@ -77,15 +123,81 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-"""
-
-END = """            print(f"step {step + 1}  loss {loss:.12g}", flush=True)
+    mesh = {{ mesh }}
+    replica = {{ replica }}
+{% if several %}
+    held = {n: make_stage(n, mesh, device) for n in HELD[mesh["pipeline"].get_local_rank()]}
+{% else %}
+    model = build_model().to(device)
+{% endif %}
+    torch.manual_seed(SEED + 1 + replica)  # dropout is unlike on replicas
+{% if several %}
+    stages = [torch_stage(module, n, mesh, device) for n, module in held.items()]
+    schedule = {{ schedule.torch_class }}(
+        stages{{ "[0]" if schedule.layout == "one" else "" }},
+        MICROBATCHES,
+        loss_fn=lambda loss, target: loss.sum() / MICROBATCHES,
+        scale_grads=False,
+    )
+{% if tied %}
+    groups = groups_of_ties(mesh)
+{% endif %}
+    parameters = [p for module in held.values() for p in module.parameters()]
+{% else %}
+    model = parallelize(model, mesh, device)
+{% endif %}
+    optimizer = torch.optim.{{ optimizer }}
+    for step in range(steps):
+        mine = {name: value.chunk(REPLICAS)[replica].to(device) for name, value in whole_batch(step).items()}
+        losses = []
+{% if several %}
+        schedule.step(**mine, target=torch.arange(MICROBATCHES), losses=losses, return_outputs=False)
+{% else %}
+        for number in range(MICROBATCHES):
+            part = {name: value.chunk(MICROBATCHES)[number] for name, value in mine.items()}
+            last = number == MICROBATCHES - 1
+{% if data > 1 and not copies %}
+            model.set_is_last_backward(last)
+{% if once_a_step %}
+            model.set_requires_gradient_sync(last)  # gradients are reduced once a step
+            model.set_reshard_after_backward(last)
+{% endif %}
+{% endif %}
+{% set reduced = "contextlib.nullcontext() if last else model.no_sync(), " if copies else "" %}
+            with {{ reduced }}torch.autocast(device.type, torch.bfloat16, enabled=AUTOCAST, cache_enabled=False):
+                output = model(**part)
+                value = {{ loss }} / MICROBATCHES
+            value.backward()
+            losses.append(value.detach())
+{% endif %}
+{% if tied %}
+        sum_tied_gradients(held, groups)
+{% endif %}
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = sum(losses, torch.zeros((), dtype=torch.float64, device=device)).detach()
+        dist.all_reduce(loss)
+        loss /= {{ counted }}
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}  loss {loss:.12g}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+'''
+
+_HEAD = '''\
+"""Trains {{ model }}: {{ words }}.
+
+Start it with: torchrun --nproc-per-node {{ processes }} SCRIPT [STEPS]
+Written by rlplace for plan {{ plan }}; plain torch{{ also }}.
 """
+
+{{ imports }}
+{{ model_import }}
+
+'''
 
 _IMPORTS = (
     ("import contextlib", "contextlib"),
@@ -110,11 +222,13 @@ _IMPORTS = (
 )
 
 
-def imports_of(body: str) -> str:
-    """The import lines of what a script uses."""
+def script_text(**values: Any) -> str:
+    """The script; `values` are those that the template names."""
+    templates = Environment(trim_blocks=True, keep_trailing_newline=True)
+    body = templates.from_string(_SCRIPT).render(values)
     lines = []
     for line, names in _IMPORTS:
         used = [match.group() for name in names.split() if (match := re.search(rf"(?<![\w.\"]){name}(?=[(.,)\]])", body))]
         if used or not names:
             lines.append(line.format(", ".join(used)))
-    return "\n".join(lines) + "\n"
+    return templates.from_string(_HEAD).render(values, imports="\n".join(lines)) + body

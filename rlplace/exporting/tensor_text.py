@@ -14,13 +14,15 @@ from rlplace.runtime.native.blocks import tied_names
 from rlplace.runtime.native.capture import observe
 from rlplace.runtime.native.model_layouts import BlockLayout
 
+Wraps = list[tuple[list[str], str]]
+"""Paths of blocks, and what is to be called for each of them as `block`."""
 
-def tensor_lines(asked: Asked, names: str) -> list[str]:
-    """Lines of `parallelize`.
+
+def tensor_wraps(asked: Asked) -> Wraps:
+    """What `parallelize` does first.
 
     Args:
         asked: With a tensor axis.
-        names: What the script calls a name of several blocks by.
 
     Raises:
         InputError: A layout is none of torch's styles.
@@ -34,17 +36,15 @@ def tensor_lines(asked: Asked, names: str) -> list[str]:
     for path, layout in asked.layouts.blocks.items():
         _check(asked, path, layout)
         blocks.setdefault(_styles(path, layout, calls, sequence), []).append(path)
-    lines = []
-    for styles, paths in blocks.items():
-        lines += ["styles = {", styles, "}", f"for name in {names.format(numbered(paths))}:"]
-        lines.append('    parallelize_module(model.get_submodule(name), mesh["tensor"], styles)')
-    tables = [path for path in asked.layouts.vocabulary if _rows(asked.units[path]) % degree == 0]
-    for path in tables:
-        embedding = isinstance(asked.units[path], nn.Embedding)
-        style = "RowwiseParallel(input_layouts=Replicate())" if embedding else "ColwiseParallel(output_layouts=Replicate())"
-        lines += [f"for name in {names.format(numbered([path]))}:"]
-        lines.append(f'    parallelize_module(model.get_submodule(name), mesh["tensor"], {style})')
-    return lines + (_run_of_blocks(asked, calls, names) if sequence else [])
+    styled = [(paths, style) for style, paths in blocks.items()]
+    for path in asked.layouts.vocabulary:
+        unit: Any = asked.units[path]
+        ids = isinstance(unit, nn.Embedding)
+        if unit.weight.shape[0] % degree == 0:
+            style = "RowwiseParallel(input_layouts=Replicate())" if ids else "ColwiseParallel(output_layouts=Replicate())"
+            styled.append(([path], style))
+    styled += _run_of_blocks(asked, calls) if sequence else []
+    return [(paths, f'parallelize_module(block, mesh["tensor"], {style})') for paths, style in styled]
 
 
 def numbered(paths: Sequence[str]) -> str:
@@ -64,10 +64,6 @@ def numbered(paths: Sequence[str]) -> str:
         for stem, start, end in found
     ]  # fmt: skip
     return f"[{', '.join(texts)}]"
-
-
-def _rows(module: Any) -> int:
-    return int(module.weight.shape[0])
 
 
 def _check(asked: Asked, path: str, layout: BlockLayout) -> None:
@@ -99,7 +95,8 @@ def _styles(path: str, layout: BlockLayout, calls: dict[str, Any], sequence: boo
             styles[product.module] = "ColwiseParallel(input_layouts=Shard(1))" if sequence and alone else "ColwiseParallel()"
         for product in region.rows:
             styles[product.module] = "RowwiseParallel(output_layouts=Shard(1))" if sequence else "RowwiseParallel()"
-    return "\n".join(f'    "{name}": {style},' for name, style in styles.items())
+    lines = (f'            "{name}": {style},' for name, style in styles.items())
+    return "\n".join(["{", *lines, "        }"])
 
 
 def _entry(call: tuple[tuple[Any, ...], dict[str, Any]], before: str, after: str, local: str = "") -> str:
@@ -117,7 +114,7 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _run_of_blocks(asked: Asked, calls: dict[str, Any], names: str) -> list[str]:
+def _run_of_blocks(asked: Asked, calls: dict[str, Any]) -> Wraps:
     """The first block of a stage takes its part of the sequence, the last gives the whole."""
     assert asked.layouts is not None
     firsts, lasts = [], []
@@ -130,12 +127,6 @@ def _run_of_blocks(asked: Asked, calls: dict[str, Any], names: str) -> list[str]
             raise InputError("export: blocks without a layout stand between those that split the sequence")
         firsts.append(inside[0])
         lasts.append(inside[-1])
+    parts = _entry(calls[firsts[0]], "Replicate()", "Shard(1)", ", use_local_output=True")
     whole = "PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))"
-    lines = []
-    for paths, style in (
-        (firsts, _entry(calls[firsts[0]], "Replicate()", "Shard(1)", ", use_local_output=True")),
-        (lasts, whole),
-    ):
-        lines += [f"for name in {names.format(numbered(paths))}:"]
-        lines.append(f'    parallelize_module(model.get_submodule(name), mesh["tensor"], {style})')
-    return lines
+    return [(firsts, parts), (lasts, whole)]

@@ -23,10 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from rlplace.plan.strategy import Stage
 from rlplace.runtime.native.mesh import Place
 
-_WEIGHT_PRODUCTS = {"mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag"}
-_ATTENTION = "scaled_dot_product"
-_COLLECTIVES = {"_c10d_functional", "c10d_functional"}
-
 
 def recompute(block: nn.Module, how: str) -> None:
     """Makes a block run its forward again in the backward: all of it, or all but what `selective` keeps.
@@ -35,15 +31,17 @@ def recompute(block: nn.Module, how: str) -> None:
     """
     contexts: dict[str, Any] = {}
     if how == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective recomputation keeps what products with weights, attention and collectives made."""
     name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
+    products = ("mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag")
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     drawn = bool(given.get("dropout_p"))  # what is kept draws no numbers again, so those that follow would be others
-    kept = name in _WEIGHT_PRODUCTS or (_ATTENTION in name and not drawn) or namespace in _COLLECTIVES
+    kept = name in products or ("scaled_dot_product" in name and not drawn) or "c10d_functional" in namespace
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -16,24 +16,13 @@ from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
-from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
-from rlplace.runtime.native.why_not import ModelFacts, why_not
+from rlplace.runtime.native.model_layouts import find_layouts
+from rlplace.runtime.native.why_not import ModelFacts, TensorFacts, why_not
 
 
-def model_facts(model: nn.Module, layouts: ModelLayouts | None = None, no_cut: str | None = None) -> ModelFacts:
+def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
     """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
-    facts = ModelFacts(_needed(model), has_batch_norm(model), no_cut, sync_norm=has_sync_norm(model))
-    if layouts is None:
-        return facts
-    return replace(
-        facts,
-        no_tensor=layouts.no_tensor,
-        tensor_parts=layouts.parts,
-        no_sequence=layouts.no_sequence,
-        layouts=layouts.by_module(),
-        vocabulary=layouts.vocabulary,
-        positions=layouts.length,
-    )
+    return ModelFacts(_needed(model), has_batch_norm(model), has_sync_norm(model), no_cut, None, tensor or TensorFacts())
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
@@ -68,7 +57,8 @@ def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy
     facts = None
     if module is not None:
         facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
-    cut = None if facts is None or not facts.layouts else frozenset({*facts.layouts, *facts.vocabulary})
+    tensor = TensorFacts() if facts is None else facts.tensor
+    cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
     return lambda strategy: why_not(strategy, facts), cut
 
 

@@ -18,7 +18,7 @@ from rlplace.graph.export import module_path
 from rlplace.graph.kinds import kind_of
 
 if TYPE_CHECKING:
-    from rlplace.runtime.native.layouts import BlockGraph, Trail
+    from rlplace.runtime.native.layouts import BlockGraph, Region
 
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten"}
 _VIEWS = {*_RESHAPES, "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "slice", "expand"}
@@ -38,7 +38,7 @@ def draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def follow(node: fx.Node, trail: Trail, block: BlockGraph) -> int | None:
+def follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
     """The cut dimension of what a node makes; None where it makes no tensor.
 
     Raises:
@@ -46,17 +46,17 @@ def follow(node: fx.Node, trail: Trail, block: BlockGraph) -> int | None:
     """
     name = getattr(node.target, "_opname", "")
     if node.target is operator.getitem:
-        return trail.cut[node.args[0]]  # type: ignore[index]
+        return region.nodes[node.args[0]]  # type: ignore[index]
     if name in ("split", "split_with_sizes", "chunk"):
-        return _packed(node, trail, block)
+        return _packed(node, region, block)
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         if isinstance(value, (tuple, list)) or node.op != "call_function":
             raise RefusedError(f"nothing is known of {node.name}")
         return None
     if name in _VIEWS:
-        return _viewed(node, trail)
-    return along(node, trail.cut, lambda item: item in block.live)
+        return _viewed(node, region)
+    return along(node, region.nodes, lambda item: item in block.live)
 
 
 def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node], bool]) -> int:
@@ -120,23 +120,23 @@ def _place(shape: Any, strides: Any, extent: int, node: fx.Node) -> int:
     return found[0]
 
 
-def _viewed(node: fx.Node, trail: Trail) -> int:
+def _viewed(node: fx.Node, region: Region) -> int:
     source: Any = node.args[0]
-    name, dim, before, after = getattr(node.target, "_opname", ""), trail.cut[source], source.meta["val"], node.meta["val"]
+    name, dim, before, after = getattr(node.target, "_opname", ""), region.nodes[source], source.meta["val"], node.meta["val"]
     if name in _RESHAPES:
         before, after = _contiguous(before), _contiguous(after)
     place = _place(after.shape, after.stride(), before.shape[dim] * before.stride(dim), node)
-    trail.sizes.update((before.shape[dim], after.shape[place]))
+    region.sizes.update((before.shape[dim], after.shape[place]))
     given: Any = node.args[1] if name in _RESHAPES and len(node.args) > 1 else ()
     if isinstance(given, (list, tuple)) and -1 in given and given.index(-1) != place:
-        trail.stored.append((module_path(node), "num_heads"))  # a whole number of heads would be made up for elsewhere
+        region.stored.add((module_path(node), "num_heads"))  # a whole number of heads would be made up for elsewhere
     return place
 
 
-def _packed(node: fx.Node, trail: Trail, block: BlockGraph) -> int:
+def _packed(node: fx.Node, region: Region, block: BlockGraph) -> int:
     """A split of the cut dimension: the weight packs several, and each is cut for itself."""
     value: Any = node.args[0]
-    dim = trail.cut[value]
+    dim = region.nodes[value]
     place = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     if int(place) % value.meta["val"].dim() != dim:  # type: ignore[arg-type]
         return dim
@@ -147,8 +147,8 @@ def _packed(node: fx.Node, trail: Trail, block: BlockGraph) -> int:
     if len(sizes) > 1 or source not in block.products:
         raise RefusedError(f"{node.name} splits the cut dimension into unlike parts")
     size, product = sizes.pop(), block.products[source]
-    trail.packed[product.module] = len(node.meta["val"])
-    trail.sizes.add(size)
+    region.packed[product.module] = len(node.meta["val"])
+    region.sizes.add(size)
     if getattr(node.target, "_opname", "") == "split":
-        trail.stored.append((module_path(node), "split_size"))
+        region.stored.add((module_path(node), "split_size"))
     return dim

@@ -9,12 +9,13 @@ fit leaves a region whole, with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from rlplace.graph.export import export_training_graph, module_path
 from rlplace.runtime.native.follow import RefusedError, draws, follow
@@ -27,41 +28,43 @@ class Product:
     """A matrix product with a weight.
 
     Attributes:
+        node: That makes it.
         module: Path of the module that it is the forward of.
         out_dim: Dimension of the weight that the output's last one comes from; the other is summed over.
         value: What it multiplies.
         source: The same before views, where no other op is between.
     """
 
+    node: fx.Node
     module: str
     out_dim: int
     value: fx.Node
     source: fx.Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """Products that share a cut.
 
     Attributes:
+        source: What its first products read.
         columns: Products that start it.
-        packed: Parts that a column packs, by module path; others pack one.
-        rows: Products that end it.
-        source: What the columns read.
         entry: Path of a module around all columns that is handed the source and uses it for them only; "" where there is none.
-        sizes: Sizes of the cut dimensions on the way; the degree must divide all.
-        stored: Attributes (module path, name) that hold the size of a packed part, or a number of heads.
+        rows: Products that end it.
         nodes: Nodes whose values are cut, and the dimension.
+        sizes: Sizes of the cut dimensions on the way; the degree must divide all.
+        packed: Parts that a column packs, by module path; others pack one.
+        stored: Attributes (module path, name) that hold the size of a packed part, or a number of heads.
     """
 
-    columns: tuple[Product, ...]
-    packed: Mapping[str, int]
-    rows: tuple[Product, ...]
     source: fx.Node
+    columns: tuple[Product, ...]
     entry: str
-    sizes: frozenset[int]
-    stored: tuple[tuple[str, str], ...]
-    nodes: Mapping[fx.Node, int]
+    rows: list[Product] = field(default_factory=list)
+    nodes: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: set[int] = field(default_factory=set)
+    packed: dict[str, int] = field(default_factory=dict)
+    stored: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def draws(self) -> bool:
@@ -86,29 +89,12 @@ class BlockGraph:
     live: frozenset[fx.Node]
 
 
-@dataclass
-class Trail:
-    """A region while it is followed.
-
-    Attributes:
-        cut: By node, the dimension that is cut.
-        sizes: Sizes of cut dimensions met.
-        packed: Parts of a packed product, by module path.
-        stored: Attributes that hold the size of a part.
-    """
-
-    cut: dict[fx.Node, int] = field(default_factory=dict)
-    sizes: set[int] = field(default_factory=set)
-    packed: dict[str, int] = field(default_factory=dict)
-    stored: list[tuple[str, str]] = field(default_factory=list)
-
-
 def block_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockGraph:
     """Exports a block; `args` and `kwargs` are fake or meta, and say by ``requires_grad`` where gradients flow."""
     graph = export_training_graph(block, args, kwargs).module.graph
     tensors = dict(block.named_parameters(remove_duplicate=False))
     parameters = {node: str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target in tensors}
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     live = {n for n, leaf in zip(placeholders, leaves, strict=True) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     live |= {node for node, path in parameters.items() if tensors[path].requires_grad}
@@ -133,57 +119,46 @@ def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None
     source = value
     while getattr(source.target, "_opname", "") in _SAME_VALUE:
         source = source.args[0]  # type: ignore[assignment]
-    return Product(parameters[weight].rpartition(".")[0], out_dim, value, source)
+    return Product(node, parameters[weight].rpartition(".")[0], out_dim, value, source)
 
 
 def regions(block: BlockGraph) -> tuple[list[Region], list[str]]:
     """The regions of a block in the order of their sources, and why other products stay whole."""
     found: list[Region] = []
     reasons: list[str] = []
-    ended: set[fx.Node] = set()
     for source in dict.fromkeys(product.source for product in block.products.values()):
-        columns = [node for node, product in block.products.items() if product.source is source and node not in ended]
-        if not columns:
-            continue
+        ended = [row for region in found for row in region.rows]
+        columns = tuple(one for one in block.products.values() if one.source is source and one not in ended)
         try:
-            region, rows = _region(block, source, columns)
+            found += [_region(block, source, columns)] if columns else []
         except RefusedError as error:
-            reasons.append(f"{', '.join(block.products[node].module for node in columns)}: {error}")
-            continue
-        found.append(region)
-        ended.update(rows)
+            reasons.append(f"{', '.join(product.module for product in columns)}: {error}")
     return found, reasons
 
 
-def _region(block: BlockGraph, source: fx.Node, columns: list[fx.Node]) -> tuple[Region, list[fx.Node]]:
-    trail, rows = Trail(), []
-    for node in columns:
-        value = node.meta["val"]
-        trail.cut[node] = value.dim() - 1
-        trail.sizes.add(value.shape[-1])
+def _region(block: BlockGraph, source: fx.Node, columns: tuple[Product, ...]) -> Region:
+    region = Region(source, columns, _entry(block, source, columns))
+    for product in columns:
+        value = product.node.meta["val"]
+        region.nodes[product.node] = value.dim() - 1
+        region.sizes.add(value.shape[-1])
     for node in block.graph.nodes:
-        if node in trail.cut or not any(value in trail.cut for value in node.all_input_nodes):
+        if node in region.nodes or not any(value in region.nodes for value in node.all_input_nodes):
             continue
         if node.op == "output":
             raise RefusedError("what it makes leaves the block in parts")
         if node in block.products:
-            value = block.products[node].value
-            if trail.cut.get(value) != value.meta["val"].dim() - 1:
-                raise RefusedError(f"the product of {block.products[node].module} does not sum over the cut dimension")
-            rows.append(node)
-            continue
-        dim = follow(node, trail, block)
-        if dim is not None:
-            trail.cut[node] = dim
-    if not rows:
+            product = block.products[node]
+            if region.nodes.get(product.value) != product.value.meta["val"].dim() - 1:
+                raise RefusedError(f"the product of {product.module} does not sum over the cut dimension")
+            region.rows.append(product)
+        elif (dim := follow(node, region, block)) is not None:
+            region.nodes[node] = dim
+    if not region.rows:
         raise RefusedError("no product sums over what it makes")
-    starts = tuple(block.products[node] for node in columns)
-    for product in (*starts, *(block.products[node] for node in rows)):
+    for product in (*columns, *region.rows):
         _check_module(block, product)
-    entry = _entry(block, source, columns, [product.module for product in starts])
-    ends = tuple(block.products[node] for node in rows)
-    stored = tuple(dict.fromkeys(trail.stored))
-    return Region(starts, trail.packed, ends, source, entry, frozenset(trail.sizes), stored, trail.cut), rows
+    return region
 
 
 def _check_module(block: BlockGraph, product: Product) -> None:
@@ -193,24 +168,21 @@ def _check_module(block: BlockGraph, product: Product) -> None:
         raise RefusedError(f"{product.module} is more than a product with a weight")
 
 
-def _entry(block: BlockGraph, source: fx.Node, columns: list[fx.Node], modules: list[str]) -> str:
+def _entry(block: BlockGraph, source: fx.Node, columns: Sequence[Product]) -> str:
     """The outermost module around all columns that is handed the source, and neither another activation nor another use of it.
 
     It is the outermost because code between two modules may read shapes of what the outer one is handed.
     """
-    common: list[str] = []
-    for parts in zip(*(path.split(".") for path in modules), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    outwards = (".".join(common[: depth + 1]) for depth in range(len(common)))
-    return next((path for path in outwards if _reads_alone(block, source, columns, path)), "")
+    path = columns[0].module.split(".")
+    outwards = (".".join(path[: depth + 1]) for depth in range(len(path)))
+    around = (one for one in outwards if all(_inside(product.module, one) for product in columns))
+    return next((one for one in around if _reads_alone(block, source, columns, one)), "")
 
 
-def _reads_alone(block: BlockGraph, source: fx.Node, columns: list[fx.Node], path: str) -> bool:
+def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product], path: str) -> bool:
     if _inside(module_path(source), path):
         return False
-    readers, seen = [source], {source, *columns}
+    readers, seen = [source], {source, *(product.node for product in columns)}
     while readers:
         for user in readers.pop().users:
             if user in seen or not _inside(module_path(user), path):

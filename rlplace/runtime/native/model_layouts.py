@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from rlplace.runtime.native.layouts import BlockGraph, Region, block_graph, comm
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.sequence import sequence_modules
 from rlplace.runtime.native.streams import check_draws
-from rlplace.runtime.native.tensor import Layouts, Trial
+from rlplace.runtime.native.tensor import SEQUENCE, Layouts, Trial
+from rlplace.runtime.native.why_not import TensorFacts
 
 _VIEWS = ("view", "reshape")
 
@@ -34,49 +34,28 @@ class BlockLayout:
 
     Attributes:
         regions: In the order of the block.
-        positions: Modules that work by positions, where activations between regions may be split along the sequence.
-        width: Last dimension of the activation that the block is handed.
         reasons: Why products stay whole.
+        positions: Modules that work by positions, where activations between regions may be split along the sequence.
         draws: Whether it draws random numbers.
         no_sequence: Why activations stay whole.
     """
 
-    regions: tuple[Region, ...]
+    regions: Sequence[Region]
+    reasons: Sequence[str]
     positions: tuple[str, ...] = ()
-    width: int = 0
     draws: bool = False
-    reasons: tuple[str, ...] = ()
     no_sequence: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class ModelLayouts:
+class ModelLayouts(TensorFacts):
     """Layouts of a model.
 
     Attributes:
         blocks: By path, for blocks with regions.
-        vocabulary: Paths of embeddings and of the products that make logits of the same width.
-        parts: The degree must divide it; 0 where nothing has a layout.
-        length: Positions of the activations that blocks are handed; 0 where they cannot be split.
-        no_tensor: Why nothing has one, None where something has.
-        no_sequence: Why activations cannot be split along the sequence, None where they can.
     """
 
-    blocks: Mapping[str, BlockLayout]
-    vocabulary: tuple[str, ...]
-    parts: int
-    length: int
-    no_tensor: str | None
-    no_sequence: str | None
-
-    def by_module(self) -> dict[str, str]:
-        """``column`` or ``row`` by module path, for every product with a layout."""
-        named: dict[str, str] = {}
-        for path, block in self.blocks.items():
-            for region in block.regions:
-                for layout, products in (("column", region.columns), ("row", region.rows)):
-                    named |= {f"{path}.{product.module}": layout for product in products}
-        return named
+    blocks: Mapping[str, BlockLayout] = field(default_factory=dict)
 
 
 def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> ModelLayouts:
@@ -88,25 +67,33 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
     """
     known: dict[Any, BlockLayout] = {}
     blocks: dict[str, BlockLayout] = {}
+    layouts: dict[str, str] = {}
     reasons: list[str] = []
     readers = _readers(units)
     for path, module in units.items():
         if path not in calls or not any(True for _ in module.children()):
             continue
+        if any(len(readers[parameter]) > 1 for parameter in module.parameters()):
+            reasons.append(f"block {path}: it shares a parameter with another module")
+            continue
         key = (_settings(module), tuple(_kind(leaf) for leaf in pytree.tree_leaves(calls[path])))
         if key not in known:
-            known[key] = _block_layout(module, calls[path])
+            try:
+                known[key] = _block_layout(module, calls[path])
+            except RefusedError as error:
+                known[key] = BlockLayout((), [str(error)])
         layout = known[key]
-        if any(len(readers[parameter]) > 1 for parameter in module.parameters()):
-            layout = BlockLayout((), reasons=("it shares a parameter with another module",))
+        reasons += [f"block {path}: {reason}" for reason in layout.reasons]
         if layout.regions:
             blocks[path] = layout
-        reasons += [f"block {path}: {reason}" for reason in layout.reasons]
-    parts = gcd(*(common_parts(layout.regions) for layout in blocks.values()))
+        for region in layout.regions:
+            layouts |= {f"{path}.{product.module}": "column" for product in region.columns}
+            layouts |= {f"{path}.{product.module}": "row" for product in region.rows}
+    parts = common_parts(region for layout in blocks.values() for region in layout.regions)
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
-    length = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
-    return ModelLayouts(blocks, _vocabulary(units), parts, length, no_tensor, sequence)
+    positions = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
+    return ModelLayouts(no_tensor, parts, sequence, layouts, _vocabulary(units), positions, blocks)
 
 
 def _settings(block: nn.Module) -> Any:
@@ -154,28 +141,23 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
         graph = block_graph(copied, args, kwargs)
     except Exception as error:  # the block's own code runs
         reason = (str(error).strip().splitlines() or [""])[0][:160]
-        return BlockLayout((), reasons=(f"its forward cannot be exported ({type(error).__name__}: {reason})",))
+        raise RefusedError(f"its forward cannot be exported ({type(error).__name__}: {reason})") from error
     found, reasons = regions(graph)
-    try:
-        check_draws(graph, found)
-    except RefusedError as error:
-        return BlockLayout((), reasons=(str(error),))
-    drawn = any(draws(node) for node in graph.graph.nodes)
+    check_draws(graph, found)
     if not found:
-        return BlockLayout((), reasons=tuple(reasons))
+        return BlockLayout((), reasons)
     degree = next((n for n in range(2, common_parts(found) + 1) if common_parts(found) % n == 0), None)
     if degree is None:
-        return BlockLayout((), reasons=("its heads and widths have no divisor in common",))
-    if (failed := _trial(block, call, graph, found, (), degree, sequence=False)) is not None:
-        return BlockLayout((), reasons=(failed,))
+        raise RefusedError("its heads and widths have no divisor in common")
+    _try(block, call, graph, found, (), degree, sequence=False)
+    positions, no_sequence = tuple[str, ...](), None
     try:
         positions = sequence_modules(block, graph, found)
+        if _activation(call).shape[1] % degree == 0:
+            _try(block, call, graph, found, positions, degree, sequence=True)
     except RefusedError as error:
-        return BlockLayout(tuple(found), (), 0, drawn, tuple(reasons), str(error))
-    hidden = _activation(call)
-    fits = hidden.shape[1] % degree == 0
-    problem = _trial(block, call, graph, found, positions, degree, sequence=True) if fits else None
-    return BlockLayout(tuple(found), positions, hidden.shape[-1], drawn, tuple(reasons), problem)
+        no_sequence = str(error)
+    return BlockLayout(found, reasons, positions, any(draws(node) for node in graph.graph.nodes), no_sequence)
 
 
 def _activation(call: Call) -> torch.Tensor:
@@ -198,22 +180,22 @@ class _Views(TorchFunctionMode):
         return made
 
 
-def _same_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[list[int]], degree: int) -> bool:
-    """Whether views of what is cut have the shapes that parts have: a ``-1`` hides a number of heads that is not divided."""
+def _check_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[list[int]], degree: int) -> None:
+    """Views of what is cut have the shapes that parts have: a ``-1`` hides a number of heads that is not divided."""
     replaced = {product.module for region in found for product in (*region.columns, *region.rows)}
     views = [node for node in graph.graph.nodes if getattr(node.target, "_opname", "") in _VIEWS]
     views = [node for node in views if module_path(node) not in replaced]
     cut = {node: dim for region in found for node, dim in region.nodes.items()}
-    if len(shapes) != len(views):
-        return False
-    for node, shape in zip(views, shapes, strict=True):
-        whole = list(node.meta["val"].shape)
-        if node in cut and shape != [size // degree if dim == cut[node] else size for dim, size in enumerate(whole)]:
-            return False
-    return True
+    wanted = [_part_of(node.meta["val"].shape, cut.get(node), degree) for node in views]
+    if len(shapes) != len(views) or any(node in cut and a != b for node, a, b in zip(views, shapes, wanted, strict=True)):
+        raise RefusedError("on parts its views have other shapes than a part has")
 
 
-def _trial(
+def _part_of(shape: Sequence[int], cut: int | None, degree: int) -> list[int]:
+    return [size // degree if dim == cut else size for dim, size in enumerate(shape)]
+
+
+def _try(
     block: nn.Module,
     call: Call,
     graph: BlockGraph,
@@ -222,8 +204,12 @@ def _trial(
     degree: int,
     *,
     sequence: bool,
-) -> str | None:
-    """Runs a block on the shapes that one process has; says what goes wrong."""
+) -> None:
+    """Runs a block on the shapes that one process has.
+
+    Raises:
+        RefusedError: It does not run, or makes what is no part.
+    """
     mode = new_fake_mode()
     copied, whole = fake_copy(block, mode), fake_copy(block, mode)
     args, kwargs = fake_inputs(call, mode)
@@ -236,12 +222,13 @@ def _trial(
             wanted = pytree.tree_leaves(whole(*args, **kwargs))[0]
             with _Views() as views:
                 made = pytree.tree_leaves(copied(*args, **kwargs))[0]
-        shape = [size // degree if sequence and dim == 1 else size for dim, size in enumerate(wanted.shape)]
+        shape = _part_of(wanted.shape, SEQUENCE if sequence else None, degree)
     except Exception as error:  # the block's own code runs
-        return f"its code does not run on parts ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+        reason = (str(error).splitlines() or [""])[0][:120]
+        raise RefusedError(f"its code does not run on parts ({type(error).__name__}: {reason})") from error
     if list(made.shape) != shape:
-        return f"on parts it makes {list(made.shape)}, not {shape}"
-    return None if _same_views(graph, found, views.shapes, degree) else "on parts its views have other shapes than a part has"
+        raise RefusedError(f"on parts it makes {list(made.shape)}, not {shape}")
+    _check_views(graph, found, views.shapes, degree)
 
 
 def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str, nn.Module], captured: Captured | None) -> None:
@@ -264,7 +251,7 @@ def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str,
     after = {node: _handed_on(node, inside) for node in inside}
     for node in inside:
         if node not in after.values():
-            layouts.split(units[node.target], found.blocks[node.target].width)
+            layouts.split(units[node.target], _activation(captured.calls[node.target]).shape[-1])
         if after[node] is None:
             layouts.join(units[node.target])
 

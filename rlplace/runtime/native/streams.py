@@ -8,7 +8,7 @@ so a recomputation, which starts again where the forward did, draws the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,12 @@ class PartStream:
             self.end()
             return made
 
-        module.forward = run
+        module.forward = run  # no hooks: a recomputation calls the forward alone
 
     def between(self, first: nn.Module, last: nn.Module) -> None:
         """Makes what is drawn from the call of one module to that of another be drawn for parts."""
-        first.forward = _after(self.begin, first.forward)
-        last.forward = _after(self.end, last.forward)
-
-
-def _after(switch: Callable[[], None], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        switch()
-        return forward(*args, **kwargs)
-
-    return run
+        first.register_forward_pre_hook(lambda module, args: self.begin())
+        last.register_forward_pre_hook(lambda module, args: self.end())
 
 
 def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
@@ -94,8 +86,7 @@ def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
     """
     drawn = [node for node in block.graph.nodes if draws(node)]
     number = {node: n for n, node in enumerate(block.graph.nodes)}
-    called = {product.module: number[node] for node, product in block.products.items()}
-    spans = [(called[r.columns[0].module], called[r.rows[-1].module], r.nodes) for r in regions if r.draws]
+    spans = [(number[r.columns[0].node], number[r.rows[-1].node], r.nodes) for r in regions if r.draws]
     for node in drawn:
         if [node in nodes for first, last, nodes in spans] != [first < number[node] < last for first, last, _ in spans]:
             raise RefusedError(f"{node.name} draws numbers where parts and whole values are worked on by turns")

@@ -34,9 +34,12 @@ class Layouts:
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool, device: torch.device) -> None:
-        self._mesh, self._sequence = mesh, sequence
-        self._stream = PartStream(mesh.get_local_rank(), device)
-        self._degree, self._rank = mesh.size(), mesh.get_local_rank()
+        self._mesh, self._stream = mesh, PartStream(mesh.get_local_rank(), device)
+        self._start(mesh.size(), mesh.get_local_rank(), sequence)
+
+    def _start(self, degree: int, rank: int, sequence: bool) -> None:
+        self._degree, self._rank, self._sequence = degree, rank, sequence
+        self._between: Placement = Shard(SEQUENCE) if sequence else Replicate()  # of activations between regions
         self._changed: dict[nn.Parameter, nn.Parameter] = {}
 
     def regions(self, block: nn.Module, regions: Sequence[Region], positions: Sequence[str]) -> None:
@@ -77,12 +80,12 @@ class Layouts:
     def embedding(self, module: nn.Embedding) -> None:
         """Cuts a vocabulary by rows."""
         self._share(module, 0, 1)
-        vars(module)["forward"] = partial(_embed, module, self._mesh)
+        vars(module)["forward"] = partial(self._embed, module)
 
     def head(self, module: nn.Linear) -> None:
         """Cuts a product by output, and puts what it makes together."""
         self._share(module, 0, 1)
-        vars(module)["forward"] = partial(_gathered_column, module, self._mesh)
+        vars(module)["forward"] = partial(self._gathered_column, module)
 
     def _share(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
         self._set(module, "weight", dim, packed)
@@ -93,8 +96,7 @@ class Layouts:
         """Every process holds all of the parameters and reads them for its positions: gradients are partial sums."""
         for name, _ in list(module.named_parameters(recurse=False)):
             self._set(module, name, None, 1)
-        forward = module.forward
-        module.forward = lambda *args, **kwargs: _on_local_parameters(module, forward, args, kwargs)
+        module.forward = partial(_on_local_parameters, module, module.forward)
 
     def _set(self, module: nn.Module, name: str, dim: int | None, packed: int) -> None:
         """Makes a parameter a `DTensor`, once where modules share it."""
@@ -116,55 +118,56 @@ class Layouts:
             placement = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
         return DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
+    def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
+        """What this process holds of a value after a collective, and how its gradient is held."""
+        made = DTensor.from_local(value, self._mesh, [before], run_check=False).redistribute(placements=[after])
+        return made.to_local(grad_placements=None if gradient is None else [gradient])
+
     def _enter(self, value: torch.Tensor) -> torch.Tensor:
         """Whole activations for products whose input gradients are partial sums."""
-        given = _moved(self._mesh, value, Shard(SEQUENCE) if self._sequence else Replicate(), Replicate())
-        return given.to_local(grad_placements=[Partial()])
+        return self._moved(value, self._between, Replicate(), Partial())
 
     def _leave(self, value: torch.Tensor, bias: Any) -> torch.Tensor:
         """The sum of partial products, split along the sequence where that is asked for, and the bias."""
-        made = self._summed(value)
+        made = self._moved(value, Partial(), self._between)
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)
 
-    def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        return _moved(self._mesh, value, Partial(), Shard(SEQUENCE) if self._sequence else Replicate()).to_local()
+    def _gathered_column(self, module: Any, value: torch.Tensor) -> torch.Tensor:
+        made = _column(module, False, _as_it_is, None, self._moved(value, Replicate(), Replicate(), Partial()))
+        return self._moved(made, Shard(value.dim() - 1), Replicate())
+
+    def _embed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
+        weight = _local(module.weight)
+        own = ids - self._rank * len(weight)
+        held = (own >= 0) & (own < len(weight))
+        rows = F.embedding(torch.where(held, own, 0), weight) * held.unsqueeze(-1)
+        if module.padding_idx is not None:
+            rows = torch.where((ids == module.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return self._moved(rows, Partial(), Replicate())
 
     def split(self, block: nn.Module, width: int) -> None:
         """The block is handed whole activations: it takes its part of the sequence."""
-        block.register_forward_pre_hook(partial(_change_activation, self._to_parts, 3, width), with_kwargs=True)
+        to_parts = partial(self._moved, before=Replicate(), after=Shard(SEQUENCE))
+        block.register_forward_pre_hook(partial(_change_activation, to_parts, 3, width), with_kwargs=True)
 
     def join(self, block: nn.Module) -> None:
         """The block hands on whole activations."""
-        block.register_forward_hook(lambda module, args, output: _on_first(self._to_whole, output))
-
-    def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
-        return _moved(self._mesh, value, Replicate(), Shard(SEQUENCE)).to_local()
-
-    def _to_whole(self, value: torch.Tensor) -> torch.Tensor:
-        return _moved(self._mesh, value, Shard(SEQUENCE), Replicate()).to_local()
+        to_whole = partial(self._moved, before=Shard(SEQUENCE), after=Replicate())
+        block.register_forward_hook(lambda module, args, output: _on_first(to_whole, output))
 
 
 class Trial(Layouts):
     """The same on fake tensors and without a mesh: shows whether a block's own code runs on parts."""
 
     def __init__(self, degree: int, sequence: bool) -> None:
-        self._sequence, self._degree, self._rank, self._changed = sequence, degree, 0, {}
+        self._start(degree, 0, sequence)
 
     def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
         return whole if dim is None else self._own_part(dim, packed, whole)
 
-    def _enter(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.cat([value] * self._degree, SEQUENCE) if self._sequence else value
-
-    def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        return self._to_parts(value) if self._sequence else value
-
-    def _to_parts(self, value: torch.Tensor) -> torch.Tensor:
-        return value.chunk(self._degree, SEQUENCE)[0]
-
-
-def _moved(mesh: DeviceMesh, value: torch.Tensor, before: Placement, after: Placement) -> DTensor:
-    return DTensor.from_local(value, mesh, [before], run_check=False).redistribute(placements=[after])
+    def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
+        whole = torch.cat([value] * self._degree, SEQUENCE) if isinstance(before, Shard) else value
+        return whole.chunk(self._degree, SEQUENCE)[0] if isinstance(after, Shard) else whole
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:
@@ -219,32 +222,11 @@ def _row(module: Any, transposed: bool, leave: Callable[..., torch.Tensor], valu
     return leave(_product(value, _local(module.weight), transposed), getattr(module, "bias", None))
 
 
-def _gathered_column(module: Any, mesh: DeviceMesh, value: torch.Tensor) -> torch.Tensor:
-    whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    return _moved(mesh, _column(module, False, _as_it_is, None, whole), Shard(value.dim() - 1), Replicate()).to_local()
-
-
-def _embed(module: Any, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
-    weight = _local(module.weight)
-    own = ids - mesh.get_local_rank() * len(weight)
-    held = (own >= 0) & (own < len(weight))
-    padding = module.padding_idx
-    rows = F.embedding(torch.where(held, own, 0), weight) * held.unsqueeze(-1)
-    if padding is not None:
-        rows = torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
-    return _moved(mesh, rows, Partial(), Replicate()).to_local()
-
-
-def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a forward on plain tensors in place of a module's own parameters."""
-    kept = dict(module._parameters)
+    kept = module._parameters
     try:
-        for name, parameter in kept.items():
-            if parameter is not None:
-                del module._parameters[name]
-                vars(module)[name] = _local(parameter, partial_sums=True)
+        module._parameters = {name: one if one is None else _local(one, partial_sums=True) for name, one in kept.items()}  # type: ignore[misc]
         return forward(*args, **kwargs)
     finally:
-        for name, parameter in kept.items():
-            vars(module).pop(name, None)
-            module._parameters[name] = parameter
+        module._parameters = kept

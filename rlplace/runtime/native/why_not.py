@@ -22,34 +22,45 @@ MOST_UNSHARDED = 3
 
 
 @dataclass(frozen=True)
+class TensorFacts:
+    """What is known of a model's tensor-parallel layouts; without anything nobody looked.
+
+    Attributes:
+        no_tensor: Why its blocks have none; None when they have, or when nobody looked.
+        parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 where nothing has a layout.
+        no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
+        layouts: ``column`` or ``row`` by module path, for every product with a layout.
+        vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
+        positions: Of the activations that blocks are handed; 0 where they cannot be split.
+    """
+
+    no_tensor: str | None = None
+    parts: int = 0
+    no_sequence: str | None = None
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
+    positions: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What `why_not` asks of a model.
 
     Attributes:
         blocks: Paths of the blocks that a strategy has to name.
         batch_norm: A module computes statistics over the samples of its process.
-        no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
-        no_tensor: Why its blocks have no tensor-parallel layout; None when they have, or when nobody looked.
-        tensor_parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 when nobody looked.
-        no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
-        layouts: Layout of each product with a weight that has one, by module path; empty when nobody looked.
-        vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
         sync_norm: A module computes statistics over all processes of the job.
+        no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
         no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
-        positions: Of the sequence that blocks are handed; 0 when nobody looked.
+        tensor: Of its layouts.
     """
 
     blocks: tuple[str, ...] = ()
     batch_norm: bool = False
-    no_cut: str | None = None
-    no_tensor: str | None = None
-    tensor_parts: int = 0
-    no_sequence: str | None = None
-    layouts: Mapping[str, str] = field(default_factory=dict)
-    vocabulary: tuple[str, ...] = ()
     sync_norm: bool = False
+    no_cut: str | None = None
     no_samples: str | None = None
-    positions: int = 0
+    tensor: TensorFacts = TensorFacts()
 
 
 def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
@@ -147,17 +158,18 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
         for block in facts.blocks:
             if block not in named and not any(block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
                 yield f"no stage names the block {block}"
+    tensor = facts.tensor
     for degree in sorted({stage.axis("tensor") for stage in pipeline.stages} - {1}):
-        if facts.no_tensor is not None:
-            yield f"no tensor-parallel layout: {facts.no_tensor}"
-        if facts.tensor_parts % degree:
-            yield f"the tensor degree {degree} does not divide {facts.tensor_parts}, what heads and widths have in common"
+        if tensor.no_tensor is not None:
+            yield f"no tensor-parallel layout: {tensor.no_tensor}"
+        if tensor.parts % degree:
+            yield f"the tensor degree {degree} does not divide {tensor.parts}, what heads and widths have in common"
     given = {path: layout for stage in pipeline.stages for path, layout in stage.tensor.items()}
     for path, layout in given.items():
-        if facts.layouts.get(path, layout) != layout or layout not in ("column", "row"):
-            yield f"the layout {layout!r} of {path} is not run: {facts.layouts.get(path, 'column or row')} is; leave it out"
+        if tensor.layouts.get(path, layout) != layout or layout not in ("column", "row"):
+            yield f"the layout {layout!r} of {path} is not run: {tensor.layouts.get(path, 'column or row')} is; leave it out"
     for degree in sorted({stage.axis("tensor") for stage in pipeline.stages if stage.sequence_parallel}):
-        if facts.no_sequence is not None:
-            yield f"no sequence parallelism: {facts.no_sequence}"
-        if facts.positions % degree:
-            yield f"{facts.positions} positions cannot be split over {degree} processes; pad them to a multiple"
+        if tensor.no_sequence is not None:
+            yield f"no sequence parallelism: {tensor.no_sequence}"
+        if tensor.positions % degree:
+            yield f"{tensor.positions} positions cannot be split over {degree} processes; pad them to a multiple"

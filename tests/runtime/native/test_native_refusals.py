@@ -37,10 +37,10 @@ def processes(count):
 def test_facts_of_a_model():
     pytest.importorskip("transformers")
     facts = examine(native_worker.make("gpt2"), IDS)
-    assert facts.no_cut is facts.no_tensor is facts.no_sequence is None
-    assert facts.tensor_parts == 4
-    assert facts.layouts["transformer.h.0.attn.c_attn"] == "column"
-    assert facts.layouts["transformer.h.3.mlp.c_proj"] == "row"
+    assert facts.no_cut is facts.tensor.no_tensor is facts.tensor.no_sequence is None
+    assert facts.tensor.parts == 4
+    assert facts.tensor.layouts["transformer.h.0.attn.c_attn"] == "column"
+    assert facts.tensor.layouts["transformer.h.3.mlp.c_proj"] == "row"
     assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "column"}), facts) is None
     assert "column is" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "row"}), facts)
 
@@ -58,9 +58,9 @@ def test_blocks_stand_in_the_order_of_the_forward():
 def test_position_bias_leaves_attention_whole():
     pytest.importorskip("transformers")
     facts = examine(native_worker.make("t5"), IDS | {"decoder_input_ids": IDS["input_ids"]})
-    assert facts.no_tensor is None
-    assert {path.rpartition(".")[2] for path in facts.layouts} == {"wi", "wo"}
-    assert "may mix positions" in facts.no_sequence
+    assert facts.tensor.no_tensor is None
+    assert {path.rpartition(".")[2] for path in facts.tensor.layouts} == {"wi", "wo"}
+    assert "may mix positions" in facts.tensor.no_sequence
 
 
 class Alternating(nn.Module):
@@ -78,7 +78,7 @@ class Alternating(nn.Module):
 
 def test_numbers_drawn_for_a_whole_value_inside_of_a_region_leave_it_whole():
     facts = examine(nn.Sequential(Alternating(), nn.Linear(8, 8)).eval(), {"input": torch.zeros(2, 8)})
-    assert "where parts and whole values are worked on by turns" in facts.no_tensor
+    assert "where parts and whole values are worked on by turns" in facts.tensor.no_tensor
 
 
 def test_positions_that_do_not_divide_are_refused():

@@ -7,7 +7,7 @@ import pytest
 from native_cases import BLOCKS, chain, flat
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.why_not import ModelFacts, why_not
+from rlplace.runtime.native.why_not import ModelFacts, TensorFacts, why_not
 
 SHARED = {"mesh": {"shard": 2}, "sharding": 1}
 FACTS = ModelFacts(BLOCKS["llama"])
@@ -75,10 +75,10 @@ def test_facts_of_the_model_refuse():
     assert "twice" in reason(flat("llama", {}, 0, devices=[0], recompute="full"), ModelFacts(batch_norm=True))
     assert "cannot be cut into stages: why" in reason(staged, ModelFacts(BLOCKS["llama"], no_cut="why"))
     assert reason(shared, ModelFacts(BLOCKS["llama"], no_cut="why")) is None
-    assert "no tensor-parallel layout: why" in reason(tensor, ModelFacts(BLOCKS["llama"], no_tensor="why"))
-    assert "does not divide 6" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor_parts=6))
+    assert "no tensor-parallel layout: why" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts("why")))
+    assert "does not divide 6" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts(parts=6)))
     sequence = flat("llama", {"tensor": 4}, 0, sequence_parallel=True)
-    assert "no sequence parallelism: why" in reason(sequence, ModelFacts(BLOCKS["llama"], no_sequence="why"))
+    assert "no sequence parallelism: why" in reason(sequence, ModelFacts(BLOCKS["llama"], tensor=TensorFacts(no_sequence="why")))
     assert "no stage names the block lm_tail" in reason(staged, ModelFacts((*BLOCKS["llama"], "lm_tail")))
 
 

@@ -156,9 +156,9 @@ def main():
         for number in range(MICROBATCHES):
             part = {name: value.chunk(MICROBATCHES)[number] for name, value in mine.items()}
             last = number == MICROBATCHES - 1
-{% if data > 1 and not copies %}
+{% if asked.stage.data_degree > 1 and not copies %}
             model.set_is_last_backward(last)
-{% if once_a_step %}
+{% if asked.stage.sharding < 2 %}
             model.set_requires_gradient_sync(last)  # gradients are reduced once a step
             model.set_reshard_after_backward(last)
 {% endif %}
@@ -188,10 +188,10 @@ if __name__ == "__main__":
 '''
 
 _HEAD = '''\
-"""Trains {{ model }}: {{ words }}.
+"""Trains {{ asked.recipe.model }}: {{ words }}.
 
-Start it with: torchrun --nproc-per-node {{ processes }} SCRIPT [STEPS]
-Written by rlplace for plan {{ plan }}; plain torch{{ also }}.
+Start it with: torchrun --nproc-per-node {{ asked.plan.strategy.devices | length }} SCRIPT [STEPS]
+Written by rlplace for plan {{ asked.plan.fingerprint[:12] }}; plain torch{{ also }}.
 """
 
 {{ imports }}

@@ -57,10 +57,8 @@ def training_script(plan: PlacementPlan) -> str:
     schedule = SCHEDULES.get(pipeline.schedule or "")
     return script_text(
         **model_text(asked),
-        model=asked.recipe.model,
+        asked=asked,
         words=uniform_words(plan.strategy),
-        processes=len(plan.strategy.devices),
-        plan=plan.fingerprint[:12],
         constants=constants,
         sources=[_source(code) for code in sources],
         several=several,
@@ -72,9 +70,7 @@ def training_script(plan: PlacementPlan) -> str:
         mesh=mesh,
         replica=replica,
         schedule=schedule,
-        data=data,
         copies=_copies(asked),
-        once_a_step=stage.sharding < 2,
         optimizer=_OPTIMIZERS[asked.recipe.optimizer].format(parameters),
         counted=data * tensor if several else "dist.get_world_size()",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -49,20 +50,19 @@ def tensor_wraps(asked: Asked) -> Wraps:
 
 def numbered(paths: Sequence[str]) -> str:
     """Paths as a list of Python; neighbours that count up stand as one range."""
-    found: list[tuple[str, int, int]] = []
-    for path in paths:
-        stem, _, number = path.rpartition(".")
-        if not number.isdigit():
-            found.append((path, -1, -1))
-        elif found and found[-1][0] == stem and found[-1][2] == int(number):
-            found[-1] = (stem, found[-1][1], int(number) + 1)
+
+    def run(item: tuple[int, str]) -> tuple[Any, ...]:
+        stem, _, number = item[1].rpartition(".")
+        return (stem, int(number) - item[0]) if number.isdigit() else item
+
+    texts = []
+    for _, neighbours in groupby(enumerate(paths), run):
+        names = [path for _, path in neighbours]
+        stem, dot, first = names[0].rpartition(".")
+        if len(names) > 1:
+            texts.append(f'*(f"{stem}{dot}{{n}}" for n in range({first}, {int(first) + len(names)}))')
         else:
-            found.append((stem, int(number), int(number) + 1))
-    texts = [
-        f'"{stem}"' if end < 0 else f'"{stem}{"." if stem else ""}{start}"' if end == start + 1
-        else f'*(f"{stem}{"." if stem else ""}{{n}}" for n in range({start}, {end}))'
-        for stem, start, end in found
-    ]  # fmt: skip
+            texts.append(f'"{names[0]}"')
     return f"[{', '.join(texts)}]"
 
 

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.stash import Stash
 from rlplace.runtime.distributed.state.whole import own_part
 from rlplace.runtime.measure import loss_of
+from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Pass, Share, passes_of, share_of
 from rlplace.runtime.native.clip import clip_grad_norm_
@@ -33,24 +34,11 @@ from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
 from rlplace.runtime.native.ties import Ties
 
+if TYPE_CHECKING:
+    from rlplace.runtime.native.pipeline import PipelineRun
+
 NATIVE = "native"
 TARGET = "target"
-
-
-class Runner(Protocol):
-    """What runs the passes of a step: one stage by itself, or torch's schedules.
-
-    Attributes:
-        keeps_gradients: The next step writes into the memory of the gradients that this one made.
-    """
-
-    keeps_gradients: bool
-
-    def step(self, passes: Sequence[Pass], loss: PartLoss) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns the weighted sum of their losses."""
-
-    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
-        """What the model returns for every micro-batch; None where another process of the replica has it."""
 
 
 class StrategyModel(DistributedModel):
@@ -79,7 +67,7 @@ class StrategyModel(DistributedModel):
         strategy: Strategy,
         place: Place,
         bodies: Mapping[int, nn.Module],
-        runner: Runner,
+        runner: Accumulation | PipelineRun,
         names: Sequence[str],
         roots: Sequence[nn.Module],
         *,
@@ -151,7 +139,7 @@ class StrategyModel(DistributedModel):
             return self._loss_of(output, part.get(TARGET))
 
         value, stash = self._run(passes, loss)
-        output = seen[0] if seen else self.runner.recorded(passes)[1].output  # type: ignore[attr-defined]
+        output = seen[0] if seen else self.runner.recorded(passes)[1].captured.output  # type: ignore[union-attr]
         flat, spec = pytree.tree_flatten(output)
         position = None if self._loss is not None else next(i for i, leaf in enumerate(flat) if leaf is loss_of(output, None))
 
@@ -222,19 +210,15 @@ class StrategyModel(DistributedModel):
         groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
         return [{"params": group} for group in groups if group]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank trains, under the names that it has in the model; a DTensor where it is shared out or laid out."""
-        for body in self._bodies.values():
-            yield from body.named_parameters(prefix)
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """What this rank runs, under the names that it has in the model; parameters and buffers are those of these modules.
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's buffers, under the names that they have in the model."""
+        A parameter is a DTensor where it is shared out or laid out.
+        """
         for body in self._bodies.values():
-            yield from body.named_buffers(prefix)
+            yield from body.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False

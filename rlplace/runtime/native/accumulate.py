@@ -24,6 +24,10 @@ class Accumulation:
         root: The model as `wrap_stage` returned it.
         device: Where it computes.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
+
+    Attributes:
+        root: Likewise.
+        keeps_gradients: The next step writes into the memory of the gradients that this one made.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool) -> None:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError, show
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-from rlplace.runtime.aliases import without_writes
+from rlplace.runtime.aliases import without_writes, written_by
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import units
 
@@ -47,6 +47,13 @@ class Captured:
     units: dict[str, nn.Module]
     out_spec: Any
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def output(self) -> Any:
+        """What the model returns, with stand-ins for its tensors."""
+        returned: Any = list(self.graph.nodes)[-1].args[0]
+        flat = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in returned]
+        return pytree.tree_unflatten(flat, self.out_spec)
 
 
 @dataclass
@@ -235,10 +242,4 @@ def _call_units(graph: fx.Graph) -> None:
                 user.replace_all_uses_with(value)
                 graph.erase_node(user)
         graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node))
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a node that nobody reads has to stay: it changes one of its inputs."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or any(written_by(node)))

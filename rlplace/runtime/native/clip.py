@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,7 @@ def clip_grad_norm_(
     norm = total if infinite else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}")
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter, _ in parameters:
-        if parameter.grad is not None:
-            own = local_part(parameter.grad)
-            own.mul_(scale.to(own))
+    torch.nn.utils.clip_grads_with_norm_([parameter for parameter, _ in parameters], max_norm, norm)
     return norm
 
 
@@ -60,7 +57,5 @@ def _parts(gradient: torch.Tensor) -> int:
     """Processes that a gradient is cut over; the others of the stage hold copies."""
     if not isinstance(gradient, DTensor):
         return 1
-    parts = 1
-    for dim, placement in enumerate(gradient.placements):
-        parts *= 1 if isinstance(placement, Replicate) else gradient.device_mesh.size(dim)
-    return parts
+    sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))
+    return prod(size for size, cut in zip(sizes, gradient.placements, strict=True) if not isinstance(cut, Replicate))

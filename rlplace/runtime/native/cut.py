@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx, nn
@@ -53,26 +54,29 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
         InputError: A unit is in no stage, or an earlier stage reads what a later one makes.
     """
     stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
-    reads = _reads(captured.graph)
+    nodes, reads = list(captured.graph.nodes), _reads(captured.graph)
     stage_of = _stages(captured, stage_of_block, reads)
-    last = len(blocks) - 1
-    nodes = list(captured.graph.nodes)
-    output = nodes[-1]
+    stage_of[nodes[-1]] = len(blocks) - 1
     read_until: dict[fx.Node, int] = {}
     for node in nodes:
-        reader = last if node is output else stage_of[node]
         for value in reads[node]:
-            if reader != FLOATING:
-                read_until[value] = max(read_until.get(value, reader), reader)
+            read_until[value] = max(read_until.get(value, FLOATING), stage_of[node])
     crossing = [
-        [node for node in nodes if node is not output and FLOATING < stage_of[node] <= edge < read_until.get(node, 0)]
-        for edge in range(last)
+        [node for node in nodes if FLOATING < stage_of[node] <= edge < read_until.get(node, FLOATING)]
+        for edge in range(-1, len(blocks))
     ]
     for node in (node for edge in crossing for node in edge):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
-    trained = _trained(captured, stage_of)
-    return [_stage(captured, stage_of, reads, crossing, trained, number, last) for number in range(len(blocks))]
+    trained = _trained(captured)
+    stages = []
+    for number, (taken, given) in enumerate(pairwise(crossing)):
+        own = [node for node in nodes if stage_of[node] == number]
+        graph, inputs = _stage_graph(nodes, taken, given, _needed([*own, *given], set(taken), reads))
+        stages.append(
+            StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
+        )
+    return stages
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -131,7 +135,7 @@ def _is_parameter(captured: Captured, node: fx.Node) -> bool:
     return node.op == "get_attr" and isinstance(get_attr(captured.module, str(node.target)), nn.Parameter)
 
 
-def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node]:
+def _trained(captured: Captured) -> set[fx.Node]:
     """Nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -145,39 +149,28 @@ def _trained(captured: Captured, stage_of: Mapping[fx.Node, int]) -> set[fx.Node
     return trained
 
 
-def _stage(
-    captured: Captured,
-    stage_of: Mapping[fx.Node, int],
-    reads: Mapping[fx.Node, Sequence[fx.Node]],
-    crossing: Sequence[Sequence[fx.Node]],
-    trained: set[fx.Node],
-    number: int,
-    last: int,
-) -> StageGraph:
-    nodes = list(captured.graph.nodes)
-    taken = list(crossing[number - 1]) if number else []
-    given = list(crossing[number]) if number < last else []
-    wanted = list(nodes[-1].all_input_nodes) if number == last else given
-    needed = _needed([*wanted, *(node for node in nodes[:-1] if stage_of[node] == number)], set(taken), reads)
-    graph, copies = fx.Graph(), {}
-    for node in taken:
-        copies[node] = graph.placeholder(node.name)
+def _stage_graph(
+    nodes: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], needed: set[fx.Node]
+) -> tuple[fx.Graph, tuple[int, ...]]:
+    """A graph of some nodes, and the positions of the flat inputs that it reads."""
     placeholders = [node for node in nodes if node.op == "placeholder"]
     read = [node for node in placeholders if node in needed]
-    for node in read:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*taken, *read):
         copies[node] = graph.placeholder(node.name)
-    for node in nodes[:-1]:
+    for node in nodes:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda value: copies[value])
-    if number == last:
-        graph.output(fx.map_arg(nodes[-1].args[0], lambda value: copies[value]))
-    else:
+    if nodes[-1] not in needed:
         graph.output(tuple(graph.call_method("contiguous", (copies[node],)) for node in given))
-    inputs = tuple(placeholders.index(node) for node in read)
-    called = {str(node.target): captured.units[node.target] for node in graph.nodes if node.op == "call_module"}
+    return graph, tuple(placeholders.index(node) for node in read)
+
+
+def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
+    """Names of the parameters that a stage reads."""
+    called = {str(node.target): captured.units[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     names = {f"{path}.{name}" for path, unit in called.items() for name, _ in unit.named_parameters(remove_duplicate=False)}
-    names |= {str(node.target) for node in graph.nodes if _is_parameter(captured, node)}
-    return StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, frozenset(names))
+    return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
 
 
 def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node], reads: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from rlplace.graph.access import Use, access_of
+from rlplace.graph.access import access_of
 from rlplace.graph.export import module_path
 from rlplace.graph.kinds import kind_of
 
@@ -79,28 +79,27 @@ def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node],
     access = access_of(node.target, args, kwargs, made[node], lambda tensor: tensor.untyped_storage()._cdata)
     if access is None:
         raise RefusedError(f"a cut through {name} is not known")
-    uses: dict[fx.Node, list[Use]] = {}
+    runs: dict[fx.Node, list[tuple[str, int, int]]] = {value: [] for value in made}
     for use in access.uses:
         if use.storage in storage:
-            uses.setdefault(storage[use.storage], []).append(use)
+            runs[storage[use.storage]] += use.runs
     dims: set[str] = set()
     for value, dim in cut.items():
         if value in made and value is not node:
             extent = made[value].shape[dim] * made[value].stride(dim)
-            dims.add(next((n for use in uses.get(value, ()) for n, size, step in use.runs if size * step == extent), ""))
+            dims.add(next((n for n, size, step in runs[value] if size * step == extent), ""))
     (dim_name,) = dims if len(dims) == 1 else ("",)
     if not dim_name or any(dim_name not in names for names, _ in access.statistics):
         raise RefusedError(f"{name} mixes the cut dimension, or reads values that are cut on unlike ones")
     for value in made:
         if value is not node and value not in cut:
-            if any(dim_name in (n for n, _, _ in use.runs) for use in uses.get(value, ())):
+            if any(n == dim_name for n, _, _ in runs[value]):
                 raise RefusedError(f"{node.name} reads a whole value beside parts")
             if shared(value):
                 raise RefusedError(f"the gradient of {value.name} would be a partial sum")
-    for use in uses.get(node, ()):
-        for n, size, step in use.runs:
-            if n == dim_name:
-                return _place(made[node].shape, made[node].stride(), size * step, node)
+    for n, size, step in runs[node]:
+        if n == dim_name:
+            return _place(made[node].shape, made[node].stride(), size * step, node)
     raise RefusedError(f"{name} works along the cut dimension")
 
 

@@ -239,10 +239,8 @@ def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str,
         if path in found.blocks:
             layouts.regions(module, found.blocks[path].regions, found.blocks[path].positions)
             layouts.streams(module, found.blocks[path].regions, found.blocks[path].draws)
-        elif path in found.vocabulary and isinstance(module, nn.Embedding) and module.num_embeddings % degree == 0:
-            layouts.embedding(module)
-        elif path in found.vocabulary and isinstance(module, nn.Linear) and module.out_features % degree == 0:
-            layouts.head(module)
+        elif path in found.vocabulary and len(module.get_parameter("weight")) % degree == 0:
+            layouts.vocabulary(module)
     if not stage.sequence_parallel or captured is None:
         return
     # Activations are split where a run of blocks begins, and joined where it ends.

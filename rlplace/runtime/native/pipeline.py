@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
@@ -19,6 +20,7 @@ from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
+from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
@@ -29,66 +31,36 @@ class Recorded:
     """The stages for inputs of one signature.
 
     Attributes:
-        stages: Of the cut.
+        captured: The forward.
+        stages: Of its cut.
         bodies: By number, those of this process.
-        output: What the model returns, with stand-ins for its tensors.
-        out_spec: Its pytree spec.
     """
 
+    captured: Captured
     stages: Sequence[StageGraph]
-    bodies: dict[int, nn.Module]
-    output: Any
-    out_spec: Any
+    bodies: dict[int, fx.GraphModule]
 
 
 class StageModule(nn.Module):
-    """What torch's stage calls: reads the micro-batch itself, and on the last stage ends with its loss.
+    """What torch's stage calls.
 
     Torch splits and sends tensors only; so each process has the micro-batches at hand, and is told which one is to run.
 
     Attributes:
         body: The stage's graph of the model's own modules.
-        passes: Micro-batches of the step that runs.
-        leaves: Flat inputs of each.
-        number: The one that runs.
-        loss: Of the step that runs; None: the last stage returns the model's flat outputs.
-        region: The caller's autocast.
+        at: Number of the micro-batch that runs.
+        run: Called with its number and what the stage before handed over.
     """
+
+    run: Callable[[int, tuple[torch.Tensor, ...]], Any]
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body = body
-        self.passes: Sequence[Pass] = ()
-        self.leaves: Sequence[list[Any]] = ()
-        self.number = 0
-        self.loss: Loss | None = None
-        self.region: Region = contextlib.nullcontext
-        self._inputs: tuple[int, ...] = ()
-        self._out_spec: Any = None
-        self._last = False
-
-    def begin(self, number: int, recorded: Recorded, passes: Sequence[Pass], leaves: Any, loss: Loss | None) -> None:
-        """Gets ready for a step; without passes what the last one left is let go."""
-        stage = recorded.stages[number]
-        self.body, self._inputs = recorded.bodies[number], stage.inputs
-        self._out_spec, self._last = recorded.out_spec, not stage.given
-        self.passes, self.leaves, self.loss, self.region = passes, leaves, loss, contextlib.nullcontext
+        self.body, self.at = body, 0
 
     def forward(self, *taken: torch.Tensor) -> Any:
         """What the stage hands on; the weighted loss, in one dimension, on the last."""
-        with self.region():
-            return self._forward(*taken)
-
-    def _forward(self, *taken: torch.Tensor) -> Any:
-        one, leaves = self.passes[self.number], self.leaves[self.number]
-        values = self.body(*taken, *(leaves[position] for position in self._inputs))
-        if not self._last:  # a split backward detaches what was handed on, which torch does not do with views
-            trained = [value for value in taken if value.requires_grad]
-            values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
-            return tuple(value.clone() if value._is_view() else value for value in values)
-        if self.loss is None:
-            return values
-        return self.loss(pytree.tree_unflatten(values, self._out_spec), one.part).reshape(1).double() * one.weight
+        return self.run(self.at, taken)
 
 
 class _Join(torch.autograd.Function):
@@ -123,7 +95,7 @@ class _Stage(pipelining.PipelineStage):
     """Tells the module which micro-batch runs."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.root.number = fwd_chunk_id
+        self.root.at = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     root: StageModule
@@ -236,46 +208,65 @@ class PipelineRun:
         if (key, len(passes)) not in self._schedules:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
         losses: list[torch.Tensor] = []
-        self._begin(recorded, passes, loss)
         target = torch.arange(len(passes))
-        with forward_autocast(self._place.device) as region:
-            for root in self._roots.values():
-                root.region = region
+        with forward_autocast(self._place.device) as region, self._running(recorded, passes, loss, region):
             self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
-        self._begin(recorded, (), None)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
 
     def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
         """What the model returns for every micro-batch, on the process of the last stage; None elsewhere."""
         _, recorded = self.recorded(passes)
-        self._begin(recorded, passes, None)
-        outputs, last, group = [], len(recorded.stages) - 1, None
-        if not self._pipeline.unlike_meshes:
-            group = self._place.mesh["pipeline"].get_group()
-        for at in range(len(passes)):
-            values: tuple[torch.Tensor, ...] = ()
-            for number, root in sorted(self._roots.items()):
-                taken = recorded.stages[number].taken
-                if number and number - 1 not in self._roots:
-                    values = tuple(torch.empty(v.shape, dtype=v.dtype, device=self._place.device) for v in taken)
-                    for peer in self._place.peers(self._pipeline, number, number - 1, sends=False):
-                        for value in values:
-                            dist.recv(peer.part(value), peer.rank, group=group)
-                root.number = at
-                values = root(*values)
-                if number < last and number + 1 not in self._roots:
-                    for peer in self._place.peers(self._pipeline, number, number + 1, sends=True):
-                        for value in values:
-                            dist.send(peer.part(value), peer.rank, group=group)
-            if last in self._roots:
-                outputs.append(pytree.tree_unflatten(values, recorded.out_spec))
-        self._begin(recorded, (), None)
+        group = None if self._pipeline.unlike_meshes else self._place.mesh["pipeline"].get_group()
+        outputs, last = [], len(recorded.stages) - 1
+        with self._running(recorded, passes, None, contextlib.nullcontext):
+            for at in range(len(passes)):
+                values = self._pass(recorded, at, group)
+                if last in self._roots:
+                    outputs.append(pytree.tree_unflatten(values, recorded.captured.out_spec))
         return outputs if last in self._roots else None
 
-    def _begin(self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None) -> None:
+    def _pass(self, recorded: Recorded, at: int, group: Any) -> tuple[torch.Tensor, ...]:
+        """The forward of one micro-batch through the stages of this process; returns what the last one made."""
+        values: tuple[torch.Tensor, ...] = ()
+        for number, root in sorted(self._roots.items()):
+            if number and number - 1 not in self._roots:
+                taken = recorded.stages[number].taken
+                values = tuple(torch.empty(v.shape, dtype=v.dtype, device=self._place.device) for v in taken)
+                for peer in self._place.peers(self._pipeline, number, number - 1, sends=False):
+                    for value in values:
+                        dist.recv(peer.part(value), peer.rank, group=group)
+            root.at = at
+            values = root(*values)
+            if number + 1 < len(recorded.stages) and number + 1 not in self._roots:
+                for peer in self._place.peers(self._pipeline, number, number + 1, sends=True):
+                    for value in values:
+                        dist.send(peer.part(value), peer.rank, group=group)
+        return values
+
+    @contextlib.contextmanager
+    def _running(self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region) -> Iterator[None]:
+        """Inside, stages run these micro-batches, forwards in `region`; without a loss the last one makes flat outputs."""
         leaves = [pytree.tree_leaves(cast(one.inputs, self._dtype)) for one in passes]
+
+        def run(number: int, at: int, taken: tuple[torch.Tensor, ...]) -> Any:
+            one, stage = passes[at], recorded.stages[number]
+            with region():
+                values = recorded.bodies[number](*taken, *(leaves[at][position] for position in stage.inputs))
+                if not stage.given and loss is not None:
+                    output = pytree.tree_unflatten(values, recorded.captured.out_spec)
+                    return loss(output, one.part).reshape(1).double() * one.weight
+            if not stage.given:
+                return values
+            # A split backward detaches what was handed on, which torch does not do with views.
+            trained = [value for value in taken if value.requires_grad]
+            values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
+            return tuple(value.clone() if value._is_view() else value for value in values)
+
         for number, root in self._roots.items():
-            root.begin(number, recorded, passes, leaves, loss)
+            root.body, root.run = recorded.bodies[number], partial(run, number)
+        yield
+        for root in self._roots.values():
+            del root.run  # and with it what the step had
 
     def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
         made, splits = [], SCHEDULES[self._name(microbatches)].splits_backward

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from itertools import chain
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching
@@ -101,13 +98,10 @@ def _pipelined(
     mixed_precision: MixedPrecisionPolicy | None,
 ) -> StrategyModel:
     pipeline, names = strategy.pipelines[0], tied_names(model)
-    blocks = [block for stage in pipeline.stages for block in stage.blocks]
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         example_inputs = repeated(example_inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    with _computed_in(model, dtype):
-        captured = capture(model, cast(example_inputs, dtype), blocks)
-    stages = _cut(captured, pipeline)
+    captured, stages = _cut(model, example_inputs, pipeline, dtype)
     ties = Ties(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
     ties.part(bodies)
@@ -125,38 +119,26 @@ def _pipelined(
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True, mixed_precision=mixed_precision)
 
     def record(inputs: Batch) -> Recorded:
-        mode = new_fake_mode()
-        with _computed_in(meta, dtype):
-            again = capture(fake_copy(meta, mode), fake_inputs(cast(inputs, dtype), mode), blocks)
-        recut = _cut(again, pipeline)
+        again, recut = _cut(meta, inputs, pipeline, dtype)
         same_held(again, captured, place.device)
-        return _recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
+        return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
 
-    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, _recorded(captured, stages, bodies)), dtype)
+    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, Recorded(captured, stages, bodies)), dtype)
     return make(bodies, runner, roots=list(roots.values()), ties=ties, tied=names)
 
 
-@contextlib.contextmanager
-def _computed_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, parameters have the dtype that passes compute in, so that a record shows what stages hand on."""
+def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None) -> tuple[Captured, list[StageGraph]]:
+    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages hand on."""
+    named = [stage.blocks for stage in pipeline.stages]
     kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
     try:
         for parameter, value in kept:
             parameter.data = value.to(dtype)
-        yield
+        captured = capture(model, cast(inputs, dtype), [*chain(*named)])
     finally:
         for parameter, value in kept:
             parameter.data = value
-
-
-def _recorded(captured: Captured, stages: Sequence[StageGraph], bodies: Mapping[int, nn.Module]) -> Recorded:
-    returned: Any = list(captured.graph.nodes)[-1].args[0]
-    flat = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in returned]
-    return Recorded(stages, dict(bodies), pytree.tree_unflatten(flat, captured.out_spec), captured.out_spec)
-
-
-def _cut(captured: Captured, pipeline: Pipeline) -> list[StageGraph]:
-    stages = cut(captured, [stage.blocks for stage in pipeline.stages])
+    stages = cut(captured, named)
     if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
         raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
-    return stages
+    return captured, stages

@@ -54,13 +54,11 @@ class Layouts:
                 module = block.get_submodule(product.module)
                 packed = region.packed.get(product.module, 1)
                 self._share(module, product.out_dim, packed)
-                enter = self._enter if single or not region.entry else _as_it_is
-                part = partial(self._own_part, 0, packed) if packed > 1 else None
-                module.forward = partial(_column, module, product.out_dim == 1, enter, part)
+                module.forward = partial(self._column, module, product.out_dim == 1, single or not region.entry, packed)
             for product in region.rows:
                 module = block.get_submodule(product.module)
                 self._share(module, 1 - product.out_dim, 1, bias=False)
-                module.forward = partial(_row, module, product.out_dim == 1, self._leave)
+                module.forward = partial(self._row, module, product.out_dim == 1)
             for path, name in region.stored:
                 owner = block.get_submodule(path)
                 if hasattr(owner, name):
@@ -77,15 +75,11 @@ class Layouts:
                 first, last = region.columns[0].module, region.rows[-1].module
                 self._stream.between(block.get_submodule(first), block.get_submodule(last))
 
-    def embedding(self, module: nn.Embedding) -> None:
-        """Cuts a vocabulary by rows."""
+    def vocabulary(self, module: nn.Module) -> None:
+        """Cuts an embedding by rows, or a product by output, and puts what it makes together."""
         self._share(module, 0, 1)
-        vars(module)["forward"] = partial(self._embed, module)
-
-    def head(self, module: nn.Linear) -> None:
-        """Cuts a product by output, and puts what it makes together."""
-        self._share(module, 0, 1)
-        vars(module)["forward"] = partial(self._gathered_column, module)
+        forward = self._embed if isinstance(module, nn.Embedding) else self._gathered_column
+        vars(module)["forward"] = partial(forward, module)
 
     def _share(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
         self._set(module, "weight", dim, packed)
@@ -127,13 +121,21 @@ class Layouts:
         """Whole activations for products whose input gradients are partial sums."""
         return self._moved(value, self._between, Replicate(), Partial())
 
-    def _leave(self, value: torch.Tensor, bias: Any) -> torch.Tensor:
+    def _column(self, module: Any, transposed: bool, enters: bool, packed: int, value: torch.Tensor) -> torch.Tensor:
+        made = _product(self._enter(value) if enters else value, _local(module.weight), transposed)
+        if (bias := getattr(module, "bias", None)) is None:
+            return made
+        local = _local(bias, partial_sums=packed > 1)
+        return made + (local if packed == 1 else self._own_part(0, packed, local))
+
+    def _row(self, module: Any, transposed: bool, value: torch.Tensor) -> torch.Tensor:
         """The sum of partial products, split along the sequence where that is asked for, and the bias."""
-        made = self._moved(value, Partial(), self._between)
+        made = self._moved(_product(value, _local(module.weight), transposed), Partial(), self._between)
+        bias = getattr(module, "bias", None)
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)
 
     def _gathered_column(self, module: Any, value: torch.Tensor) -> torch.Tensor:
-        made = _column(module, False, _as_it_is, None, self._moved(value, Replicate(), Replicate(), Partial()))
+        made = self._column(module, False, False, 1, self._moved(value, Replicate(), Replicate(), Partial()))
         return self._moved(made, Shard(value.dim() - 1), Replicate())
 
     def _embed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -170,10 +172,6 @@ class Trial(Layouts):
         return whole.chunk(self._degree, SEQUENCE)[0] if isinstance(after, Shard) else whole
 
 
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 def _change_activation(
     change: Callable[..., torch.Tensor], dims: int, width: int, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
@@ -201,25 +199,6 @@ def _local(parameter: Any, *, partial_sums: bool = False) -> torch.Tensor:
 
 def _product(value: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     return value @ weight if transposed else F.linear(value, weight)
-
-
-def _column(
-    module: Any,
-    transposed: bool,
-    enter: Callable[[torch.Tensor], torch.Tensor],
-    part: Callable[[torch.Tensor], torch.Tensor] | None,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    made = _product(enter(value), _local(module.weight), transposed)
-    bias = getattr(module, "bias", None)
-    if bias is None:
-        return made
-    local = _local(bias, partial_sums=part is not None)
-    return made + (local if part is None else part(local))
-
-
-def _row(module: Any, transposed: bool, leave: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    return leave(_product(value, _local(module.weight), transposed), getattr(module, "bias", None))
 
 
 def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ def test_facts_of_the_model_refuse():
     assert "no tensor-parallel layout: why" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts("why")))
     assert "does not divide 6" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts(parts=6)))
     sequence = flat("llama", {"tensor": 4}, 0, sequence_parallel=True)
-    assert "no sequence parallelism: why" in reason(sequence, ModelFacts(BLOCKS["llama"], tensor=TensorFacts(no_sequence="why")))
+    assert "no sequence parallelism: why" in reason(sequence, ModelFacts(tensor=TensorFacts(no_sequence="why")))
     assert "no stage names the block lm_tail" in reason(staged, ModelFacts((*BLOCKS["llama"], "lm_tail")))
 
 

@@ -253,7 +253,7 @@ def test_blocks_tried_on_their_own_code_have_the_same_layouts(name):
     layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
     words = {path: word.rpartition(" ")[2] for path, word in layout.modules.items() if "gathered" not in word}
     expected = {path: word for path, word in words.items() if word != "embedding"}
-    assert find_layouts(run.units, run.calls).by_module() == expected and expected
+    assert find_layouts(run.units, run.calls).layouts == expected and expected
 
 
 def test_only_modules_that_are_named_are_cut():

@@ -124,14 +124,12 @@ def find_place(strategy: Strategy, device_type: str) -> Place:
             f"start it with --nproc-per-node {len(rank_of_device)}, or as many over all hosts"
         )
     sets = pipeline.device_sets
-    axes = [next([stage.axis(name) for name in AXES[1:]] for stage in pipeline.stages if stage.devices == own) for own in sets]
-    mine = next(number for number, own in enumerate(sets) if dist.get_rank() in {rank_of_device[device] for device in own})
-    numbers = [[number] for number in range(len(sets))] if pipeline.unlike_meshes else [list(range(len(sets)))]
-    ranks = [torch.tensor([[rank_of_device[device] for device in sets[n]] for n in together]) for together in numbers]
-    made = [
-        DeviceMesh(device_type, own.view(len(own), *axes[together[0]]), mesh_dim_names=AXES)  # all processes make all groups
-        for own, together in zip(ranks, numbers, strict=True)
-    ]
+    axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
+    ranks = {own: [rank_of_device[device] for device in own] for own in sets}
+    mine = next(number for number, own in enumerate(sets) if dist.get_rank() in ranks[own])
+    together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]
+    numbers = [torch.tensor([ranks[own] for own in group]).view(len(group), *axes[group[0]]) for group in together]
+    made = [DeviceMesh(device_type, own, mesh_dim_names=AXES) for own in numbers]  # all processes make all groups
     mesh = next(one for one in made if one.get_coordinate() is not None)
     index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
     held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == sets[mine])

@@ -269,21 +269,28 @@ class PipelineRun:
             del root.run  # and with it what the step had
 
     def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
-        made, splits = [], SCHEDULES[self._name(microbatches)].splits_backward
+        made, schedule = [], SCHEDULES[self._name(microbatches)]
         for number, root in self._roots.items():
-            if splits and number and not any(value.requires_grad for value in recorded.stages[number].taken):
+            cut = recorded.stages[number]
+            if schedule.splits_backward and number and not any(value.requires_grad for value in cut.taken):
                 raise InputError(
                     f"native: no gradient flows back from stage {number}, and torch then makes none of its weights in a split "
                     f"backward; take a schedule that does not split it, such as {LOOPED_BFS}"
                 )
-            self._check_rows(number, (*recorded.stages[number].taken, *recorded.stages[number].given), samples)
-            given = recorded.stages[number].given or (torch.empty(1, dtype=torch.float64, requires_grad=True),)
+            degrees = {stage.data_degree for stage in self._pipeline.stages[max(number - 1, 0) : number + 2]}
+            shapes = [tuple(value.shape) for value in (*cut.taken, *cut.given)]
+            if strange := [shape for shape in shapes if len(degrees) > 1 and shape[:1] != (samples,)]:
+                raise InputError(
+                    f"native: a value of shape {strange[0]} crosses between stages of unlike degrees and has not the {samples} "
+                    "samples first; give these stages one degree, or cut elsewhere"
+                )
+            given = cut.given or (torch.empty(1, dtype=torch.float64, requires_grad=True),)  # the loss
             stage = (_UnlikeStage if self._pipeline.unlike_meshes else _Stage)(
                 root,
                 number,
                 len(recorded.stages),
                 self._place.device,
-                input_args=_examples(recorded.stages[number].taken, self._place.device),
+                input_args=_examples(cut.taken, self._place.device),
                 output_args=_examples(given, self._place.device),
                 group=self._place.mesh["pipeline"].get_group(),
             )
@@ -291,19 +298,9 @@ class PipelineRun:
             if isinstance(stage, _UnlikeStage):
                 stage.connect(self._pipeline, self._place)
             made.append(stage)
-        kind = getattr(pipelining, SCHEDULES[self._name(microbatches)].torch_class)
+        kind = getattr(pipelining, schedule.torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
         return kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
-
-    def _check_rows(self, number: int, values: Sequence[torch.Tensor], samples: int) -> None:
-        """Refuses to cut values between stages of unlike degrees that do not have the samples as rows."""
-        degrees = {stage.data_degree for stage in self._pipeline.stages[max(number - 1, 0) : number + 2]}
-        shapes = [tuple(value.shape) for value in values]
-        if strange := [shape for shape in shapes if len(degrees) > 1 and shape[:1] != (samples,)]:
-            raise InputError(
-                f"native: a value of shape {strange[0]} crosses between stages of unlike degrees and has not the {samples} "
-                "samples first; give these stages one degree, or cut elsewhere"
-            )
 
     def _name(self, microbatches: int) -> str:
         """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.

@@ -18,7 +18,7 @@ from rlplace.runtime.distributed.strategy_model import StrategyModel
 from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
-from rlplace.runtime.native.blocks import has_batch_norm, has_sync_norm, tied_names, units
+from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
@@ -62,12 +62,12 @@ def prepare(
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
     layouts = find_layouts(found, observe(model, example_inputs, found)[1]) if laid_out else None
-    reason = why_not(strategy, model_facts(model, layouts), torch.__version__)
-    if reason is not None:
+    facts = model_facts(model, layouts)
+    if (reason := why_not(strategy, facts, torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
         raise InputError("native: output_dtype would cast what stages of a pipeline hand on; leave it out")
-    if mixed_precision is not None and (has_batch_norm(model) or has_sync_norm(model)):
+    if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
     place = find_place(strategy, device_type)
     check_same(model)

@@ -15,10 +15,10 @@ from torch import fx, nn
 
 from rlplace.errors import InputError, show
 from rlplace.runtime.aliases import get_attr, shared_memory, written_by
+from rlplace.runtime.distributed.graph.randomness import is_random
 from rlplace.runtime.held import rewrite_devices
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured
-from rlplace.runtime.native.follow import draws
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -101,7 +101,7 @@ def _stages(
         stage_of[node] = before
         if node.op == "call_module":
             stage_of[node] = _stage_of_unit(captured, str(node.target), before, stage_of_block)
-        elif draws(node) or any(value in parameters for value in node.all_input_nodes):
+        elif is_random(node) or any(value in parameters for value in node.all_input_nodes):
             stage_of[node] = max(before, 0)
     for node in captured.graph.nodes:
         if any(FLOATING < stage_of[value] != stage_of[node] for value in written_by(node)):

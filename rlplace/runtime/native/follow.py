@@ -28,16 +28,6 @@ class RefusedError(Exception):
     """A cut cannot pass an op."""
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether an op draws random numbers."""
-    name = getattr(node.target, "_opname", "")
-    if name == "dropout":
-        return bool(node.args[1] and node.args[2])
-    if name == "scaled_dot_product_attention":
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
     """The cut dimension of what a node makes; None where it makes no tensor.
 

@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.export import export_training_graph, module_path
-from rlplace.runtime.native.follow import RefusedError, draws, follow
+from rlplace.runtime.distributed.graph.randomness import is_random
+from rlplace.runtime.native.follow import RefusedError, follow
 
 _SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}
 
@@ -69,7 +70,7 @@ class Region:
     @property
     def draws(self) -> bool:
         """Whether numbers are drawn for what is cut."""
-        return any(draws(node) for node in self.nodes)
+        return any(is_random(node) for node in self.nodes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from rlplace.graph.export import module_path
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.strategy import Stage
+from rlplace.runtime.distributed.graph.randomness import is_random
 from rlplace.runtime.native.capture import Captured
-from rlplace.runtime.native.follow import RefusedError, draws
+from rlplace.runtime.native.follow import RefusedError
 from rlplace.runtime.native.layouts import BlockGraph, Region, block_graph, common_parts, regions
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.sequence import sequence_modules
@@ -157,7 +158,7 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
             _try(block, call, graph, found, positions, degree, sequence=True)
     except RefusedError as error:
         no_sequence = str(error)
-    return BlockLayout(found, reasons, positions, any(draws(node) for node in graph.graph.nodes), no_sequence)
+    return BlockLayout(found, reasons, positions, any(is_random(node) for node in graph.graph.nodes), no_sequence)
 
 
 def _activation(call: Call) -> torch.Tensor:

@@ -9,7 +9,8 @@ from torch import fx, nn
 
 from rlplace.graph.export import module_path
 from rlplace.graph.kinds import kind_of
-from rlplace.runtime.native.follow import RefusedError, along, draws
+from rlplace.runtime.distributed.graph.randomness import is_random
+from rlplace.runtime.native.follow import RefusedError, along
 from rlplace.runtime.native.layouts import BlockGraph, Region
 from rlplace.runtime.native.tensor import SEQUENCE
 
@@ -50,7 +51,7 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
             modules |= {parameter.rpartition(".")[0] for parameter in parameters}
         else:
             behind[node] = parameters
-    if any(draws(node) for node in graph.graph.nodes if node not in split and node not in inside):
+    if any(is_random(node) for node in graph.graph.nodes if node not in split and node not in inside):
         raise RefusedError("it draws numbers for a whole value")
     unsplit = [product.module for node, product in graph.products.items() if node not in inside and product.module not in rows]
     if unsplit:

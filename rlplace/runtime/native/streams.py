@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlplace.runtime.native.follow import RefusedError, draws
+from rlplace.runtime.distributed.graph.randomness import is_random
+from rlplace.runtime.native.follow import RefusedError
 from rlplace.runtime.native.layouts import BlockGraph, Region
 from rlplace.runtime.native.mesh import Place
 
@@ -28,14 +29,9 @@ def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
         place: Of this process.
     """
     seed, step = random_state
-    with _forked(place.device):
+    with torch.random.fork_rng([] if place.device.type == "cpu" else [place.device], device_type=place.device.type):
         torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + place.replica) * 1_009 + place.index["pipeline"])
         yield
-
-
-def _forked(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Puts the states of the processor's and a device's streams back."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 class PartStream:
@@ -47,18 +43,20 @@ class PartStream:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
-        self._own = contextlib.ExitStack()
+        self._rank = rank
+        self._generators: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+        self._group: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Switches from the group's stream to the process's own."""
         number = int(torch.randint(2**53, ()))
-        self._own.enter_context(_forked(self._device))
+        self._group = [generator.get_rng_state() for generator in self._generators]
         torch.manual_seed(number * 1_009 + self._rank)
 
     def end(self) -> None:
-        """Switches back, to where the group's stream was left."""
-        self._own.close()
+        """Switches back, to where the group's stream was left; a recomputation, which torch ends early, may never come here."""
+        for generator, state in zip(self._generators, self._group, strict=True):
+            generator.set_rng_state(state)
 
     def around(self, module: nn.Module) -> None:
         """Makes a module draw all its numbers for parts."""
@@ -84,7 +82,7 @@ def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
     Raises:
         RefusedError: Another is.
     """
-    drawn = [node for node in block.graph.nodes if draws(node)]
+    drawn = [node for node in block.graph.nodes if is_random(node)]
     number = {node: n for n, node in enumerate(block.graph.nodes)}
     spans = [(number[r.columns[0].node], number[r.rows[-1].node], r.nodes) for r in regions if r.draws]
     for node in drawn:

@@ -7,6 +7,10 @@ import native_worker
 import pytest
 import torch
 from native_cases import chain, flat
+from torch import nn
+
+from rlplace.runtime.native.streams import PartStream
+from rlplace.runtime.native.wrap import recompute
 
 pytest.importorskip("transformers")
 
@@ -89,3 +93,20 @@ def test_what_is_kept_does_not_move_what_is_drawn_after():
     for result in run(4, dropout_worker.run_recomputed, SAME, timeout_s=120, preload=native_worker.SLOW_IMPORTS):
         assert result["plain"]["loss"] == result["kept in part"]["loss"]
         assert native_worker.difference(result["kept in part"]["gradients"], result["plain"]["gradients"]) < 1e-12
+
+
+def drawn_between_passes(again):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    PartStream(0, torch.device("cpu")).around(block)
+    if again:
+        recompute(block, "full")
+    drawn = []
+    for _ in range(3):
+        block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        drawn.append(torch.rand(()).item())
+    return drawn
+
+
+def test_a_recomputation_that_torch_ends_early_leaves_the_stream_of_the_group_where_it_was():
+    assert drawn_between_passes(True) == drawn_between_passes(False)

@@ -156,11 +156,10 @@ class StrategyModel(DistributedModel):
         own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
+            if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
+                outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
             module.reshard()  # without a backward nothing else does
-        if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
-            with torch.no_grad():
-                outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
         if outputs is not None and together > 1:
             outputs = [
                 _part(output, one.samples, n, together)

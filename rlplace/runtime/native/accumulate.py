@@ -67,15 +67,10 @@ def forward_autocast(device: torch.device) -> Iterator[Region]:
         yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-@contextlib.contextmanager
-def _reducing(root: nn.Module, reduce: bool, last: bool) -> Any:
-    """Whether gradients are reduced over the replicas in the backward of this pass."""
-    if isinstance(root, DistributedDataParallel):
-        with contextlib.nullcontext() if reduce else root.no_sync():
-            yield
-        return
+def _reducing(root: nn.Module, reduce: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Whether gradients are reduced over the replicas in the backward of this pass, which runs inside."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(reduce)
         root.set_reshard_after_backward(reduce)
-    yield
+    return root.no_sync() if isinstance(root, DistributedDataParallel) and not reduce else contextlib.nullcontext()

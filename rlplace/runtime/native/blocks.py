@@ -51,10 +51,8 @@ def units(model: nn.Module, named: Iterable[str] = ()) -> Iterator[tuple[str, nn
 def _inside(module: nn.Module, path: str, chosen: set[str], listed: bool) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        container = isinstance(child, _LISTS)
-        if inner in chosen or (listed and not container and not any(c.startswith(f"{inner}.") for c in chosen)):
-            yield inner, child
-        elif not container and not any(c.startswith(f"{inner}.") for c in chosen) and _is_whole(child):
+        container, around = isinstance(child, _LISTS), any(one.startswith(f"{inner}.") for one in chosen)
+        if inner in chosen or (not container and not around and (listed or _is_whole(child))):
             yield inner, child
         else:
             yield from _inside(child, inner, chosen, container)
@@ -65,9 +63,14 @@ def _is_whole(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False)) or isinstance(module, _KEPT)
 
 
+def lies_in(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of something in it."""
+    return path == module or path.startswith(f"{module}.")
+
+
 def owner(path: str, blocks: Iterable[str]) -> str | None:
     """The block that a module or parameter path lies in; the innermost where blocks are nested."""
-    holding = [block for block in blocks if path == block or path.startswith(f"{block}.")]
+    holding = [block for block in blocks if lies_in(path, block)]
     return max(holding, key=len, default=None)
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.graph.export import export_training_graph, module_path
 from rlplace.runtime.distributed.graph.randomness import is_random
+from rlplace.runtime.native.blocks import lies_in
 from rlplace.runtime.native.follow import RefusedError, follow
 
 _SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}
@@ -176,29 +177,25 @@ def _entry(block: BlockGraph, source: fx.Node, columns: Sequence[Product]) -> st
     """
     path = columns[0].module.split(".")
     outwards = (".".join(path[: depth + 1]) for depth in range(len(path)))
-    around = (one for one in outwards if all(_inside(product.module, one) for product in columns))
+    around = (one for one in outwards if all(lies_in(product.module, one) for product in columns))
     return next((one for one in around if _reads_alone(block, source, columns, one)), "")
 
 
 def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product], path: str) -> bool:
-    if _inside(module_path(source), path):
+    if lies_in(module_path(source), path):
         return False
     readers, seen = [source], {source, *(product.node for product in columns)}
     while readers:
         for user in readers.pop().users:
-            if user in seen or not _inside(module_path(user), path):
+            if user in seen or not lies_in(module_path(user), path):
                 continue
             if getattr(user.target, "_opname", "") not in _SAME_VALUE:
                 return False
             seen.add(user)
             readers.append(user)
-    own = [node for node in block.graph.nodes if node.op != "get_attr" and _inside(module_path(node), path)]
+    own = [node for node in block.graph.nodes if node.op != "get_attr" and lies_in(module_path(node), path)]
     handed = {value for node in own for value in node.all_input_nodes if value in block.live and value.op != "get_attr"}
-    return all(value in seen or _inside(module_path(value), path) for value in handed)
-
-
-def _inside(path: str, module: str) -> bool:
-    return path == module or path.startswith(f"{module}.")
+    return all(value in seen or lies_in(module_path(value), path) for value in handed)
 
 
 def common_parts(found: Iterable[Region]) -> int:

@@ -240,12 +240,12 @@ class StrategyModel(DistributedModel):
             value = state_dict.get(name)
             if value is None and strict and isinstance(own, torch.Tensor):
                 raise InputError(f"load_state_dict: there is no {name}; give all tensors of this rank, or strict=False")
+            if not isinstance(own, torch.Tensor) or value is None or value is own:
+                continue
             if isinstance(own, DTensor):
-                part = value if isinstance(value, DTensor) or value is None else own_part(value, own)
-                if part is not None and part is not own:
-                    own.to_local().copy_(part.to_local())
-            elif isinstance(own, torch.Tensor) and value is not None and value is not own:
-                own.copy_(value)
+                part = value if isinstance(value, DTensor) else own_part(value, own)
+                own, value = own.to_local(), part.to_local()
+            own.copy_(value)
         held = dict(self.named_parameters())
         for names in self._tied:  # copies of one parameter in several stages of this process follow
             copies = [held[name] for name in names if name in held]

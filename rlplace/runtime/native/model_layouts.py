@@ -118,9 +118,8 @@ def _vocabulary(units: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Embeddings and products of one width; none whose parameter another kind of module reads, too."""
     tables = {path: unit for path, unit in units.items() if type(unit) is nn.Embedding and unit.max_norm is None}
     heads = {path: unit for path, unit in units.items() if type(unit) is nn.Linear}
-    sizes = {unit.num_embeddings for unit in tables.values()} & {unit.out_features for unit in heads.values()}
-    found: dict[str, nn.Module] = {path: unit for path, unit in tables.items() if unit.num_embeddings in sizes}
-    found |= {path: unit for path, unit in heads.items() if unit.out_features in sizes}
+    sizes = {len(unit.weight) for unit in tables.values()} & {len(unit.weight) for unit in heads.values()}
+    found = {path: unit for path, unit in {**tables, **heads}.items() if len(unit.get_parameter("weight")) in sizes}
     readers, inside = _readers(units), {id(unit) for unit in found.values()}
     return tuple(path for path, unit in found.items() if readers[unit.get_parameter("weight")] <= inside)
 

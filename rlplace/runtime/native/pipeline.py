@@ -95,10 +95,8 @@ class _Stage(pipelining.PipelineStage):
     """Tells the module which micro-batch runs."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.root.at = fwd_chunk_id
+        self.submod.at = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    root: StageModule
 
 
 class _UnlikeStage(_Stage):
@@ -269,6 +267,7 @@ class PipelineRun:
             del root.run  # and with it what the step had
 
     def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
+        """Torch's; it is told shapes, since it would else run a forward and a backward of its own to know them."""
         made, schedule = [], SCHEDULES[self._name(microbatches)]
         for number, root in self._roots.items():
             cut = recorded.stages[number]
@@ -284,23 +283,22 @@ class PipelineRun:
                     f"native: a value of shape {strange[0]} crosses between stages of unlike degrees and has not the {samples} "
                     "samples first; give these stages one degree, or cut elsewhere"
                 )
-            given = cut.given or (torch.empty(1, dtype=torch.float64, requires_grad=True),)  # the loss
+            loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
             stage = (_UnlikeStage if self._pipeline.unlike_meshes else _Stage)(
                 root,
                 number,
                 len(recorded.stages),
                 self._place.device,
-                input_args=_examples(cut.taken, self._place.device),
-                output_args=_examples(given, self._place.device),
+                input_args=cut.taken,
+                output_args=cut.given or (loss,),
                 group=self._place.mesh["pipeline"].get_group(),
             )
-            stage.root = root
             if isinstance(stage, _UnlikeStage):
                 stage.connect(self._pipeline, self._place)
             made.append(stage)
         kind = getattr(pipelining, schedule.torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
-        return kind(made[0] if single else made, microbatches, loss_fn=_same, scale_grads=False)
+        return kind(made[0] if single else made, microbatches, loss_fn=_loss, scale_grads=False)
 
     def _name(self, microbatches: int) -> str:
         """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
@@ -319,12 +317,6 @@ class PipelineRun:
         )
 
 
-def _same(output: torch.Tensor, target: Any) -> torch.Tensor:
+def _loss(output: torch.Tensor, target: Any) -> torch.Tensor:
     """The last stage returns the loss itself."""
     return output.sum()
-
-
-def _examples(values: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Torch wants tensors to know shapes by; without them it would run a forward and a backward of its own."""
-    made = (torch.empty(value.shape, dtype=value.dtype, device=device) for value in values)
-    return tuple(tensor.requires_grad_(value.requires_grad) for tensor, value in zip(made, values, strict=True))

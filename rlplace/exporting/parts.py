@@ -127,11 +127,6 @@ def main():
     replica = {{ replica }}
 {% if several %}
     held = {n: make_stage(n, mesh, device) for n in HELD[mesh["pipeline"].get_local_rank()]}
-{% else %}
-    model = build_model().to(device)
-{% endif %}
-    torch.manual_seed(SEED + 1 + replica)  # dropout is unlike on replicas
-{% if several %}
     stages = [torch_stage(module, n, mesh, device) for n, module in held.items()]
     schedule = {{ schedule.torch_class }}(
         stages{{ "[0]" if schedule.layout == "one" else "" }},
@@ -144,8 +139,9 @@ def main():
 {% endif %}
     parameters = [p for module in held.values() for p in module.parameters()]
 {% else %}
-    model = parallelize(model, mesh, device)
+    model = parallelize(build_model().to(device), mesh, device)
 {% endif %}
+    torch.manual_seed(SEED + 1 + replica)  # dropout is unlike on replicas
     optimizer = torch.optim.{{ optimizer }}
     for step in range(steps):
         mine = {name: value.chunk(REPLICAS)[replica].to(device) for name, value in whole_batch(step).items()}

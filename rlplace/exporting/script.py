@@ -143,10 +143,8 @@ def _wraps(asked: Asked) -> tuple[Wraps, str]:
             axes = '"replicate", "shard"' if stage.axis("replicate") > 1 else '"shard"'
             call = f"fully_shard({{}}, mesh=mesh[{axes}], reshard_after_forward={stage.sharding == 3}{{}})"
         for offloaded, extra in ((False, ""), (True, policy)):
-            held = [
-                (path, nn.ModuleList(asked.units[p] for p in paths)) for paths in map(asked.blocks_of, stages) for path in paths
-            ]
-            alone = [path for path, others in held if stands_alone(others, asked.units[path])]
+            held = [(paths, nn.ModuleList(asked.units[path] for path in paths)) for paths in map(asked.blocks_of, stages)]
+            alone = [path for paths, others in held for path in paths if stands_alone(others, asked.units[path])]
             wraps.append(([path for path in alone if (path in stage.offload) == offloaded], call.format("block", extra)))
         whole = call.format(root, policy if stage.offload and len(stage.offload) == len(stage.blocks) else "")
     return [(paths, call) for paths, call in wraps if paths], whole

@@ -45,8 +45,7 @@ class Layouts:
     def regions(self, block: nn.Module, regions: Sequence[Region], positions: Sequence[str]) -> None:
         """Lays out the products of a block, and the modules that work by positions."""
         for region in regions:
-            single = len(region.columns) == 1 and region.entry == region.columns[0].module
-            if region.entry and not single:
+            if region.entry:
                 value = region.source.meta["val"]
                 hook = partial(_change_activation, self._enter, value.dim(), value.shape[-1])
                 block.get_submodule(region.entry).register_forward_pre_hook(hook, with_kwargs=True)
@@ -54,7 +53,7 @@ class Layouts:
                 module = block.get_submodule(product.module)
                 packed = region.packed.get(product.module, 1)
                 self._share(module, product.out_dim, packed)
-                module.forward = partial(self._column, module, product.out_dim == 1, single or not region.entry, packed)
+                module.forward = partial(self._column, module, product.out_dim == 1, not region.entry, packed)
             for product in region.rows:
                 module = block.get_submodule(product.module)
                 self._share(module, 1 - product.out_dim, 1, bias=False)

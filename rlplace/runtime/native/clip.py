@@ -49,7 +49,8 @@ def clip_grad_norm_(
     norm = total if infinite else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}")
-    torch.nn.utils.clip_grads_with_norm_([parameter for parameter, _ in parameters], max_norm, norm)
+    own = [parameter for parameter, _ in parameters]
+    torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=False)  # one operation takes one mesh
     return norm
 
 

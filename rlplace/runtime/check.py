@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
 from rlplace.plan.plan import PlacementPlan, refuse_older, require_placement
-from rlplace.runtime.distributed.graph.assign import planned_devices
+from rlplace.runtime.distributed.joint.assign import planned_devices
+from rlplace.runtime.held import tensors_in
 
 
 def check_plan_runs_here(plan: PlacementPlan) -> None:
@@ -43,7 +44,7 @@ def check_model(model: nn.Module) -> None:
         raise InputError("apply: the module's forward was replaced on the instance, and a plan would replace it again")
     if hasattr(model, "report"):
         raise InputError("apply: the module has an attribute 'report', which apply wants to set; rename it")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in tensors_in(model).items():
         if is_lazy(tensor):
             raise InputError(f"apply: {name!r} is not initialised yet; run the module once on a small batch first")
         if tensor.is_meta:

@@ -11,6 +11,11 @@ from torch import fx, nn
 from rlplace.runtime import aliases
 
 
+def tensors_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their first names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
     first: dict[int, str] = {}
@@ -23,10 +28,9 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def meta_copy(model: nn.Module) -> nn.Module:
     """The module without its values: what is traced when inputs of another shape come."""
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    for tensor in tensors_in(model).values():
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
 
 

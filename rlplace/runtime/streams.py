@@ -12,29 +12,18 @@ after its gradient by itself.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(eq=False)
-class Moving:
-    """A copy on its way.
-
-    Attributes:
-        value: The tensor at its destination; its numbers are there once `event` has happened.
-        event: Recorded on the destination's side stream after the copy.
-    """
-
-    value: torch.Tensor
-    event: Any
+Moving = tuple[torch.Tensor, Any]
+"""A tensor at its destination, and what happens there once its numbers are there; None: they are."""
 
 
-def start_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | Moving:
+def start_copy(tensor: torch.Tensor, device: torch.device) -> Moving:
     """Issues the copy of a tensor to a device; `finish` gives its result."""
     if tensor.device == device or tensor.device.type != "cuda" or device.type != "cuda":
-        return tensor.to(device)
+        return tensor.to(device), None
     source, destination = side_stream(tensor.device, device)
     source.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(source), torch.cuda.stream(destination):
@@ -42,17 +31,17 @@ def start_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor | Mov
         event = destination.record_event()
     # The allocator must not hand out the source's memory again before the copy has read it.
     tensor.record_stream(source)
-    return Moving(value, event)
+    return value, event
 
 
-def finish(moving: torch.Tensor | Moving) -> torch.Tensor:
+def finish(moving: Moving) -> torch.Tensor:
     """The copied tensor, for use on the current stream of its device."""
-    if not isinstance(moving, Moving):
-        return moving
-    stream = torch.cuda.current_stream(moving.value.device)
-    stream.wait_event(moving.event)
-    moving.value.record_stream(stream)  # it was allocated for the side stream
-    return moving.value
+    value, event = moving
+    if event is not None:
+        stream = torch.cuda.current_stream(value.device)
+        stream.wait_event(event)
+        value.record_stream(stream)  # it was allocated for the side stream
+    return value
 
 
 @functools.cache

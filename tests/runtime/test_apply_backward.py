@@ -236,9 +236,8 @@ def test_copies_start_where_their_values_are_made(sim):
     names = equality.op_names(net, ((x,), {}))
     places = {"body.0/linear": 0, "body.1/relu": 0, "body.2/linear_1": 0, "body.3/linear_2": 0, "/add": 1, "add": 1}
     apply(net, equality.plan_for(names, [places[name] for name in names]), sim(2), example_inputs=(x,))
-    (graph,) = net.forward._graphs.values()
-    (parts,) = graph._parts.values()
-    nodes = list(parts.forward.graph.nodes)
+    (parts,) = net.forward._parts.values()
+    nodes = list(parts.forward.module.graph.nodes)
     relu, last = (next(n for n in nodes if n.target is op) for op in (torch.ops.aten.relu.default, torch.ops.aten.add.Tensor))
     starts = [node for node in nodes if node.target is streams.start_copy and node.args[0] is relu]
     assert len(starts) == 1

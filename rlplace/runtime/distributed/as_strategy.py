@@ -14,7 +14,7 @@ from rlplace.errors import InputError, show
 from rlplace.plan.device_map import plan_groups
 from rlplace.plan.plan import Older, PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
-from rlplace.runtime.distributed.graph.assign import backward_devices, planned_devices
+from rlplace.runtime.distributed.joint.assign import planned_devices
 from rlplace.runtime.native.blocks import block_names, owner
 from rlplace.schedule import GPIPE
 
@@ -33,8 +33,7 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
         InputError: It is none, with the reason.
     """
     older = plan.older or Older()
-    planned = planned_devices(plan)
-    moved = next((op for op, device in backward_devices(plan).items() if device != planned[op]), None)
+    moved = next((op for op, (forward, backward) in planned_devices(plan).items() if forward != backward), None)
     if moved is not None:
         raise InputError(
             f"plan: it moves the backward of {moved!r}, which strategies do not, and has micro-batches, replicas or "

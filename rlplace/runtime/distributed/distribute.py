@@ -18,23 +18,21 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.as_strategy import strategy_of_plan
-from rlplace.runtime.distributed.execution.batches import check_first_batches, samples_of
-from rlplace.runtime.distributed.graph.assign import check_same_ops, planned_devices
+from rlplace.runtime.distributed.execution.batches import check_first_batches, check_same_graph, samples_of
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
-from rlplace.runtime.distributed.graph.same_graph import check_same_graph
 from rlplace.runtime.distributed.job import faults
-from rlplace.runtime.distributed.joint.assign import JointPlacement, place_joint_graph
+from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.replay import ReplayEngine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
-from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.runtime.distributed.state.whole import own_tree
 from rlplace.runtime.distributed.strategy_model import sum_parts
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.held import meta_copy
+from rlplace.runtime.held import meta_copy, tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -124,23 +122,23 @@ def distribute(
     check_same_graph(first, ranks)
     check_same_ops(first, planned_devices(plan))
     placement = build_joint(first, plan, ranks.device)
-    own = own_tensors(model, placement.owners, first.constants, ranks.rank, ranks.device)
+    # What nobody reads is on the plan's first device.
+    owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(model)}
+    own = own_tree(model, owners, ranks.rank, ranks.device)
     if replayed is not None and replayed.num_groups != len(plan.device_of_group):
         raise InputError("distribute: replayed= has other groups than the plan; price the same groups for it")
 
-    def traced(shape: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
-        return trace(shape, args, kwargs, None if target is None and with_target else loss, target)
+    def traced(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
+        return trace(meta, args, kwargs, None if target is None and with_target else loss, target)
 
     def engine_for(graph: ForwardGraph) -> Engine:
-        placed = placement
         if graph is not first:
             check_same_graph(graph, ranks)
-            placed = build_joint(graph, plan, ranks.device, own.owners)
-        mine = own.holding(graph.constants, ranks.device)
-        return Engine(placed, ranks, mine) if replayed is None else ReplayEngine(placed, ranks, mine, plan, replayed)
+        where, held = build_joint(graph, plan, ranks.device, owners), tensors_in(own)
+        return Engine(where, ranks, held) if replayed is None else ReplayEngine(where, ranks, held, plan, replayed)
 
     report = JOINT_GRAPH if replayed is None else REPLAY
-    placed = PlacedModel(meta, own, ranks, batching, traced, engine_for, seed, report)
+    placed = PlacedModel(meta, own, owners, ranks, batching, traced, engine_for, seed, report)
     check_first_batches(placed, ranks, share)
     return placed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.inputs import has_target
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.stash import Deliver, Stash, anchor
 from rlplace.runtime.held import first_names
 
 
@@ -26,6 +25,74 @@ class Batching:
     share: str
     whole: Collection[str]
     reduction: str
+
+
+class Stash:
+    """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
+
+    As a context it clears the gradients that engines add to, takes those that they made, and puts back what was there.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, copy: bool = False) -> None:
+        """Starts empty.
+
+        Args:
+            parameters: What gets gradients, by name.
+            copy: What runs the step writes into the memory of gradients of earlier ones.
+        """
+        self._parameters = parameters
+        self._copy = copy
+        self._before: dict[str, torch.Tensor | None] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Stash:
+        for name, parameter in self._parameters.items():
+            before = parameter.grad
+            self._before[name] = before.clone() if self._copy and before is not None else before
+            parameter.grad = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._before[name]
+        self._before.clear()
+
+    def keep(self) -> None:
+        """Takes the gradients that wait into memory of their own."""
+        self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
+
+    def deliver(self, scale: torch.Tensor) -> None:
+        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees."""
+        factor = float(scale)
+        for name, gradient in self._gradients.items():
+            if factor != 1.0:
+                gradient.mul_(factor)
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._gradients = {}
+
+
+class Deliver(torch.autograd.Function):
+    """The loss of a step that has run already; its backward hands over the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, stash: Stash) -> torch.Tensor:
+        """Returns the loss."""
+        ctx.stash = stash
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Hands over the gradients, once."""
+        if ctx.stash is None:
+            raise RuntimeError("rlplace: backward through the loss of one step a second time")
+        ctx.stash.deliver(grads[0])
+        ctx.stash = None
+        return None, None
 
 
 _OWN = ("batching", "random_state", "report", "nothing")
@@ -74,7 +141,7 @@ class DistributedModel(nn.Module):
                 output, loss, stash = self._train(args, kwargs, target)
                 seed, step = self.random_state
                 self.random_state = seed, step + 1
-                return output(Deliver.apply(anchor(loss), loss, stash))  # type: ignore[no-untyped-call]
+                return output(Deliver.apply(loss.detach().requires_grad_(), stash))  # type: ignore[no-untyped-call]
 
         self.forward = forward  # its signature is the model's, which trainers look at
 

@@ -14,13 +14,13 @@ from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution.batches import check_inputs
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs
 from rlplace.runtime.distributed.joint.engine import Engine
-from rlplace.runtime.distributed.model import Batching, DistributedModel
+from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.stash import Stash
-from rlplace.runtime.distributed.state.tensors import Own, agree, register
+from rlplace.runtime.distributed.state.whole import agree
+from rlplace.runtime.held import tensors_in
 from rlplace.runtime.native.clip import clip_grad_norm_
 
-Trace = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], ForwardGraph]
+Trace = Callable[[tuple[Any, ...], Mapping[str, Any], Any], ForwardGraph]
 MakeEngine = Callable[[ForwardGraph], Engine]
 
 
@@ -30,7 +30,8 @@ class PlacedModel(DistributedModel):
     def __init__(
         self,
         meta: nn.Module,
-        own: Own,
+        own: nn.Module,
+        owners: Mapping[str, tuple[int, ...]],
         ranks: Ranks,
         batching: Batching,
         trace: Trace,
@@ -39,11 +40,12 @@ class PlacedModel(DistributedModel):
         report: str,
     ) -> None:
         super().__init__(meta, ranks, batching, seed, report)
-        self._own = own
+        for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[held] = vars(own)[held]
+        self._owners = owners
         self._trace, self._make_engine = trace, make
         self._engines: dict[ForwardGraph, Engine] = {}
-        register(self, meta, own)
-        agree(own)
+        agree(tensors_in(own), owners)
         super().train(meta.training)
 
     def engines(self) -> list[Engine]:
@@ -64,7 +66,7 @@ class PlacedModel(DistributedModel):
                 "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
                 "the model with target=..., or evaluate under torch.no_grad()"
             )
-        with Stash(self._own.parameters) as stash:
+        with Stash(dict(self.named_parameters())) as stash:
             loss = engine.train(flat_inputs(args, kwargs, target), self.random_state)
         return partial(_output_of, graph), loss, stash
 
@@ -72,26 +74,27 @@ class PlacedModel(DistributedModel):
         graph, engine = self._engine(args, kwargs, target)
         outputs = engine.evaluate(flat_inputs(args, kwargs, target))
         # A loss function outside the model: what it returns.
-        return outputs[-1] if len(outputs) > len(graph.outputs) else pytree.tree_unflatten(outputs, graph.out_spec)
+        return outputs[-1] if len(outputs) > graph.out_spec.num_leaves else pytree.tree_unflatten(outputs, graph.out_spec)
 
     def _engine(self, args: Any, kwargs: Any, target: Any) -> tuple[ForwardGraph, Engine]:
-        graph = self._trace(self._meta, args, kwargs, target)
+        graph = self._trace(args, kwargs, target)
         if graph not in self._engines:
             self._engines[graph] = self._make_engine(graph)
         return graph, self._engines[graph]
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `DistributedModel.trained`."""
-        yield from self._own.parameters.items()
+        yield from self.named_parameters()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """See `DistributedModel.clip_grad_norm_`."""
-        held = [(parameter, len(self._own.owners[name])) for name, parameter in self._own.parameters.items()]
+        held = [(parameter, len(self._owners[name])) for name, parameter in self.named_parameters()]
         return clip_grad_norm_(held, 1, self._ranks.device, max_norm, norm_type, error_if_nonfinite)
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
     """What the model returns in training: the loss where it stands."""
-    if graph.loss not in graph.outputs:
+    if len(graph.outputs) > graph.out_spec.num_leaves:
         return loss
-    return pytree.tree_unflatten([loss if name == graph.loss else None for name in graph.outputs], graph.out_spec)
+    made = graph.outputs[graph.loss]  # type: ignore[index]
+    return pytree.tree_unflatten([loss if item is made else None for item in graph.outputs], graph.out_spec)

@@ -21,9 +21,8 @@ from rlplace.runtime.distributed.execution.batches import check_inputs, samples_
 from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.graph.inputs import takes_target
-from rlplace.runtime.distributed.model import Batching, DistributedModel
+from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.stash import Stash
 from rlplace.runtime.distributed.state.whole import own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation

@@ -15,8 +15,8 @@ from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.state.tensors import own_tensors
-from rlplace.runtime.held import meta_copy
+from rlplace.runtime.distributed.state.whole import own_tree
+from rlplace.runtime.held import meta_copy, tensors_in
 
 
 def plan_of(graph, forward, backward, **fields):
@@ -84,9 +84,10 @@ class Running(Job):
         super().__init__(name, double, train, given)
         self.built = build(name, world, double=double, train=train, given=given, **options)
         self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
-        placement, constants = self.built.placement, self.built.graph.constants
-        self.own = own_tensors(self.built.model, placement.owners, constants, self.ranks.rank, self.ranks.device)
-        self.engine = Engine(placement, self.ranks, self.own)
+        placement, model = self.built.placement, self.built.model
+        owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(model)}
+        self.own = own_tree(model, owners, self.ranks.rank, self.ranks.device)
+        self.engine = Engine(placement, self.ranks, tensors_in(self.own))
 
 
 def plain_loss(running, model, step):
@@ -97,7 +98,7 @@ def plain_loss(running, model, step):
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     with random_key(7, step):
         flat = graph.module(*(held[name] for name in graph.held), *running.built.leaves)
-    return flat[graph.outputs.index(graph.loss)]
+    return flat[graph.loss]
 
 
 def optimizer_of(kind, parameters):
@@ -114,7 +115,7 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
     """Trains with and without a plan; returns the worst relative error of losses, gradients, parameters and buffers."""
     model, _ = running.reference()
     own = running.own
-    ours, theirs = optimizer_of(optimizer, own.parameters.values()), optimizer_of(optimizer, model.parameters())
+    ours, theirs = optimizer_of(optimizer, own.parameters()), optimizer_of(optimizer, model.parameters())
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     worst = (0.0, "")
     for step in range(steps):
@@ -125,16 +126,16 @@ def train_and_compare(running, optimizer="sgd", steps=3, tolerance=None):
             ours.zero_grad()
         found = running.engine.train(running.built.leaves, (7, step))
         worst = max(worst, (relative(found, loss.detach()), f"loss {step}"))
-        for name, parameter in own.parameters.items():
+        for name, parameter in own.named_parameters():
             assert (parameter.grad is None) == (parameters[name].grad is None), (step, name)
             if parameter.grad is not None:
                 worst = max(worst, (relative(parameter.grad, parameters[name].grad), f"gradient {step} {name}"))
         theirs.step()
         if ours is not None:
             ours.step()
-        for name, parameter in own.parameters.items():
+        for name, parameter in own.named_parameters():
             worst = max(worst, (relative(parameter, parameters[name]), f"parameter {step} {name}"))
-        for name, buffer in own.buffers.items():
+        for name, buffer in own.named_buffers():
             if name in buffers:
                 worst = max(worst, (relative(buffer, buffers[name]), f"buffer {step} {name}"))
     # In single precision sums in another order differ by some units in the last place, by how many depends on the processor.

@@ -21,7 +21,8 @@ from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.views import base_of, results_of
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.tensors import own_tensors
+from rlplace.runtime.distributed.state.whole import own_tree
+from rlplace.runtime.held import tensors_in
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 
@@ -36,6 +37,7 @@ def trace(model, inputs, loss=None, **options):
 def evaluate(joint, held, leaves):
     env = {node: held[name] for name, node in joint.held.items()}
     env |= {node: leaf for node, leaf in zip(joint.inputs, leaves, strict=True) if node is not None}
+    env |= {node: torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in joint.tangents.values()}
     with torch.no_grad():
         for node in joint.graph.nodes:
             if node.op != "placeholder":
@@ -49,11 +51,11 @@ def test_same_loss_gradients_and_buffers_as_autograd(name, kind):
     torch.manual_seed(0)
     model, inputs, loss_of = small_models.MODELS[name]()
     own = loss_of is small_models._own_loss
-    _, joint, held, leaves = trace(model, inputs, None if own else loss_of, kind=kind)
+    source, joint, held, leaves = trace(model, inputs, None if own else loss_of, kind=kind)
     env = evaluate(joint, held, leaves)
     loss = loss_of(model(**inputs))
     loss.backward()
-    torch.testing.assert_close(env[joint.loss], loss.detach())
+    torch.testing.assert_close(env[joint.outputs[source.loss]], loss.detach())
     for key, parameter in model.named_parameters():
         assert (parameter.grad is None) == (key not in joint.gradients)
         if parameter.grad is not None:
@@ -71,9 +73,7 @@ def test_every_node_is_functional_and_knows_its_op():
     source, joint, _, _ = trace(model, inputs, loss_of)
     work = [node for node in joint.graph.nodes if node.op != "placeholder"]
     assert not any(node.target._schema.is_mutable for node in work if isinstance(node.target, torch._ops.OpOverload))
-    assert {node.meta["owner"] for node in work} - {None} <= set(source.op_of_node.values())
-    # Only the gradient of the loss itself belongs to nobody.
-    assert [str(node.target) for node in work if node.meta["owner"] is None] == ["aten.ones_like.default"]
+    assert {node.meta["owner"] for node in work} <= set(source.op_of_node.values())
     of_linear = [node for node in work if (node.meta["owner"] or "").startswith("head/")]
     assert {node.meta["backward"] for node in of_linear} == {False, True}
     backward = {node for node in work if node.meta["backward"]}
@@ -122,7 +122,7 @@ def test_masks_are_those_of_the_forward_and_drawn_once():
             loss = source.module(*values, *leaves)[0]
         model.zero_grad()
         loss.backward()
-        torch.testing.assert_close(env[joint.loss], loss.detach())
+        torch.testing.assert_close(env[joint.outputs[source.loss]], loss.detach())
         for name, parameter in model.named_parameters():
             found = sum(env[part] for part in joint.gradients[name])
             torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
@@ -132,7 +132,7 @@ def test_autocast_is_traced():
     torch.manual_seed(0)
     model, inputs, _ = small_models.MODELS["bert"]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, joint, held, leaves = trace(model, inputs)
+        source, joint, held, leaves = trace(model, inputs)
         loss = model(**inputs).loss
     loss.backward()
     env = evaluate(joint, held, leaves)
@@ -141,7 +141,7 @@ def test_autocast_is_traced():
         for node in joint.graph.nodes
         if node in env
     )
-    torch.testing.assert_close(env[joint.loss], loss.detach())
+    torch.testing.assert_close(env[joint.outputs[source.loss]], loss.detach())
     weight = "bert.encoder.layer.0.output.dense.weight"
     found = sum(env[part] for part in joint.gradients[weight])
     torch.testing.assert_close(found, dict(model.named_parameters())[weight].grad)
@@ -174,8 +174,9 @@ def test_programs_follow_one_order_and_every_message_has_two_ends(name, training
         assert all(position[value] < position[results_of(node)[0]] for value in placement.reads[node] if value in position)
     messages, left = [], {}
     for device in range(3):
-        own = own_tensors(built.model, placement.owners, built.graph.constants, device, cpu)
-        engine, ran = Engine(placement, Ranks(device, 3, cpu, ((0, 1, 2),)), own), []
+        owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(built.model)}
+        own = own_tree(built.model, owners, device, cpu)
+        engine, ran = Engine(placement, Ranks(device, 3, cpu, ((0, 1, 2),)), tensors_in(own)), []
         engine.target_of = lambda node, ran=ran: ran.append(node) or node.target
         program = engine._program(training)
         assert ran == [node for node in order if placement.device_of[node] == device]
@@ -257,7 +258,7 @@ def bundle(world):
     tied, written = joint_worker.Running("gpt2", seed=1, **options), joint_worker.Running("resnet", seed=3, **options)
     for running in (tied, written):
         joint_worker.train_and_compare(running)
-    return sorted(tied.own.parameters), evaluated("vit", world), bipartition_step(world), distributed(world)
+    return sorted(dict(tied.own.named_parameters())), evaluated("vit", world), bipartition_step(world), distributed(world)
 
 
 def bipartition_step(world):

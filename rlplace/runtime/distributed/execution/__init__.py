@@ -1,1 +1,1 @@
-"""What runs a step: the engines, their order of passes, what travels between processes, and gradients of replicas."""
+"""Batches and outputs of a step, what travels between processes, and what a process is doing."""

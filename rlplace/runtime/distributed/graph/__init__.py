@@ -1,1 +1,1 @@
-"""The forward of a model as a graph, where a plan puts its nodes, and the segments that it is cut into."""
+"""The forward of a model as a graph, what it is traced with, and its random ops."""

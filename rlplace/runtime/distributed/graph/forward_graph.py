@@ -22,7 +22,7 @@ from rlplace.graph.export import export_training_graph, refuse_functions
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
-from rlplace.runtime.held import first_names, is_check
+from rlplace.runtime.held import first_names, is_check, tensors_in
 
 Loss = Callable[..., torch.Tensor]
 
@@ -35,9 +35,9 @@ class ForwardGraph:
         module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
             value of a loss function outside the model at its end.
         held: First names of the parameters, buffers and constants that the forward reads.
-        outputs: Per flat output the node that makes it; other values stand for themselves.
+        outputs: Per item of that tuple the node that makes it; other values stand for themselves.
         out_spec: pytree spec of the model's output.
-        loss: The node that makes the scalar loss, None when there is none (a model that is only evaluated).
+        loss: Number of the output that is the scalar loss, None when there is none (a model that is only evaluated).
         op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
         examples: What the placeholders got when it was exported, without values.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
@@ -49,7 +49,7 @@ class ForwardGraph:
     held: tuple[str, ...]
     outputs: tuple[Any, ...]
     out_spec: Any
-    loss: fx.Node | None
+    loss: int | None
     op_of_node: Mapping[str, str]
     examples: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor]
@@ -102,36 +102,24 @@ def forward_graph(
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
-    output = next(node for node in graph.nodes if node.op == "output")
-    flat: Any = output.args[0]
+    output = graph.output_node()
     if loss is not None:
-        output.args = ((*flat, loss_node),)  # type: ignore[arg-type]
+        output.args = ((*output.args[0], loss_node),)  # type: ignore[arg-type, misc]
+    outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
     graph.lint()
     graph_module.recompile()
-    parameters = dict(fake.named_parameters(remove_duplicate=False))
-    buffers = dict(fake.named_buffers(remove_duplicate=False))
-    constants, fakes = {}, []
-    for name in held:
-        value = parameters.get(name, buffers.get(name))
-        if value is None:
-            value = traced.program.constants[name]
-            if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
-                value = value.constant  # export now and then keeps a small literal as a fake that knows its value
-            if isinstance(value, torch._subclasses.FakeTensor):
-                raise InputError(
-                    f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it"
-                )
-            constants[name] = value.detach()
-        fakes.append(value)
-    examples = (*fakes, *fake_inputs(flat_inputs(args, kwargs, target), mode))
+    fakes = tensors_in(fake)
+    constants = {name: _constant(name, traced.program.constants[name]) for name in held if name not in fakes}
+    examples = (*({**fakes, **constants}[name] for name in held), *fake_inputs(flat_inputs(args, kwargs, target), mode))
     with mode, any_dtype_grouped_mm(), torch.enable_grad():
-        results = dict(zip(output.args[0], fx.Interpreter(graph_module).run(*examples), strict=True))  # type: ignore[arg-type]
+        values = fx.Interpreter(graph_module).run(*examples)
+    loss_number = None if loss_node is None else outputs.index(loss_node)
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
-        outputs=tuple(flat),
+        outputs=outputs,
         out_spec=out_spec,
-        loss=loss_node if loss_node is not None and _is_loss(results[loss_node]) else None,
+        loss=loss_number if loss_number is not None and _is_loss(values[loss_number]) else None,
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         examples=examples,
         constants=constants,
@@ -153,6 +141,14 @@ def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
     return list(held)
+
+
+def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
+        value = value.constant  # export now and then keeps a small literal as a fake that knows its value
+    if isinstance(value, torch._subclasses.FakeTensor):
+        raise InputError(f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it")
+    return value.detach()
 
 
 class Graphs:
@@ -203,30 +199,26 @@ def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = 
 
 def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:
     """The node of the loss; a loss function becomes the last op, with a placeholder for every leaf of the target."""
-    output = next(node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     flat: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-    result = pytree.tree_unflatten(list(flat), out_spec)
     if loss is None:
-        if isinstance(result, fx.Node):
-            return result
+        result = pytree.tree_unflatten(list(flat), out_spec)
         candidate = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
         if candidate is None and isinstance(result, (tuple, list)) and result:
             candidate = result[0]
-        return candidate if isinstance(candidate, fx.Node) else None
+        return next((node for node in (result, candidate) if isinstance(node, fx.Node)), None)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    leaves, target_spec = ([], None) if target is None else pytree.tree_flatten(target)
+    leaves, target_spec = pytree.tree_flatten(() if target is None else (target,))
     placeholders = []
-    for index, _ in enumerate(leaves):
+    for index in range(len(leaves)):
         with graph.inserting_after(last):
             last = graph.placeholder(f"target_{index}")
         placeholders.append(last)
     count = len(flat)
 
     def call_loss(*values: Any) -> torch.Tensor:
-        model_output = pytree.tree_unflatten(list(values[:count]), out_spec)
-        if not leaves:
-            return loss(model_output)
-        return loss(model_output, pytree.tree_unflatten(list(values[count:]), target_spec))  # type: ignore[arg-type]
+        targets = pytree.tree_unflatten(list(values[count:]), target_spec)
+        return loss(pytree.tree_unflatten(list(values[:count]), out_spec), *targets)
 
     with graph.inserting_before(output):
         node = graph.call_function(call_loss, (*flat, *placeholders))

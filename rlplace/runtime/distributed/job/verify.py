@@ -110,7 +110,7 @@ class Reference:
         graph.module.recompile()
         tensors = {**self.parameters, **dict(self.model.named_buffers()), **graph.constants}
         held = [tensors[name].to(self.device) for name in graph.held]
-        where = graph.outputs.index(graph.loss) if graph.loss in graph.outputs else -1
+        where = -1 if graph.loss is None else graph.loss
 
         def run(call: Any) -> torch.Tensor:
             loss: torch.Tensor = graph.module(*held, *flat_inputs(*call))[where]

@@ -1,4 +1,4 @@
-"""Which device runs every node of a joint graph, and which holds every parameter.
+"""Which device runs every op of a plan and every node of a joint graph, and which holds every parameter.
 
 A forward node runs where its op is planned, a backward node on the device of ``NAME.backward`` where the plan has that group,
 else where its forward ran. What belongs to no op follows its inputs. Views have no device, see `views`.
@@ -7,17 +7,60 @@ else where its forward ran. What belongs to no op follows its inputs. Views have
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 
-from rlplace.plan.device_map import closest, most_below
+from rlplace.errors import InputError
+from rlplace.plan.device_map import LOSS_OP, closest, most_below, plan_groups
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.assign import backward_devices, planned_devices
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
 from rlplace.runtime.distributed.joint.views import base_of, is_view_node
+
+
+def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
+    """Where a plan runs every captured forward op that it names, and where its backward, with the weights that it reads first.
+
+    A loss function outside the model is among the ops.
+
+    Raises:
+        InputError: The plan does not say what its groups hold.
+    """
+    groups = plan_groups(plan)
+    device_of = {str(group["name"]): device for group, device in groups if "name" in group}
+    devices: dict[str, tuple[int, int]] = {}
+    for group, device in groups:
+        for op in group.get("ops", ()):
+            devices.setdefault(op, (device, device_of.get(f"{group.get('name')}.backward", device)))
+    if not devices:
+        raise InputError("plan: its groups name no ops, so nobody knows what goes where; plan at the finest granularity")
+    return devices
+
+
+def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
+    """Refuses a plan that was made for another graph than that of the example inputs.
+
+    Args:
+        graph: The graph.
+        named: The ops that the plan places.
+
+    Raises:
+        InputError: Naming the first op that one of them lacks.
+    """
+    exported, named = set(graph.op_of_node.values()), set(named)
+    if named - exported == {LOSS_OP}:
+        raise InputError("plan: it places a loss function outside the model; give distribute(..., loss=fn, example_target=...)")
+    if exported - {LOSS_OP} == named - {LOSS_OP}:  # a loss function that was not planned goes where the output is
+        return
+    strange, missing = sorted(named - exported), sorted(exported - named)
+    example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"
+    raise InputError(
+        f"plan: it is for another model: the graph of this one is not the one that was planned ({example}; {len(strange)} and "
+        f"{len(missing)} such ops); give the model, its mode and inputs as they were captured, with method='export'"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +82,21 @@ class JointPlacement:
         """What every node that does work reads: placeholders and nodes with a device, in place of views their bases."""
         return {node: tuple(dict.fromkeys(base_of(n) for n in node.all_input_nodes)) for node in self.device_of}
 
+    @property
+    def written(self) -> list[tuple[fx.Node, int]]:
+        """New values of what the forward writes to, each with a device that holds it."""
+        return [(node, device) for name, node in self.joint.writes.items() for device in self.owners[name]]
+
+    @property
+    def summands(self) -> list[tuple[fx.Node, int]]:
+        """Parts of gradients, each with the device that adds them up."""
+        return [(part, self.owners[name][0]) for name, parts in self.joint.gradients.items() for part in parts]
+
     @cached_property
     def forward(self) -> frozenset[fx.Node]:
-        """Working nodes that outputs, loss and new values of buffers need."""
+        """Working nodes that outputs and new values of buffers need."""
         joint = self.joint
-        wanted = [item for item in (joint.loss, *joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
+        wanted = [item for item in (*joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
         needed = {base_of(node) for node in wanted}
         for node in reversed(list(self.device_of)):
             if node in needed:
@@ -64,53 +117,37 @@ def place_joint_graph(
             ops of their module go.
         owners: Holders of the tensors that are in place already, by name.
     """
-    planned, of_backward = planned_devices(plan), backward_devices(plan)
-    below = most_below((name.rpartition("/")[0], device) for name, device in planned.items())
+    planned = planned_devices(plan)
+    below = most_below((name.rpartition("/")[0], device) for name, (device, _) in planned.items())
+    home = min(device for device, _ in planned.values())
     device_of: dict[fx.Node, int] = {}
-    home = min(planned.values())
+    readers: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.graph.nodes:
         if node.op == "placeholder" or is_view_node(node):
             continue
+        bases = [base_of(other) for other in node.all_input_nodes]
+        for base in bases:
+            readers.setdefault(base, []).append(node)
+        op = node.meta["owner"]
         if node.target is operator.getitem:
             device_of[node] = device_of[node.args[0]]
-            continue
-        op = node.meta["owner"]
-        if op is None:
-            before = [device_of[base] for base in map(base_of, node.all_input_nodes) if base in device_of]
-            device_of[node] = before[-1] if before else home
+        elif op is None:
+            device_of[node] = next((device_of[base] for base in reversed(bases) if base in device_of), home)
+        elif op in planned:
+            device_of[node] = planned[op][node.meta["backward"]]
         else:
-            here = planned[op] if op in planned else closest(below, op.rpartition("/")[0]) or 0
-            device_of[node] = of_backward.get(op, here) if node.meta["backward"] else here
-    return JointPlacement(joint, device_of, _owners(joint, device_of, of_backward, owners or {}, home))
-
-
-def _owners(
-    joint: JointGraph,
-    device_of: Mapping[fx.Node, int],
-    of_backward: Mapping[str, int],
-    known: Mapping[str, tuple[int, ...]],
-    home: int,
-) -> dict[str, tuple[int, ...]]:
-    """A trainable parameter is where its first reader's backward runs, what the forward writes where that happens.
-
-    Anything else is on all devices that read it.
-    """
-    readers: dict[fx.Node, list[fx.Node]] = {}
-    for node in device_of:
-        for other in node.all_input_nodes:
-            if base_of(other).op == "placeholder":
-                readers.setdefault(base_of(other), []).append(node)
-    owners: dict[str, tuple[int, ...]] = {}
-    for name, node in joint.held.items():
-        reading = readers.get(node, [])
-        if name in known:
-            owners[name] = known[name]
-        elif name in joint.writes:
-            base = base_of(joint.writes[name])
-            owners[name] = (device_of.get(base, home),)
-        elif name in joint.gradients:
-            first = next((n for n in reading if not n.meta["backward"]), None)
-            owners[name] = (home if first is None else of_backward.get(first.meta["owner"], device_of[first]),)
+            device_of[node] = closest(below, op.rpartition("/")[0]) or 0
+    held: dict[str, tuple[int, ...]] = {}
+    for name, placeholder in joint.held.items():
+        reading = readers.get(placeholder, [])
+        if owners is not None and name in owners:
+            held[name] = owners[name]
+        elif name in joint.writes:  # where that happens
+            held[name] = (device_of.get(base_of(joint.writes[name]), home),)
+        elif name in joint.gradients:  # where its first reader's backward runs
+            first = next((node for node in reading if not node.meta["backward"]), None)
+            where = (home, home) if first is None else planned.get(first.meta["owner"], (0, device_of[first]))
+            held[name] = (where[1],)
         else:
-            owners[name] = tuple(sorted({device_of[n] for n in reading})) or (home,)
-    return owners
+            held[name] = tuple(sorted({device_of[node] for node in reading})) or (home,)
+    return JointPlacement(joint, device_of, held)

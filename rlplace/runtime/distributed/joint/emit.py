@@ -7,10 +7,12 @@ by every reader from their base.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,40 @@ from torch.utils import _pytree as pytree
 
 from rlplace.runtime import streams
 from rlplace.runtime.distributed.execution import activity, wire
+from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.views import as_made, base_of, is_view_node, lay_out, results_of
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one process runs.
+
+    Attributes:
+        module: Called with the wire where there are other processes, then what is given.
+        names: Of its results.
+        messages: To and from this process, by tag.
+    """
+
+    module: fx.GraphModule
+    names: Sequence[Any]
+    messages: Mapping[int, wire.Message]
+
+    def __call__(self, key: tuple[int, int], *arguments: Any) -> dict[Any, torch.Tensor]:
+        """The results by name; random ops draw from the streams of a seed and a step."""
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):  # its casts are nodes of the graph
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(random_key(*key))
+            return dict(zip(self.names, self.module(*arguments), strict=True))
+
+    @property
+    def copies(self) -> int:
+        """Copies between devices of this process."""
+        return len(self.module.graph.find_nodes(op="call_function", target=streams.start_copy))
+
 
 AHEAD = 32
 """Receives are posted this many nodes before their values are needed."""
@@ -29,13 +63,7 @@ _aten = torch.ops.aten
 
 
 class Emitter:
-    """Writes the part of one process.
-
-    Attributes:
-        graph: What is written.
-        copies: Copies between devices of this process.
-        messages: To and from this process, by tag.
-    """
+    """Writes the part of one process."""
 
     def __init__(
         self,
@@ -60,8 +88,6 @@ class Emitter:
             target_of: What is called for a node.
         """
         self.graph = fx.Graph()
-        self.graph.set_codegen(fx.graph.CodeGen())
-        self.copies = 0
         self.messages: dict[int, wire.Message] = {}
         self._placement, self._devices, self._target_of = placement, devices, target_of
         self._made: dict[tuple[fx.Node, int | None], fx.Node] = {}
@@ -152,7 +178,6 @@ class Emitter:
             if message.destination in self._devices:
                 started = self.graph.call_function(streams.start_copy, (made, self._devices[message.destination]))
                 self._moving[value, message.destination] = streams.finish, (started,)
-                self.copies += 1
             else:
                 self.messages[message.tag] = message
                 self.graph.call_function(wire.send, (self._wire, made, message.tag))
@@ -169,8 +194,10 @@ class Emitter:
             self._made[node, device] = made
         return self._made[node, device]
 
-    def anywhere(self, node: fx.Node) -> fx.Node | None:
-        """A value where it was made; None: in another process."""
+    def anywhere(self, node: Any) -> fx.Node | None:
+        """A value where it was made; None: in another process, or it is none of the graph."""
+        if not isinstance(node, fx.Node):
+            return None
         base = base_of(node)
         return next((self.at(node, device) for value, device in self._made if value is base), None)
 
@@ -190,11 +217,12 @@ class Emitter:
                 sums[name] = total
         return sums
 
-    def module(self, results: Iterable[fx.Node]) -> fx.GraphModule:
-        """The graph with its results."""
-        self.graph.output(tuple(results))
+    def program(self, results: Mapping[Any, fx.Node | None]) -> Program:
+        """What was written, with those results by name that are here."""
+        found = {name: node for name, node in results.items() if node is not None}
+        self.graph.output(tuple(found.values()))
         self.graph.lint()
-        return fx.GraphModule(nn.Module(), self.graph)
+        return Program(fx.GraphModule(nn.Module(), self.graph), tuple(found), self.messages)
 
     def _operand(self, value: object, device: int) -> object:
         if isinstance(value, fx.Node):

@@ -7,7 +7,6 @@ it, a parameter once per step from its owner. Gradients of parameters are added 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,30 +14,13 @@ import torch.distributed as dist
 from torch import fx
 
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.execution.wire import Message, Wire
-from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.emit import Emitter
+from rlplace.runtime.distributed.joint.emit import Emitter, Program
 from rlplace.runtime.distributed.joint.order import joint_order
-from rlplace.runtime.distributed.joint.views import base_of, lay_out
+from rlplace.runtime.distributed.joint.views import lay_out
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.tensors import Own
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """What this process runs in a step.
-
-    Attributes:
-        module: Called with the wire, the own held tensors and the inputs; returns what `names` says.
-        messages: To and from this process.
-        names: Of the results: numbers are outputs (-1: the loss), texts are parameters with a gradient; new values of buffers
-            come as pairs.
-    """
-
-    module: fx.GraphModule
-    messages: Mapping[int, Message]
-    names: Sequence[Any]
+from rlplace.runtime.distributed.state.whole import gather_tensors
 
 
 class Engine:
@@ -49,20 +31,19 @@ class Engine:
     Attributes:
         placement: The graph and where its nodes run.
         ranks: Which process this is.
-        parameters: The parameters that this rank owns, by name: those that it updates.
-        buffers: Likewise buffers and constants.
+        tensors: What this rank holds by name, constants among it.
     """
 
-    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own) -> None:
+    def __init__(self, placement: JointPlacement, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
         """Prepares a process; nothing is sent.
 
         Args:
             placement: What runs where.
             ranks: Which process this is.
-            own: What this process holds, by ``placement.owners``.
+            tensors: The parameters and buffers that it holds, by ``placement.owners``.
         """
-        own = own.holding(placement.joint.constants, ranks.device)
-        self.placement, self.ranks, self.parameters, self.buffers = placement, ranks, own.parameters, own.buffers
+        constants = {name: value.detach().to(ranks.device) for name, value in placement.joint.constants.items()}
+        self.placement, self.ranks, self.tensors = placement, ranks, {**tensors, **constants}
         self._programs: dict[bool, Program] = {}
 
     def train(self, leaves: Sequence[Any], key: tuple[int, int]) -> torch.Tensor:
@@ -79,17 +60,17 @@ class Engine:
             The loss, 0-d, detached, the same on every rank.
         """
         joint = self.placement.joint
-        double = joint.loss is not None and joint.loss.meta["val"].dtype == torch.float64
+        double = any(joint.outputs[number].meta["val"].dtype == torch.float64 for number in joint.tangents)
         loss = torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
         for name, value in self._run(leaves, True, key).items():
-            if name == -1:
+            if name in joint.tangents:
                 loss += value.reshape(())
-            elif isinstance(name, str):
-                parameter = self.parameters[name]
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    torch.autograd.backward([parameter], [value])  # calls them
-                else:  # it lies as the parameter does, as optimizers like it
-                    parameter.grad = lay_out(value, parameter.stride())
+                continue
+            parameter = self.tensors[name]
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                torch.autograd.backward([parameter], [value])  # calls them
+            else:  # it lies as the parameter does, as optimizers like it
+                parameter.grad = lay_out(value, parameter.stride())
         dist.all_reduce(loss)
         return loss
 
@@ -97,20 +78,15 @@ class Engine:
         """Forward only, without gradients.
 
         Returns:
-            The flat outputs of the model (its loss node last, when the graph has a loss function outside the model), on every
-            rank.
+            The outputs of the forward graph, on every rank.
         """
-        found = self._run(leaves, False, (0, 0))
-        return [self._everywhere(found.get(number), item) for number, item in enumerate(self._outputs())]
+        outputs = self.placement.joint.outputs
+        made = gather_tensors(self._run(leaves, False, (0, 0)), self.ranks.device, everywhere=True)
+        return [made.get(number, item) for number, item in enumerate(outputs)]
 
     def target_of(self, node: fx.Node) -> Any:
         """What is called for a node."""
         return node.target
-
-    def _outputs(self) -> list[Any]:
-        joint = self.placement.joint
-        alone = joint.loss is not None and not any(item is joint.loss for item in joint.outputs)
-        return [*joint.outputs, joint.loss] if alone else [*joint.outputs]
 
     def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:
         """A step; returns what this process has of the loss or the outputs, and the gradients that it owns."""
@@ -122,43 +98,30 @@ class Engine:
         wire = Wire(ranks.rank, ranks.device, program.messages)
         if new:
             wire.connect()
-        tensors = {**self.parameters, **self.buffers}
-        held = [tensors[name].detach() for name in joint.held if ranks.rank in self.placement.owners[name]]
+        held = [self.tensors[name].detach() for name in joint.held if ranks.rank in self.placement.owners[name]]
+        roots = [node.meta["val"] for node in joint.tangents.values()]
+        ones = [torch.ones(root.shape, dtype=root.dtype, device=ranks.device) for root in roots]
         inputs = [leaf.to(ranks.device, non_blocking=True) for node, leaf in zip(joint.inputs, leaves, strict=True) if node]
-        # Casts of the caller's autocast are nodes of the graph.
-        with torch.no_grad(), torch.autocast(ranks.device.type, enabled=False), random_key(*key):
-            values = program.module(wire, *held, *inputs)
-            wire.finish()
-            activity.doing("the gradients of its parameters")
-            results = dict(zip(program.names, values, strict=True))
+        results = program(key, wire, *held, *ones, *inputs)
+        wire.finish()
+        activity.doing("the gradients of its parameters")
+        with torch.no_grad():
             for name in joint.writes:
                 if (name, None) in results:
-                    self.buffers[name].copy_(results.pop((name, None)))
+                    self.tensors[name].copy_(results.pop((name, None)))
         return results
 
     def _program(self, training: bool) -> Program:
         placement, rank = self.placement, self.ranks.rank
         joint, owners = placement.joint, placement.owners
         given = [(node, device) for name, node in joint.held.items() for device in owners[name]]
-        given += [(node, device) for node in joint.inputs if node is not None for device in self.ranks.replicas[0]]
-        wanted = [(node, device) for name, node in joint.writes.items() for device in owners[name]]
-        if training:
-            wanted += [(part, owners[name][0]) for name, parts in joint.gradients.items() for part in parts]
+        inputs = [node for node in (*joint.tangents.values(), *joint.inputs) if node is not None]
+        given += [(node, device) for node in inputs for device in self.ranks.replicas[0]]
+        wanted = placement.written + (placement.summands if training else [])
         order = joint_order(placement, placement.device_of if training else placement.forward)
         here = {rank: self.ranks.device}
         emitter = Emitter(placement, here, order, given, wanted, wired=True, target_of=self.target_of)
-        outputs = {-1: joint.loss} if training else dict(enumerate(self._outputs()))
-        found = {name: emitter.anywhere(node) for name, node in outputs.items() if isinstance(node, fx.Node)}
-        results: dict[Any, fx.Node] = {name: node for name, node in found.items() if node is not None}
+        numbers = joint.tangents if training else range(len(joint.outputs))
+        results: dict[Any, fx.Node | None] = {number: emitter.anywhere(joint.outputs[number]) for number in numbers}
         results |= {(name, None): emitter.at(node, rank) for name, node in joint.writes.items() if rank in owners[name]}
-        results |= emitter.gradients() if training else {}
-        return Program(emitter.module(results.values()), emitter.messages, tuple(results))
-
-    def _everywhere(self, value: torch.Tensor | None, item: Any) -> Any:
-        """An output, which one process has made, on every process."""
-        if not isinstance(item, fx.Node):
-            return item
-        traced = item.meta["val"]
-        found = torch.empty(traced.shape, dtype=traced.dtype, device=self.ranks.device) if value is None else value.contiguous()
-        dist.broadcast(found, self.placement.device_of[base_of(item)])
-        return found
+        return emitter.program(results | (emitter.gradients() if training else {}))

@@ -6,6 +6,8 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,15 +17,64 @@ from torch.utils import _pytree as pytree
 
 from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.assign import check_same_ops
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, flat_inputs
-from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.joint.assign import place_joint_graph
+from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph
+from rlplace.runtime.distributed.joint.emit import Emitter, Program
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.two_parts import TwoParts, two_parts
-from rlplace.runtime.held import first_names
+from rlplace.runtime.distributed.joint.views import base_of, results_of
 
 Key = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TwoParts:
+    """A joint graph in two parts.
+
+    Attributes:
+        placement: What was split.
+        forward: Called with the held tensors and the flat tensor inputs; returns the outputs by number, the new values of what
+            is written by name, and `saved`.
+        saved: What the backward part reads, and where.
+        backward: Called with it and the tangents; returns gradients of held tensors by name, each on its owner's device, and
+            of inputs by number.
+        constants: Held tensors that never change, each on its device, by name.
+    """
+
+    placement: JointPlacement
+    forward: Program
+    saved: Sequence[tuple[fx.Node, int]]
+    backward: Program
+    constants: Mapping[str, torch.Tensor]
+
+
+def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> TwoParts:
+    """Splits a joint graph into forward and backward and puts each node on its device, one per device of the plan."""
+    joint, on = placement.joint, dict(enumerate(devices))
+    order = [node for node in placement.device_of if node.target is not operator.getitem]
+    first = [node for node in order if node in placement.forward]
+    second = [node for node in order if node not in placement.forward]
+    late = {*joint.tangents.values(), *(result for node in second for result in results_of(node))}
+    home = {name: placement.owners[name][0] for name in joint.held}
+    reads = [(base, placement.device_of[node]) for node in second for base in placement.reads[node]]
+    reads += [(base_of(part), device) for part, device in placement.summands]
+    saved = list(dict.fromkeys((base, device) for base, device in reads if base not in late))
+
+    given: list[tuple[fx.Node, int | None]] = [(node, home[name]) for name, node in joint.held.items()]
+    given += [(node, None) for node in joint.inputs if node is not None]
+    forward = Emitter(placement, on, first, given, [*saved, *placement.written])
+    results = {number: forward.anywhere(item) for number, item in enumerate(joint.outputs)}
+    results |= {name: forward.at(node, home[name]) for name, node in joint.writes.items()}  # type: ignore[misc]
+    results |= {at: forward.at(*at) for at in saved}  # type: ignore[misc]
+    tangents = [(node, None) for node in joint.tangents.values()]
+    backward = Emitter(placement, on, second, [*saved, *tangents], placement.summands)
+    of_inputs = {number: backward.anywhere(node) for number, node in joint.input_gradients.items()}
+    return TwoParts(
+        placement=placement,
+        forward=forward.program(results),
+        saved=saved,
+        backward=backward.program({**backward.gradients(), **of_inputs}),
+        constants={name: value.to(devices[home[name]]) for name, value in joint.constants.items()},
+    )
 
 
 class PlacedForward:
@@ -54,148 +105,110 @@ class PlacedForward:
         """
         self.__signature__ = inspect.signature(model.forward)
         self.model, self._plan, self._devices = model, plan, devices
-        self._names = set(first_names(model).values())
-        self._trace = Graphs()
-        self._graphs: dict[ForwardGraph, PlacedGraph] = {}
+        self._graphs = Graphs()
+        self._parts: dict[Hashable, TwoParts] = {}
+        self._guess: dict[ForwardGraph, tuple[int, ...]] = {}
         self.owners: dict[str, int] = {}
-        first = self._graph(args, kwargs)
-        check_same_ops(first.source, set(device_of_op(plan)))
-        self.copies = first.parts([*first.held(), *flat_inputs(args, kwargs)], first.guess).copies
+        source = self._trace(args, kwargs)
+        check_same_ops(source, set(device_of_op(plan)))
+        self.copies = self.parts(source, self._values(source, args, kwargs), self.guess(source)).forward.copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        graph = self._graph(args, kwargs)
-        return pytree.tree_unflatten(graph(flat_inputs(args, kwargs)), graph.source.out_spec)
-
-    def _graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlacedGraph:
-        with _without_placed_forward(self.model):
-            source = self._trace(self.model, args, kwargs, None, None)
-        return self._graphs.setdefault(source, PlacedGraph(self, source))
-
-    def make_parts(
-        self, source: ForwardGraph, held: Mapping[str, torch.Tensor], leaves: Sequence[Any], outputs: tuple[int, ...]
-    ) -> TwoParts:
-        """Traces and places the joint graph for parameters and buffers, flat inputs and the outputs to differentiate."""
-        kind = next((device.type for device in self._devices if device.type != "cpu"), "cpu")
-        joint = joint_graph(source, {**held, **source.constants}, leaves, differentiate=outputs, kind=kind)
-        placement = place_joint_graph(joint, self._plan, {name: (at,) for name, at in self.owners.items()})
-        for name, owner in placement.owners.items():
-            if name in self._names:
-                self.owners.setdefault(name, owner[0])
-        return two_parts(placement, self._devices, {**source.constants, **joint.constants})
-
-
-class PlacedGraph:
-    """The graphs of one signature of inputs.
-
-    Which outputs get a gradient is known in backward only. The forward prepares for those that got one the last time, at first
-    for the loss; should others get one, it runs again, with the same random numbers.
-
-    Attributes:
-        source: The forward that was traced.
-        names: Of the parameters and buffers that it reads.
-        guess: Numbers of the outputs that are likely to get a gradient.
-    """
-
-    def __init__(self, of: PlacedForward, source: ForwardGraph) -> None:
-        self._of, self.source = of, source
-        self.names = [name for name in source.held if name not in source.constants]
-        loss = source.outputs.index(source.loss) if source.loss in source.outputs else None
-        self.guess = tuple(range(len(source.outputs))) if loss is None else (loss,)
-        self._parts: dict[Hashable, TwoParts] = {}
-        self._held = [operator.attrgetter(name) for name in self.names]
-
-    def held(self) -> list[torch.Tensor]:
-        """The parameters and buffers that the graph reads."""
-        return [value(self._of.model) for value in self._held]
-
-    def parts(self, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
-        """The graph that differentiates some outputs."""
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        key = outputs, tuple((tensor.stride(), bool(outputs) and tensor.requires_grad) for tensor in tensors)
-        if key not in self._parts:
-            count = len(self.names)
-            held = dict(zip(self.names, values[:count], strict=True))
-            self._parts[key] = self._of.make_parts(self.source, held, values[count:], outputs)
-        return self._parts[key]
-
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """The flat outputs."""
-        values = [*self.held(), *leaves]
+        source = self._trace(args, kwargs)
+        names, values = _names(source), self._values(source, args, kwargs)
         training = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-        parts = self.parts(values, self.guess if training else ())
+        parts = self.parts(source, values, self.guess(source) if training else ())
         joint = parts.placement.joint
         # Running statistics change before backward reads them.
-        before = list(values)
-        for index, name in enumerate(self.names):
-            if name in joint.writes:
-                before[index] = values[index].detach().clone()
+        before = [v.detach().clone() if n in joint.writes else v for n, v in zip_longest(names, values)]
         key = int(torch.randint(1 << 62, ()).item()), 0
         if training and joint.differentiable:
-            results = list(_Step.apply(self, parts, key, *before))
+            made = _Step.apply(self, source, parts, key, *before)
         else:
-            results = self.run_forward(parts, key, before)[0]
-        outputs, new = results[: len(parts.outputs)], results[len(parts.outputs) :]
+            made = run_forward(source, parts, key, before).values()
+        results = dict(zip(parts.forward.names, made, strict=False))
         with torch.no_grad():
-            for name, value in zip(joint.writes, new, strict=True):
-                values[self.names.index(name)].copy_(value)
-        remaining = iter(outputs)
-        return [next(remaining) if isinstance(item, fx.Node) else item for item in joint.outputs]
+            for name in joint.writes:
+                values[names.index(name)].copy_(results[name])
+        flat = [results.get(number, item) for number, item in enumerate(joint.outputs)]
+        return pytree.tree_unflatten(flat, source.out_spec)
 
-    def run_forward(self, parts: TwoParts, key: Key, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Runs the forward part; returns outputs and written values, and what backward reads."""
-        count = len(self.names)
-        arguments = [*values[:count], *parts.constants, *(values[count + index] for index in parts.inputs)]
-        with running(key):
-            results = parts.forward(*(value.detach() for value in arguments))
-        made = len(parts.outputs) + len(parts.placement.joint.writes)
-        return list(results[:made]), list(results[made:])
+    def guess(self, source: ForwardGraph, outputs: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Numbers of the outputs that are likely to get a gradient.
+
+        That is known in backward only. The forward prepares for those that got one the last time, at first for the loss; should
+        others get one, it runs again, with the same random numbers.
+
+        Args:
+            source: The forward that was traced.
+            outputs: Those that got one now.
+        """
+        if outputs is not None:
+            self._guess[source] = outputs
+        return self._guess.setdefault(source, tuple(range(len(source.outputs))) if source.loss is None else (source.loss,))
+
+    def parts(self, source: ForwardGraph, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
+        """The graph that differentiates some outputs, for parameters and buffers, then flat inputs, as they are now."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        key = source, outputs, tuple((tensor.stride(), bool(outputs) and tensor.requires_grad) for tensor in tensors)
+        if key not in self._parts:
+            names = _names(source)
+            held = dict(zip(names, values, strict=False))
+            kind = next((device.type for device in self._devices if device.type != "cpu"), "cpu")
+            joint = joint_graph(source, held, values[len(names) :], differentiate=outputs, kind=kind)
+            placement = place_joint_graph(joint, self._plan, {name: (at,) for name, at in self.owners.items()})
+            for name in names:
+                self.owners.setdefault(name, placement.owners[name][0])
+            self._parts[key] = two_parts(placement, self._devices)
+        return self._parts[key]
+
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardGraph:
+        with _without_placed_forward(self.model):
+            return self._graphs(self.model, args, kwargs, None, None)
+
+    def _values(self, source: ForwardGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The parameters and buffers that a graph reads, then the flat inputs."""
+        return [*(operator.attrgetter(name)(self.model) for name in _names(source)), *flat_inputs(args, kwargs)]
 
 
-@contextlib.contextmanager
-def running(key: Key) -> Iterator[None]:
-    """Ops draw from the streams of a step; casts of autocast are nodes of the graph."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(random_key(*key))
-        yield
+def _names(source: ForwardGraph) -> list[str]:
+    """Of the parameters and buffers that a graph reads."""
+    return [name for name in source.held if name not in source.constants]
+
+
+def run_forward(source: ForwardGraph, parts: TwoParts, key: Key, values: Sequence[Any]) -> dict[Any, torch.Tensor]:
+    """Runs the forward part."""
+    names, joint = _names(source), parts.placement.joint
+    held = {**dict(zip(names, values, strict=False)), **parts.constants}
+    inputs = [value for node, value in zip(joint.inputs, values[len(names) :], strict=True) if node is not None]
+    return parts.forward(key, *(value.detach() for value in (*(held[name] for name in joint.held), *inputs)))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: PlacedGraph, parts: TwoParts, key: Key, *values: Any) -> Any:
-        results, saved = graph.run_forward(parts, key, values)
-        ctx.graph, ctx.parts, ctx.key, ctx.values = graph, parts, key, values
+    def forward(ctx: Any, of: PlacedForward, source: ForwardGraph, parts: TwoParts, key: Key, *values: Any) -> Any:
+        results = run_forward(source, parts, key, values)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        joint = parts.placement.joint
-        numbers = [*parts.outputs, *(-1 for _ in joint.writes)]
-        constant = (result for result, number in zip(results, numbers, strict=True) if number not in joint.differentiable)
-        ctx.mark_non_differentiable(*constant)
-        return tuple(results)
+        ctx.save_for_backward(*(results.pop(at) for at in parts.saved))
+        ctx.of, ctx.source, ctx.parts, ctx.key, ctx.values, ctx.names = of, source, parts, key, values, tuple(results)
+        differentiable = parts.placement.joint.differentiable
+        ctx.mark_non_differentiable(*(value for name, value in results.items() if name not in differentiable))
+        return tuple(results.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        parts, graph = ctx.parts, ctx.graph
-        incoming = {i: g for i, g in zip(parts.outputs, gradients, strict=False) if g is not None}
-        wanted, saved = tuple(incoming), ctx.saved_tensors
-        if wanted != tuple(parts.placement.joint.tangents):
-            graph.guess = wanted
-            parts = graph.parts(ctx.values, wanted)
-            saved = graph.run_forward(parts, ctx.key, ctx.values)[1]
-        with running(ctx.key):
-            results = parts.backward(*saved, *(incoming[i] for i in parts.placement.joint.tangents))
-        of_values: list[torch.Tensor | None] = [None] * len(ctx.values)
-        joint = parts.placement.joint
-        for name, gradient in zip(joint.gradients, results, strict=False):
-            of_values[graph.names.index(name)] = gradient
-        for number, gradient in zip(joint.input_gradients, results[len(joint.gradients) :], strict=True):
-            position = len(graph.names) + number
-            of_values[position] = gradient.to(ctx.values[position].device)
-        return None, None, None, *of_values
+        source, parts, saved = ctx.source, ctx.parts, ctx.saved_tensors
+        incoming = {name: gradient for name, gradient in zip(ctx.names, gradients, strict=True) if gradient is not None}
+        if tuple(incoming) != tuple(parts.placement.joint.tangents):
+            parts = ctx.of.parts(source, ctx.values, ctx.of.guess(source, tuple(incoming)))
+            again = run_forward(source, parts, ctx.key, ctx.values)
+            saved = [again[at] for at in parts.saved]
+        found = parts.backward(ctx.key, *saved, *(incoming[number] for number in parts.placement.joint.tangents))
+        names = _names(source)
+        leaves = enumerate(ctx.values[len(names) :])
+        of_leaves = [found[number].to(leaf.device) if number in found else None for number, leaf in leaves]
+        return None, None, None, None, *(found.get(name) for name in names), *of_leaves
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,9 @@ class JointGraph:
         graph: Only what outputs, gradients and writes need, in an order that runs.
         held: Placeholder of every parameter, buffer and constant, by name.
         inputs: Placeholders of the flat inputs; None for an input that is no tensor or is not read.
-        tangents: Placeholder of the gradient of an output, by output index; none for the loss graph of an engine, whose loss
-            has the gradient 1.
-        constants: Values of constants that only the joint graph has.
-        loss: Node of the scalar loss.
-        outputs: Per flat output its node; other values stand for themselves.
+        tangents: Placeholder of the gradient of an output, by output number.
+        constants: Values of those held tensors that are no parameters or buffers of the model, by name.
+        outputs: Per output of the forward graph its node; other values stand for themselves.
         differentiable: Numbers of the flat outputs that a gradient can flow back from.
         gradients: Nodes that add up to the gradient, for every trainable held parameter that has one.
         input_gradients: Likewise for flat inputs that require one, by index.
@@ -46,7 +44,6 @@ class JointGraph:
     inputs: tuple[fx.Node | None, ...]
     tangents: Mapping[int, fx.Node]
     constants: Mapping[str, torch.Tensor]
-    loss: fx.Node | None
     outputs: tuple[Any, ...]
     differentiable: tuple[int, ...]
     gradients: Mapping[str, tuple[fx.Node, ...]]
@@ -57,7 +54,7 @@ class JointGraph:
 def joint_graph(
     source: ForwardGraph,
     held: Mapping[str, torch.Tensor] | None = None,
-    leaves: Sequence[Any] | None = None,
+    leaves: Sequence[Any] = (),
     *,
     differentiate: Sequence[int] | None = None,
     kind: str = "cpu",
@@ -66,11 +63,11 @@ def joint_graph(
 
     Args:
         source: The forward.
-        held: The tensors of ``source.held`` by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter. None:
-            as they were exported.
+        held: Parameters and buffers by name, real, meta or fake; only shape, dtype and ``requires_grad`` matter. None: all is
+            as it was exported.
         leaves: Flat inputs of one micro-batch, likewise.
-        differentiate: Flat outputs whose gradients come in as tangents, if one can flow back from them; None differentiates the
-            loss. With neither a loss nor outputs the graph has no backward.
+        differentiate: Outputs whose gradients come in as tangents, if one can flow back from them; None: the loss, where there
+            is one. Without any the graph has no backward.
         kind: Type of the devices that run the graph, such as ``"cuda"``. Tracing takes the ops that these have: on the CPU its
             own kernel for attention, elsewhere matrix products and a softmax.
     """
@@ -80,8 +77,10 @@ def joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(any_dtype_grouped_mm())
         stack.enter_context(torch.enable_grad())
-        # Its recurrent layers pass a workspace from forward to backward whose size only the kernel knows.
-        stack.enter_context(_without_mkldnn())
+        # mkldnn's recurrent layers pass a workspace from forward to backward whose size only the kernel knows; the public way
+        # to do without it warns about settings of other hardware.
+        stack.callback(torch._C._set_mkldnn_enabled, torch.backends.mkldnn.enabled)
+        torch._C._set_mkldnn_enabled(False)
         if kind != "cpu":
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         if kind == "cuda":
@@ -89,14 +88,17 @@ def joint_graph(
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=enabled))
         stack.enter_context(mode)
-        examples = [_fake(value) if isinstance(value, torch.Tensor) else value for value in source.examples]
-        count = len(source.held)
-        fakes = [_fake(held[name]) for name in source.held] if held is not None else examples[:count]
-        fake_leaves = examples[count:]
-        if leaves is not None:
-            fake_leaves = [_fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        examples = source.examples
+        if held is not None:
+            held = {**source.constants, **held}
+            examples = (*(held[name] for name in source.held), *leaves)
+        values = [_fake(value) if isinstance(value, torch.Tensor) else value for value in examples]
+        if differentiate is None:
+            differentiate = () if source.loss is None else (source.loss,)
         stack.enter_context(recorder)
-        return tracer.trace(fakes, fake_leaves, differentiate)
+        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+        stack.callback(torch._disable_functionalization)  # type: ignore[attr-defined]
+        return tracer.trace(values, differentiate)
 
 
 class _Tracer(fx.Interpreter):
@@ -106,79 +108,62 @@ class _Tracer(fx.Interpreter):
         self.recorder = recorder
         self.kind = kind
 
-    def trace(self, fakes: list[torch.Tensor], leaves: list[Any], differentiate: Sequence[int] | None) -> JointGraph:
+    def trace(self, values: Sequence[Any], differentiate: Sequence[int]) -> JointGraph:
         source, recorder = self.source, self.recorder
-        named = zip(source.held, fakes, strict=True)
-        held = {name: recorder.input(f"held_{name.replace('.', '_')}", fake) for name, fake in named}
-        inputs = [
-            recorder.input(f"input_{index}", leaf) if isinstance(leaf, torch.Tensor) else None
-            for index, leaf in enumerate(leaves)
-        ]
-        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
-        try:
-            arguments = [_wrap(value) for value in (*fakes, *leaves)]
-            with torch.fx.traceback.preserve_node_meta(False):
-                self.run(*arguments, enable_io_processing=False)
-            wrapped = [self.env[item] if isinstance(item, fx.Node) else item for item in source.outputs]
-            loss = None if source.loss is None else self.env[source.loss]
-            tangents: dict[int, torch.Tensor] = {}
-            differentiable = [i for i, v in enumerate(wrapped) if isinstance(v, torch.Tensor) and v.requires_grad]
-            if differentiate is not None:
-                taken = [index for index in differentiate if index in differentiable]
-                roots = [wrapped[index] for index in taken]
-                made = [torch.empty_strided(root.shape, root.stride(), dtype=root.dtype) for root in roots]
-                tangents = dict(zip(taken, made, strict=True))
-            else:
-                roots = [] if loss is None else [loss]
-            tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
-            wanted = [
-                i
-                for i, value in enumerate(arguments)
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-            ]
-            differentiated: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            if roots:
-                differentiated = torch.autograd.grad(
-                    roots, [arguments[i] for i in wanted], list(tangents.values()) or None, allow_unused=True
-                )
-            gradients = {
-                i: _made(recorder.graph, recorder.node(_unwrap(value)))
-                for i, value in zip(wanted, differentiated, strict=True)
-                if value is not None
-            }
-            outputs = tuple(
-                _made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped
-            )
-            writes = {name: recorder.node(_unwrap(arguments[i])) for i, name in enumerate(source.held)}
-            loss_node = None if loss is None else recorder.node(_unwrap(loss))
-        finally:
-            torch._disable_functionalization()  # type: ignore[attr-defined]
         count = len(source.held)
+        names = [f"held_{name.replace('.', '_')}" for name in source.held]
+        names += [f"input_{number}" for number in range(len(values) - count)]
+        given = [
+            recorder.input(name, value) if isinstance(value, torch.Tensor) else None
+            for name, value in zip(names, values, strict=True)
+        ]
+        arguments = [_wrap(value) for value in values]
+        with torch.fx.traceback.preserve_node_meta(False):
+            self.run(*arguments, enable_io_processing=False)
+        wrapped = [self.env[item] if isinstance(item, fx.Node) else item for item in source.outputs]
+        differentiable = [i for i, v in enumerate(wrapped) if isinstance(v, torch.Tensor) and v.requires_grad]
+        roots = {i: wrapped[i] for i in differentiate if i in differentiable}
+        tangents = {i: torch.empty_strided(root.shape, root.stride(), dtype=root.dtype) for i, root in roots.items()}
+        tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
+        wanted = {
+            i: value
+            for i, value in enumerate(arguments)
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        }
+        differentiated: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if roots:
+            differentiated = torch.autograd.grad([*roots.values()], [*wanted.values()], [*tangents.values()], allow_unused=True)
+        gradients = {
+            i: _made(recorder.graph, recorder.node(_unwrap(value)))
+            for i, value in zip(wanted, differentiated, strict=True)
+            if value is not None
+        }
+        outputs = tuple(_made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped)
+        written = [recorder.node(_unwrap(value)) for value in arguments[:count]]
+        held: dict[str, Any] = dict(zip(source.held, given, strict=False))
         joint = JointGraph(
             graph=recorder.graph,
             held={**held, **{node.name: node for node in recorder.constants}},
-            inputs=tuple(inputs),
+            inputs=tuple(given[count:]),
             tangents=tangent_nodes,
-            constants={node.name: value for node, value in recorder.constants.items()},
-            loss=loss_node,
+            constants={**source.constants, **{node.name: value for node, value in recorder.constants.items()}},
             outputs=outputs,
             differentiable=tuple(differentiable),
             gradients={source.held[i]: _summands(node) for i, node in gradients.items() if i < count},
             input_gradients={i - count: node for i, node in gradients.items() if i >= count},
-            writes={name: _own(recorder.graph, node) for name, node in writes.items() if node is not held[name]},
+            writes={
+                name: _own(recorder.graph, node)
+                for name, node in zip(source.held, written, strict=True)
+                if node is not held[name]
+            },
         )
         _erase_unused(joint)
         return joint
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "placeholder":
-            return super().run_node(n)
         number = n.args[1] if n.target is seeded else None
-        first = self.recorder.begin(self.source.op_of_node.get(n.name), number)  # type: ignore[arg-type]
-        try:
+        with self.recorder.running(self.source.op_of_node.get(n.name), number):  # type: ignore[arg-type]
             return super().run_node(n)
-        finally:
-            self.recorder.end(first)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is seeded:
@@ -187,16 +172,6 @@ class _Tracer(fx.Interpreter):
                 # What its dropout calls there: the same masks as any other engine.
                 return torch.ops.aten.native_dropout.default(*args)[0]
         return super().call_function(target, args, kwargs)
-
-
-@contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    before: Any = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)  # its public counterpart warns about settings of other hardware
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _fake(value: torch.Tensor) -> torch.Tensor:
@@ -250,10 +225,7 @@ def _summands(node: fx.Node) -> tuple[fx.Node, ...]:
 def _erase_unused(joint: JointGraph) -> None:
     """Drops the nodes that no result needs."""
     summands = [node for parts in joint.gradients.values() for node in parts]
-    results = [joint.loss, *joint.outputs, *summands, *joint.input_gradients.values(), *joint.writes.values()]
-    needed: set[fx.Node] = {node for node in results if isinstance(node, fx.Node)}
-    for node in reversed(list(joint.graph.nodes)):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-        elif node.op != "placeholder":
-            joint.graph.erase_node(node)
+    results = [*joint.outputs, *summands, *joint.input_gradients.values(), *joint.writes.values()]
+    output = joint.graph.output(tuple(node for node in results if isinstance(node, fx.Node)))
+    joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    joint.graph.erase_node(output)

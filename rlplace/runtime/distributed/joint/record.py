@@ -7,7 +7,9 @@ autograd node: sequence numbers say which.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,20 +31,19 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         graph: What ran so far.
-        current: Op of the forward that runs now, None between ops and in backward.
-        number: Number of the random op that runs now.
         constants: Real tensors that came up on the way, by placeholder.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.current: str | None = None
-        self.number: int | None = None
         self.constants: dict[fx.Node, torch.Tensor] = {}
         self._node_of: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids stay unique while their tensors live
         self._owner: dict[int, str | None] = {}
+        # Of the forward node that runs now; None between nodes and in backward.
+        self._op: str | None = None
+        self._number: int | None = None
         self._draws: list[tuple[Any, ...]] = []
 
     def input(self, name: str, value: torch.Tensor) -> fx.Node:
@@ -51,16 +52,14 @@ class Recorder(TorchDispatchMode):
         self._name(value, node)
         return node
 
-    def begin(self, op: str | None, number: int | None) -> int:
-        """A node of the forward starts, which is this op or none; returns what `end` wants."""
-        self.current, self.number, self._draws = op, number, []
-        return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-    def end(self, first: int) -> None:
-        """The forward node is done."""
-        for sequence in range(first, torch.autograd._get_sequence_nr()):  # type: ignore[attr-defined]
-            self._owner[sequence] = self.current
-        self.current = self.number = None
+    @contextlib.contextmanager
+    def running(self, op: str | None, number: int | None) -> Iterator[None]:
+        """A node of the forward runs inside, which is this op or none, and draws from the stream of this number or of none."""
+        self._op, self._number, self._draws = op, number, []
+        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        yield
+        self._owner |= dict.fromkeys(range(first, torch.autograd._get_sequence_nr()), op)  # type: ignore[attr-defined]
+        self._op = self._number = None
 
     def node(self, value: torch.Tensor) -> fx.Node:
         """The node that made a tensor."""
@@ -100,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
     def _describe(self, node: fx.Node) -> None:
         backward = torch._C._current_graph_task_id() != -1
-        owner = self.current
+        owner = self._op
         if backward:
             autograd = torch._C._current_autograd_node()
             # None: autograd sums two gradients of one tensor, between its nodes.
@@ -108,15 +107,15 @@ class Recorder(TorchDispatchMode):
         node.meta.update(owner=owner, backward=backward)
 
     def _seed(self, node: fx.Node) -> None:
-        if self.number is None:
+        if self._number is None:
             raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; run the stages instead")
         op: Any = node.target
         self._draws.append((op, dict(node.kwargs), *node.args))
         if len(self._draws) == 1:
-            node.args = (op, self.number, *node.args)
+            node.args = (op, self._number, *node.args)
         else:
             last: Any = last_draw
-            node.args, node.kwargs = (last, self.number, *self._draws), {}
+            node.args, node.kwargs = (last, self._number, *self._draws), {}
         node.target = seeded
 
     def _operand(self, value: Any) -> Any:

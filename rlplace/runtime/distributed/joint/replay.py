@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import operator
 import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.views import results_of
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.tensors import Own
 
 _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 
@@ -28,34 +29,37 @@ _WAKE_S = 1e-4  # a sleeping process wakes up about so late
 class ReplayEngine(Engine):
     """The engine without arithmetic: values and gradients are of the right size and hold nothing."""
 
-    def __init__(self, placement: JointPlacement, ranks: Ranks, own: Own, plan: PlacementPlan, slept: Problem) -> None:
+    def __init__(
+        self, placement: JointPlacement, ranks: Ranks, tensors: Mapping[str, torch.Tensor], plan: PlacementPlan, slept: Problem
+    ) -> None:
         """Prepares a process.
 
         Args:
             placement: What runs where.
             ranks: Which process this is.
-            own: What this process holds.
+            tensors: What this process holds.
             plan: The plan.
             slept: A problem with the plan's groups; its times are slept, those of a group in equal parts by its nodes.
         """
-        super().__init__(placement, ranks, own)
+        super().__init__(placement, ranks, tensors)
         groups = plan_groups(plan)
         number_of = {str(group.get("name", number)): number for number, (group, _) in enumerate(groups)}
         group_of = {op: number for number, (group, _) in reversed([*enumerate(groups)]) for op in group.get("ops", ())}
-        total: dict[tuple[int, str], float] = {}
+        total: dict[tuple[int, str], float] = defaultdict(float)
         for group, phase, time_s in zip(slept.op_group.tolist(), slept.op_phase.tolist(), slept.time_s, strict=True):
             key = group, "update" if phase == UPDATE else "forward" if phase == FORWARD else "backward"
-            total[key] = total.get(key, 0.0) + float(time_s[groups[group][1]])
-        nodes: dict[tuple[int, str], list[fx.Node]] = {}
+            total[key] += float(time_s[groups[group][1]])
+        key_of: dict[fx.Node, tuple[int, str]] = {}
         for node, there in placement.device_of.items():
             op = node.meta["owner"]
             if there == ranks.rank and op in group_of and node.target is not operator.getitem:
                 group, kind = group_of[op], "backward" if node.meta["backward"] else "forward"
                 apart = number_of.get(f"{groups[group][0].get('name')}.backward", group)
-                nodes.setdefault((apart if node.meta["backward"] else group, kind), []).append(node)
-        self._seconds = {node: total.get(key, 0.0) / len(found) for key, found in nodes.items() for node in found}
+                key_of[node] = (apart if node.meta["backward"] else group), kind
+        nodes = Counter(key_of.values())
+        self._seconds = {node: total[key] / nodes[key] for node, key in key_of.items()}
         here = [number for number, (_, device) in enumerate(groups) if device == ranks.rank]
-        self.update_s = sum(total.get((number, "update"), 0.0) for number in here)
+        self.update_s = sum(total[number, "update"] for number in here)
         self._free_s = 0.0
 
     def target_of(self, node: fx.Node) -> Any:

@@ -24,32 +24,27 @@ from rlplace.runtime.distributed.state.whole import gather_tensors, own_part, te
 Named = list[tuple[str, nn.Parameter]]
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``."""
-    flat: dict[str, Any] = {}
-    for group, named in _groups(model, optimizer):
-        for name, parameter in named:
-            flat |= {f"state.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
-    return flat
-
-
-def optimizer_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of this rank's optimizer is no tensor, as plain data.
+def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is saved of this rank's optimizer.
 
     Returns:
-        ``groups``: per group its settings and ``parameters``, the names in it; ``numbers``: state that is no tensor, by
-        parameter and key.
+        The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``; and, as plain
+        data, what of it is no tensor: ``groups``, per group its settings and ``parameters``, the names in it, and ``numbers``,
+        state by parameter and key.
     """
+    flat: dict[str, Any] = {}
     groups, numbers = [], {}
     for group, named in _groups(model, optimizer):
-        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        groups.append({"settings": settings, "parameters": [name for name, _ in named]})
+        settings = {key: value for key, value in group.items() if key != "params"}
+        plain = {key: _plain(value) for key, value in settings.items()}
+        groups.append({"settings": plain, "parameters": [name for name, _ in named]})
         for name, parameter in named:
             state = optimizer.state.get(parameter, {})
+            flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+            flat |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
             if found := {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}:
                 numbers[name] = found
-    return {"groups": groups, "numbers": numbers}
+    return flat, {"groups": groups, "numbers": numbers}
 
 
 def load_optimizer(
@@ -65,7 +60,7 @@ def load_optimizer(
         model: Whose parameters it updates.
         optimizer: Any that has the same kind of state.
         index: Metadata by name.
-        facts: `optimizer_facts` of all ranks that saved.
+        facts: The plain data of `optimizer_parts` of all ranks that saved.
         load: Fills tensors by name, without ``optimizer.``; called once, on every rank.
 
     Raises:

@@ -32,7 +32,7 @@ from rlplace.files import read_record, write_json
 from rlplace.records import build
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line
-from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_facts, optimizer_tensors
+from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_parts
 from rlplace.runtime.distributed.state.untrusted import Facts, IndexReader, check_index, check_scheduler
 from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
 
@@ -92,8 +92,8 @@ def save_checkpoint(
     state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))}
     own: dict[str, Any] = {}
     if optimizer is not None:
-        state["optimizer"] = with_packed_whole(optimizer_tensors(model, optimizer))
-        own = optimizer_facts(model, optimizer)
+        flat, own = optimizer_parts(model, optimizer)
+        state["optimizer"] = with_packed_whole(flat)
     facts = {
         "step": step,
         "torch": torch.__version__,

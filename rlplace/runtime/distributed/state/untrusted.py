@@ -150,13 +150,13 @@ class IndexReader(FileSystemReader):
         path = self._folder / ".metadata"
         try:
             index = _Unpickler(io.BytesIO(read_bytes(path))).load()
-            claimed = _claimed_bytes(index) if isinstance(index, Metadata) else 0
+            if not isinstance(index, Metadata):
+                raise InputError("holds no index of tensors")
+            claimed = _claimed_bytes(index)
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
         except Exception as error:  # a damaged pickle raises anything
             raise InputError(f"{path}: damaged ({type(error).__name__}); take an earlier checkpoint") from None
-        if not isinstance(index, Metadata):
-            raise InputError(f"{path}: holds no index of tensors")
         check_storage(index.storage_data, self._folder, claimed)
         index.storage_meta = getattr(index, "storage_meta", None) or StorageMeta()
         index.storage_meta.load_id = self.load_id

@@ -1,4 +1,4 @@
-"""Tensors that processes hold in parts, brought together on one process, and parts of what every process has whole."""
+"""What of a model's tensors a process holds, and tensors that processes hold in parts, brought together on one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,58 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.utils import _sync_params_and_buffers
 
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import gather_objects
-from rlplace.runtime.held import first_names
+from rlplace.runtime.distributed.ranks import gather_objects, group_of
+from rlplace.runtime.held import first_names, tensors_in
+
+_BUCKET_BYTES = 1 << 28
+
+
+def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int, device: torch.device) -> nn.Module:
+    """The tensors of a model that a process holds, on its device, in bare modules under the names that they have in the model.
+
+    Args:
+        model: The whole model. A tensor on the meta device becomes one with undefined values.
+        owners: Devices of the plan by first name, for every parameter and buffer.
+        rank: Of this process, which is the device of the plan.
+        device: Where its share goes.
+    """
+    taken: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors_in(model).items():
+        if rank in owners[name]:
+            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+            trained = isinstance(tensor, nn.Parameter)
+            taken[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if trained else value
+
+    def bare(module: nn.Module) -> nn.Module:
+        made = nn.Module()
+        for key, child in module._modules.items():
+            if child is not None and tensors_in(bare_child := bare(child)):
+                made.add_module(key, bare_child)
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            value = taken.get(id(tensor))
+            if isinstance(value, nn.Parameter):
+                made.register_parameter(key, value)
+            elif value is not None:
+                made.register_buffer(key, value, persistent=key not in module._non_persistent_buffers_set)
+        return made
+
+    return bare(model)
+
+
+def agree(own: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]) -> None:
+    """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
+    holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, tensor in own.items():
+        if len(owners[name]) > 1:
+            holders.setdefault(owners[name], []).append(tensor.detach())
+    for who, tensors in sorted(holders.items()):
+        _sync_params_and_buffers(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
 
 
 def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:

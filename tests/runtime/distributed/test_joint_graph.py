@@ -265,7 +265,7 @@ def bipartition_step(world):
     """A real Bi-Partition plan, with the ops that run on each device."""
     model, inputs, _ = build("gpt2", double=False)
     problem = rlplace.split_backward(rlplace.price(rlplace.capture(model, inputs), f"l4:{world}"))
-    plan = rlplace.place(problem, planner="bipartition", seed=0)
+    plan = rlplace.place(problem, planner="bipartition", seed=0, time_limit_s=None)
     running = joint_worker.Running("gpt2", world, plan=plan, double=True)
     worst = joint_worker.train_and_compare(running)
     placement = running.built.placement

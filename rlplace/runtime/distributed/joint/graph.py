@@ -79,7 +79,8 @@ def joint_graph(
         stack.enter_context(torch.enable_grad())
         # mkldnn's recurrent layers pass a workspace from forward to backward whose size only the kernel knows; the public way
         # to do without it warns about settings of other hardware.
-        stack.callback(torch._C._set_mkldnn_enabled, torch.backends.mkldnn.enabled)
+        mkldnn: Any = torch.backends.mkldnn.enabled
+        stack.callback(torch._C._set_mkldnn_enabled, mkldnn)
         torch._C._set_mkldnn_enabled(False)
         if kind != "cpu":
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rlplace.problem.order import UnionFind
 
@@ -24,11 +25,6 @@ def shared_memory(nodes: Iterable[fx.Node]) -> UnionFind:
         for other in shared_with(node):
             memory.union(other, node)
     return memory
-
-
-def changed_memory(nodes: Iterable[fx.Node], memory: UnionFind) -> set[fx.Node]:
-    """Representatives of the sets of `shared_memory` that some node writes to."""
-    return {memory.find(other) for node in nodes for other in written_by(node)}
 
 
 def without_writes(graph: fx.Graph) -> None:
@@ -97,22 +93,15 @@ def sub_graph_writes(node: fx.Node) -> list[fx.Node]:
     """Tensor inputs of a higher-order node, when its sub-graph writes to one of its own inputs; else nothing."""
     for module in sub_graphs(node):
         memory = shared_memory(module.graph.nodes)
-        changed = changed_memory(module.graph.nodes, memory)
+        changed = {memory.find(other) for inner in module.graph.nodes for other in written_by(inner)}
         if any(memory.find(inner) in changed for inner in module.graph.nodes if inner.op == "placeholder"):
-            return [argument for argument in node.all_input_nodes if is_tensor(argument)]
+            return [argument for argument in node.all_input_nodes if _dtype(argument) is not None]
     return []
 
 
 def get_attr(module: Any, target: str) -> Any:
     """The attribute at a dotted path."""
-    for name in target.split("."):
-        module = getattr(module, name)
-    return module
-
-
-def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor."""
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return operator.attrgetter(target)(module)
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -122,14 +111,11 @@ def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
         yield argument, node.args[position] if given else node.kwargs.get(argument.name, argument.default_value)
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes(item)
+def _nodes(value: Any) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
 def _dtype(node: fx.Node) -> Any:
+    """The dtype of a node's value; None: it is not one tensor."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None

@@ -6,8 +6,6 @@ Such a plan is a strategy when its stages are whole blocks of the model. Then it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from rlplace.errors import InputError, show
@@ -61,7 +59,8 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
             )
         if len(repeated[block]) > 1:
             raise InputError(f"plan: it recomputes a part of block {show(block)}, and blocks are recomputed whole; {_INSTEAD}")
-    order = sorted(device_of) if older.stage_of_group else list(_first_seen(stage_of.values()))
+    seen = dict.fromkeys(stage for found in stage_of.values() for stage in found)
+    order = sorted(device_of) if older.stage_of_group else list(seen)
     held = {stage: [block for block in blocks if stage in (stage_of[block] or {order[0]: None})] for stage in order}
     order = [stage for stage in order if held[stage]]
     rows = older.replicas or [range(max(device_of.values()) + 1)]
@@ -80,7 +79,3 @@ def strategy_of_plan(plan: PlacementPlan, model: nn.Module, samples: int) -> Str
     schedule = None if len(made) == 1 else older.schedule or GPIPE
     pipeline = Pipeline(made, (samples,), (older.microbatches,), schedule)
     return Strategy(samples * older.microbatches * degree, (pipeline,))
-
-
-def _first_seen(found: Iterable[dict[int, None]]) -> dict[int, None]:
-    return {stage: None for stages in found for stage in stages}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,10 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
     groups = _made.setdefault(default, {})
     if key not in groups:
         timeout = timedelta(seconds=default_timeout_s())  # other groups do not take it over by themselves
-        with _named(f"rlplace {attempt()} {key[1]} {key[0]}"):
+        # torch takes the number of groups that a process has made so far into the name of one that its members make by
+        # themselves, and they wait for each other for ever when some of them are in more groups than others.
+        name = hashlib.blake2b(f"rlplace {attempt()} {key[1]} {key[0]}".encode(), digest_size=20).hexdigest()
+        with mock.patch.object(c10d, "_hash_ranks_to_str", lambda ranks: name):
             groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=timeout)
     return groups[key]
 
@@ -64,21 +67,6 @@ def start_group(backend: str, timeout_s: float) -> None:
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]  # what torch's meshes take
     _patient(dist.group.WORLD)  # now, while nobody is busy
-
-
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Gives a group that its members make by themselves a name that is the same on all of them.
-
-    torch takes the number of groups that a process has made so far into the name, and the members wait for each other for ever
-    when some of them are in more groups than others.
-    """
-    original = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
-    try:
-        yield
-    finally:
-        c10d._hash_ranks_to_str = original
 
 
 def default_timeout_s() -> float:

@@ -155,7 +155,8 @@ class Emitter:
                 self.graph.call_function(activity.mark, ("backward" if phase else "forward",))
             args, kwargs = pytree.tree_map(lambda value, here=here: self._operand(value, here), (node.args, dict(node.kwargs)))
             if node.target is _aten.as_strided.default:
-                args = (self.graph.call_function(lay_out, (args[0], _strides(node.args[0]))), *args[1:])
+                strides = tuple(node.args[0].meta["val"].stride())  # type: ignore[union-attr]
+                args = (self.graph.call_function(lay_out, (args[0], strides)), *args[1:])
             made = self.graph.call_function(self._target_of(node), args, kwargs)
             for result in results_of(node):
                 item = made if result is node else self.graph.call_function(operator.getitem, (made, result.args[1]))
@@ -228,7 +229,3 @@ class Emitter:
         if isinstance(value, fx.Node):
             return self.at(value, device)
         return self._devices[device] if isinstance(value, torch.device) else value
-
-
-def _strides(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta["val"].stride())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -163,8 +162,12 @@ class PlacedForward:
         return self._parts[key]
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardGraph:
-        with _without_placed_forward(self.model):
+        own = vars(self.model)  # export sees the class's own forward, and copies the module
+        hidden = {key: own.pop(key) for key in ("forward", "__deepcopy__") if key in own}
+        try:
             return self._graphs(self.model, args, kwargs, None, None)
+        finally:
+            own.update(hidden)
 
     def _values(self, source: ForwardGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The parameters and buffers that a graph reads, then the flat inputs."""
@@ -209,15 +212,3 @@ class _Step(torch.autograd.Function):
         leaves = enumerate(ctx.values[len(names) :])
         of_leaves = [found[number].to(leaf.device) if number in found else None for number, leaf in leaves]
         return None, None, None, None, *(found.get(name) for name in names), *of_leaves
-
-
-@contextlib.contextmanager
-def _without_placed_forward(model: nn.Module) -> Iterator[None]:
-    """Lets export see the class's own forward while the placed one is installed."""
-    hidden = {}
-    if isinstance(vars(model).get("forward"), PlacedForward):
-        hidden = {key: vars(model).pop(key) for key in ("forward", "__deepcopy__")}
-    try:
-        yield
-    finally:
-        vars(model).update(hidden)

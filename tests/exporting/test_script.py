@@ -4,7 +4,6 @@ import json
 import re
 
 import export_worker
-import native_worker
 import numpy as np
 import pytest
 import torch
@@ -67,7 +66,7 @@ def results(tmp_path_factory):
         plan.save(path)
         script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
         paths[name] = str(script), str(path)
-    return run(4, export_worker.compare, paths, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
+    return run(4, export_worker.compare, paths, timeout_s=240)
 
 
 @pytest.mark.parametrize("name", CASES)

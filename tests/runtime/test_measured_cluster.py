@@ -1,12 +1,10 @@
 """From link times to clusters, without processes; and the whole verb on two processes of this machine."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from launch import forked
 
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
@@ -105,12 +103,10 @@ def test_one_process_has_no_links(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_of_this_machine(tmp_path):
     out = tmp_path / "c.toml"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlplace"]
-    options = ["measure", "--links", "--out", str(out), "--time-limit", "2", "--repeats", "3", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    words = ["measure", "--links", "--out", out, "--time-limit", "2", "--repeats", "3", "--json"]
+    code, printed, err = forked(2, "-m", "rlplace", *words)
+    assert code == 0, err
+    facts = json.loads("".join(printed))
     assert facts["backend"] == "gloo"
     assert [(p["from"], p["to"]) for p in facts["pairs"]] == [("cpu0", "cpu1"), ("cpu1", "cpu0")]
     assert all(0 < s < 10 for p in facts["pairs"] for s in p["seconds"])
@@ -118,7 +114,7 @@ def test_two_processes_of_this_machine(tmp_path):
     assert (cluster.links.bandwidth_bytes_per_s[~np.eye(2, dtype=bool)] > 1e6).all()
     (fabric,) = cluster.links.fabrics
     assert fabric.devices == (0, 1) and [curve.kind for curve in fabric.curves] == list(KINDS)
-    assert "pairs from device 0 of 2" in done.stderr
+    assert "pairs from device 0 of 2" in err
     model = "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=64"
     assert main(["place", model, "--seq", "8", "--cluster", str(out), "--planner", "best", "--json"]) == 0
 

@@ -1,16 +1,18 @@
-"""Runs a function in several gloo processes and brings back what each returned.
+"""Runs a function in several gloo processes and brings back what each returned; or a program, as torchrun runs it.
 
-A job that hangs is ended after a timeout and every process of a job is gone when `run` returns.
+A job that hangs is ended after a timeout and every process of a job is gone when `run` or `forked` returns.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+SLOW_IMPORTS = (
+    "torch", "torch.export._trace", "torch.testing", "transformers", "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "mixtral", "resnet", "t5", "vit")),
+    "rlplace.cli.main", "rlplace.runtime.distributed.distribute", "rlplace.runtime.distributed.job.job",
+    "rlplace.runtime.native.run",
+)  # fmt: skip
+
+
+def forks():
+    """Makes processes that have imported what is slow to import: a server forks them, as the test process has threads."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(SLOW_IMPORTS))
+    return context
 
 
 def _process(rank, world, path, function, arguments, timeout_s):
@@ -38,21 +54,17 @@ def _process(rank, world, path, function, arguments, timeout_s):
         os._exit(1)
 
 
-def run(world, function, *arguments, timeout_s=120, preload=()):
+def run(world, function, *arguments, timeout_s=120):
     """What ``function(*arguments)`` returned on each rank.
 
-    `function` must be importable by name: a function at the top of a test module. `preload` names modules that are imported
-    once, before the first processes of the test run are made.
+    `function` must be importable by name: a function at the top of a test module.
 
     Raises:
         AssertionError: A rank failed, with the traceback of each that did, or the time ran out.
     """
     with tempfile.TemporaryDirectory() as path:
-        # A server that has imported what is slow to import forks the processes; the test process itself has threads.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute", *preload])
         processes = [
-            context.Process(target=_process, args=(rank, world, path, function, arguments, timeout_s)) for rank in range(world)
+            forks().Process(target=_process, args=(rank, world, path, function, arguments, timeout_s)) for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -78,6 +90,45 @@ def run(world, function, *arguments, timeout_s=120, preload=()):
         assert not errors, "\n".join(errors)
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
         return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]
+
+
+def _program(rank, world, path, port, command, folder):
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    for handle, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{path}/{rank}.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT), handle)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
+    here |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "CUDA_VISIBLE_DEVICES": ""}
+    os.environ.update({name: str(value) for name, value in here.items()})
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def forked(processes, *command, cwd=".", timeout_s=240):
+    """What `torchrun` makes of a command, without its launcher: forks need a tenth of the time.
+
+    Returns:
+        Exit code of the first that failed, what each printed, and what all said on stderr.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as path:
+        given = (path, store.port, list(map(str, command)), str(cwd))
+        jobs = [forks().Process(target=_program, args=(rank, processes, *given)) for rank in range(processes)]
+        for job in jobs:
+            job.start()
+        end = time.monotonic() + timeout_s
+        for job in jobs:
+            job.join(max(end - time.monotonic(), 0.0))
+        for job in jobs:
+            job.kill()
+            job.join()
+        out, err = ([Path(path, f"{rank}.{name}").read_text() for rank in range(processes)] for name in ("out", "err"))
+    return next((job.exitcode for job in jobs if job.exitcode), 0), out, "".join(err)
 
 
 def start(processes, *command, restarts=0, **options):

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.multiprocessing as mp
-from launch import start
+from launch import forks, start
 from plans import plan_of
 from torch import nn
 
@@ -107,10 +106,8 @@ HANGS = ("hang", "loop", "stop")
 
 def job(tmp_path, mode, who=1, world=2, limit_s=120, by_strategy=False):
     """Exit codes by rank, None for one that did not end; the lines on stderr."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "rlplace.runtime.distributed.distribute"])
     arguments = (world, str(tmp_path), mode, who, by_strategy)
-    processes = [context.Process(target=run_script, args=(rank, *arguments)) for rank in range(world)]
+    processes = [forks().Process(target=run_script, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + limit_s

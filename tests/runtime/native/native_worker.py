@@ -86,15 +86,6 @@ class Own(torch.nn.Module):
         return CausalLMOutput(logits=self.head(x * self.scale))
 
 
-SLOW_IMPORTS = (
-    "rlplace.runtime.native.run",
-    "torch.export",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.t5.modeling_t5",
-    "torch._inductor.config",
-)
-
 MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5, "own": Own}
 
 

@@ -30,7 +30,7 @@ SAME = {"plain": flat("gpt2", {"tensor": 4}, 0), "kept in part": flat("gpt2", {"
 def results():
     from launch import run
 
-    return run(4, dropout_worker.run, CASES, AGAIN, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
+    return run(4, dropout_worker.run, CASES, AGAIN, timeout_s=240)
 
 
 def joined(results):
@@ -90,7 +90,7 @@ def test_masks_are_those_of_dropout(results):
 def test_what_is_kept_does_not_move_what_is_drawn_after():
     from launch import run
 
-    for result in run(4, dropout_worker.run_recomputed, SAME, timeout_s=120, preload=native_worker.SLOW_IMPORTS):
+    for result in run(4, dropout_worker.run_recomputed, SAME, timeout_s=120):
         assert result["plain"]["loss"] == result["kept in part"]["loss"]
         assert native_worker.difference(result["kept in part"]["gradients"], result["plain"]["gradients"]) < 1e-12
 

@@ -47,7 +47,7 @@ if minor_version(torch.__version__) < (2, 13):
 def results():
     from launch import run
 
-    return run(4, native_worker.run_cases, CASES, timeout_s=240, preload=native_worker.SLOW_IMPORTS)
+    return run(4, native_worker.run_cases, CASES, timeout_s=240)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from launch import torchrun
+from launch import forked
 from native_cases import chain, flat
 
 from rlplace.cli.main import main
@@ -42,9 +42,9 @@ def strategy_plan(path, strategy, model=FOUR_LAYERS, **graph):
 
 
 def run_verified(path, *options, within=1e-6):
-    code, out, err = torchrun(4, "-m", "rlplace", "run", "--plan", path, "--device", "cpu", "--verify", "--json", *options)
+    code, out, err = forked(4, "-m", "rlplace", "run", "--plan", path, "--device", "cpu", "--verify", "--json", *options)
     assert code == 0, err
-    found = json.loads(out)
+    found = json.loads("".join(out))
     assert found["verified"]["equal"] and found["verified"]["reference"] == "module"
     assert max(found["verified"]["losses"]) < within
     return found
@@ -177,10 +177,10 @@ def test_measure_times_strategies_beside_each_other(tmp_path):
         plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
         plan.save(path)
     words = ["--device", "cpu", "--repeats", 3, "--out", tmp_path / "x.timings.json", "--trace", tmp_path / "t.json", "--json"]
-    code, out, err = torchrun(4, "-m", "rlplace", "measure", "--plans", *paths, *words)
+    code, out, err = forked(4, "-m", "rlplace", "measure", "--plans", *paths, *words)
     assert code == 0, err
     timings = PlanTimings.load(tmp_path / "x.timings.json")
-    assert json.loads(out)["plans"][1]["name"] == "sharded"
+    assert json.loads("".join(out))["plans"][1]["name"] == "sharded"
     for name in ("t.json", "t.rank1.json", "t.rank2.json", "t.rank3.json"):
         assert any("mm" in str(event["name"]) for event in json.loads((tmp_path / name).read_text())["traceEvents"])
     assert [(plan.engine, len(plan.step_s), plan.predicted_s) for plan in timings.plans] == [("native", 3, 0.001)] * 2

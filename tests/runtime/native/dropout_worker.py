@@ -41,35 +41,38 @@ def make(attention="eager"):
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, n_positions=32, vocab_size=native_worker.VOCABULARY, bos_token_id=0, eos_token_id=0,
+        n_layer=2, n_embd=32, n_head=4, n_positions=32, vocab_size=native_worker.VOCABULARY, bos_token_id=0, eos_token_id=0,
         use_cache=False, resid_pdrop=P, embd_pdrop=P, attn_pdrop=P, attn_implementation=attention,
     )  # fmt: skip
     return GPT2LMHeadModel(config).double().train()
 
 
-def step(strategy, seed=0, attention="eager"):
-    strategy, batch = Strategy.from_dict(strategy), native_worker.batch("gpt2")
-    size = strategy.pipelines[0].microbatch[0]
-    native = prepare(make(attention), strategy, {k: v[:size] for k, v in batch.items()})
+def prepared(strategy, attention="eager"):
+    batch, size = native_worker.batch("gpt2"), strategy.pipelines[0].microbatch[0]
+    return prepare(make(attention), strategy, {k: v[:size] for k, v in batch.items()})
+
+
+def step(native, strategy, seed=0):
+    for parameter in native.parameters():
+        parameter.grad = None
     native.random_state = seed, 0
     torch.rand(native.place.mesh.get_rank())  # where a process's own stream stands does not matter
     with Masks() as noted:
-        loss = native.step(batch, native_worker.loss).item()
+        loss = native.step(native_worker.batch("gpt2"), native_worker.loss).item()
     return {
         "loss": loss, "gradients": native_worker.own_gradients(native), "masks": noted, "place": native.place.index,
         "passes": len(share_of(strategy, 0).sizes),
     }  # fmt: skip
 
 
-def run(cases, again):
+def run(cases, again, same):
+    """A step of each case; of some the losses of two more, the last with another seed; steps of others with fused attention."""
     results = {}
-    for name, strategy in cases.items():
-        results[name] = step(strategy)
+    for name, data in {**cases, **same}.items():
+        strategy = Strategy.from_dict(data)
+        native = prepared(strategy, "sdpa" if name in same else "eager")
+        results[name] = step(native, strategy)
         if name in again:
-            results[name]["again"] = step(strategy)["loss"]
-            results[name]["other"] = step(strategy, seed=1)["loss"]
+            results[name]["again"] = step(native, strategy)["loss"]
+            results[name]["other"] = step(native, strategy, seed=1)["loss"]
     return results
-
-
-def run_recomputed(cases):
-    return {name: step(strategy, attention="sdpa") for name, strategy in cases.items()}

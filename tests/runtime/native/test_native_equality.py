@@ -1,8 +1,10 @@
 """Strategies on four processes give the loss, the gradients and the trained parameters of the plain model.
 
-All cases run in one launch; a case is a model and a strategy, in double precision. They are strategies that the matrix has not,
-under foreach and fused optimizers. `test_native_matrix` runs cells of the matrix.
+A case is a model and a strategy, in double precision; the quick ones run in one launch, the others in another. They are
+strategies that the matrix has not, under foreach and fused optimizers. `test_native_matrix` runs cells of the matrix.
 """
+
+from functools import cache
 
 import native_worker
 import pytest
@@ -42,17 +44,23 @@ FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ways in a v, 
 if minor_version(torch.__version__) < (2, 13):
     CASES = {name: case for name, case in CASES.items() if name not in FROM_2_13}
 
+QUICK = (
+    "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied",
+    "gathered again, blocks that look at values",
+)  # fmt: skip
 
-@pytest.fixture(scope="module")
-def results():
+
+@cache
+def results_of(quick):
     from launch import run
 
-    return run(4, native_worker.run_cases, CASES, timeout_s=240)
+    cases = {name: case for name, case in CASES.items() if (name in QUICK) == quick}
+    return run(4, native_worker.run_cases, cases, timeout_s=240)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equal(case, results):
-    model = CASES[case][0]
+@pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_equal(case):
+    model, results = CASES[case][0], results_of(case in QUICK)
     names = set().union(*(result[case]["names"] for result in results))
     plain = native_worker.make(model)
     parameters = dict(plain.named_parameters(remove_duplicate=False))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import command
 import pytest
+from launch import forked, start
 
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.cli.main import main
@@ -150,17 +151,11 @@ LIVE = [MODEL, "--batch", "8", "--granularity", "12", "--cluster", "lab.toml", "
 LIVE += ["--calls", "256", "--fit-steps", "40", "--rehearse", "1", "--measurements", "m.sqlite", "--out", "tuned"]
 
 
-def launch(folder, *words, plans):
+def launch(folder):
     """A live campaign on three processes; returns the running job."""
     for name in ("lab.toml", "lab_true.toml"):
         (folder / name).write_text((EXAMPLES / name).read_text())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "rlplace", "finetune", *LIVE]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [*command, "--plans", str(plans), *words], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+    return start(3, "-m", "rlplace", "finetune", *LIVE, "--plans", 12, cwd=folder, start_new_session=True)
 
 
 def measured(path):
@@ -173,7 +168,7 @@ def measured(path):
 @pytest.mark.slow
 def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeypatch):
     path = tmp_path / "m.sqlite"
-    job = launch(tmp_path, plans=12)
+    job = launch(tmp_path)
     try:
         deadline = time.monotonic() + 120
         while len([trial for trial in measured(path) if trial.timed]) < 3 and time.monotonic() < deadline:
@@ -186,22 +181,15 @@ def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeyp
     before = measured(path)
     assert len(before) >= 3 and all(trial.timed for trial in before)  # nothing was lost, nothing is half done
 
-    job = launch(tmp_path, "--json", "--report", "report.md", "--best-plan", "best.plan.json", plans=12)
-    try:
-        out, err = job.communicate(timeout=240)
-    finally:
-        job.kill()
-    assert job.returncode == 0, err
-    found = json.loads(out)
+    words = [*LIVE, "--plans", "12", "--json", "--report", "report.md", "--best-plan", "best.plan.json"]
+    code, out, err = forked(3, "-m", "rlplace", "finetune", *words, cwd=tmp_path)
+    assert code == 0, err
+    found = json.loads("".join(out))
     trials = measured(path)
     assert trials[: len(before)] == before
     own = [trial for trial in trials if not trial.anchor]
     assert len(own) == 12 == found["plans"] and len({trial.device_of_group for trial in own}) == 12
-    assert set(found["device_factors"]) == {
-        "a",
-        "b",
-        "c",
-    }  # what they are is a matter of time, and found on a clock of its own elsewhere
+    assert set(found["device_factors"]) == {*"abc"}  # what they are is a matter of time, and found on its own clock elsewhere
     assert found["best_step_s"] <= found["untuned_step_s"] * 1.1
     assert json.loads((tmp_path / "best.plan.json").read_text())["placement"]["device_of_group"] == found["device_of_group"]
     assert "error of predicted step times" in (tmp_path / "report.md").read_text()

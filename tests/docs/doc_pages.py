@@ -1,8 +1,9 @@
 """Runs what a page of the documentation says: its fenced blocks, in order, in one empty folder.
 
 * ``python``: in one process a page, so that later blocks see earlier names. ``python root``: only where root runs the tests.
-* ``bash``: by bash, with errors ending it; a block of nothing but `rlplace` commands in forks of this process, where all is
-  imported already. Setting up an environment (`python3 -m venv`) is what CI itself does, so such blocks are left out.
+* ``bash``: by bash, with errors ending it; a block of nothing but verbs of `rlplace`, also under ``torchrun --nproc-per-node N
+  -m``, in forks of this process, where all is imported already. Setting up an environment (`python3 -m venv`) is what CI
+  itself does, so such blocks are left out.
 * ``console``: commands that need what a test does not have (a GPU, root, several hosts, hours); not run, but every line
   that starts `rlplace` is parsed by the real parser.
 * What all pages take for granted (`model`, `example_inputs`, `loader`, `graph`, `problem`) is made by `GIVEN`; an HTML comment
@@ -112,38 +113,55 @@ def run(page: Path, names: dict[str, object]) -> None:
         elif block.language == "bash" and not text.startswith("python3 -m venv"):
             print(f"+ {page.relative_to(ROOT)}:{block.line}", flush=True)
             lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
-            if all(words[:1] == ["rlplace"] and not {"&&", "|", ">"} & {*words} for words in lines):
-                for words in lines:
-                    run_verb(words[1:])
+            verbs = [verb_of(words) for words in lines]
+            if None not in verbs:
+                for processes, words in verbs:
+                    run_verb(processes, words)
             else:
                 subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
 
 
-def run_verb(words: list[str]) -> None:
-    """Runs `rlplace` with these words in a fork of this process.
+def verb_of(words: list[str]) -> tuple[int, list[str]] | None:
+    """How many processes run a verb of `rlplace`, and its words; None of another command."""
+    if {"&&", "|", ">"} & {*words}:
+        return None
+    if words[:2] == ["torchrun", "--nproc-per-node"] and words[3:5] == ["-m", "rlplace"]:
+        return int(words[2]), words[5:]
+    return (1, words[1:]) if words[:1] == ["rlplace"] else None
+
+
+def run_verb(processes: int, words: list[str]) -> None:
+    """Runs `rlplace` with these words in forks of this process.
 
     Raises:
-        CalledProcessError: It did not end with 0.
+        CalledProcessError: One did not end with 0.
     """
+    from launch import become_rank, own_store
+
     from rlplace.cli.main import main as rlplace_main
 
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = rlplace_main(words)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if status:
-        raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), ["rlplace", *words])
+    store, children = own_store() if processes > 1 else None, []
+    for rank in range(processes):
+        children.append(os.fork())
+        if children[-1] == 0:
+            code = 1
+            try:
+                if store is not None:
+                    become_rank(rank, processes, store.port)
+                code = rlplace_main(words)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise subprocess.CalledProcessError(next(filter(None, codes)), ["rlplace", *words])
 
 
 def main(arguments: list[str]) -> None:
     """Forks a process for every PAGE FOLDER pair and says how it ended."""
     names: dict[str, object] = {"__name__": "__page__"}
+    sys.path.append(str(ROOT / "tests/runtime/distributed"))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     exec(compile(GIVEN, "given", "exec"), names)
     for page, folder in zip(map(Path, arguments[::2]), map(Path, arguments[1::2]), strict=True):

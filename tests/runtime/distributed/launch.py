@@ -92,14 +92,24 @@ def run(world, function, *arguments, timeout_s=120):
         return [torch.load(f"{path}/{rank}.result", weights_only=False) for rank in range(world)]
 
 
+def own_store():
+    """The store of a job; it is there as long as the object that is returned."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def become_rank(rank, world, port):
+    """Makes this process a rank of a job whose store is at a port."""
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
+    here |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "CUDA_VISIBLE_DEVICES": ""}
+    os.environ.update({name: str(value) for name, value in here.items()})
+
+
 def _program(rank, world, path, port, command, folder):
     torch.set_num_threads(1)
     os.chdir(folder)
     for handle, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{path}/{rank}.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT), handle)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
-    here |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "CUDA_VISIBLE_DEVICES": ""}
-    os.environ.update({name: str(value) for name, value in here.items()})
+    become_rank(rank, world, port)
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -115,7 +125,7 @@ def forked(processes, *command, cwd=".", timeout_s=240):
     Returns:
         Exit code of the first that failed, what each printed, and what all said on stderr.
     """
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = own_store()
     with tempfile.TemporaryDirectory() as path:
         given = (path, store.port, list(map(str, command)), str(cwd))
         jobs = [forks().Process(target=_program, args=(rank, processes, *given)) for rank in range(processes)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import export_worker
 import numpy as np
@@ -19,23 +20,24 @@ from rlplace.runtime.native.why_not import minor_version
 
 pytest.importorskip("transformers")
 
-GPT2 = "hf:gpt2,n_layer=4,n_embd=32,n_head=4,vocab_size=64,n_positions=32,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
+GPT2 = "hf:gpt2,n_layer=2,n_embd=32,n_head=4,vocab_size=64,n_positions=32,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
+DEEPER = GPT2.replace("n_layer=2", "n_layer=4")
 WIDTHS = "hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4,vocab_size=64"
-LLAMA = f"hf:llama,num_hidden_layers=4,{WIDTHS}"
+LLAMA = f"hf:llama,num_hidden_layers=2,{WIDTHS}"
 HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
 BOTH, SHARED = {"shard": 2, "tensor": 2}, {"mesh": {"shard": 2}, "sharding": 1}
 
 CASES = {
-    "copies": (GPT2, flat("gpt2", {"replicate": 4}, 0)),
-    "gathered again, recomputed": (GPT2, flat("gpt2", {"shard": 4}, 3, recompute="full", offload="all")),
-    "hybrid, gathered once": (LLAMA, flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="selective")),
-    "tensor, sequence": (LLAMA, flat("llama", BOTH, 3, sequence_parallel=True, recompute="full")),
-    "tensor alone": (LLAMA, flat("llama", {"tensor": 4}, 0)),
-    "mixed precision": (LLAMA, flat("llama", {"shard": 4}, 2), {"autocast": "bf16"}),
-    "stages, tied": (GPT2, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
-    "stages, shared": (LLAMA, chain("llama", HALVES, "1f1b", **SHARED)),
-    "v, tied in one process": (GPT2, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
-    "stages, tensor": (LLAMA, chain("llama", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
+    "copies": (GPT2, flat("short", {"replicate": 4}, 0)),
+    "gathered again, recomputed": (GPT2, flat("short", {"shard": 4}, 3, recompute="full", offload="all")),
+    "hybrid, gathered once": (LLAMA, flat("short llama", {"replicate": 2, "shard": 2}, 1, recompute="selective")),
+    "tensor, sequence": (LLAMA, flat("short llama", BOTH, 3, sequence_parallel=True, recompute="full")),
+    "tensor alone": (LLAMA, flat("short llama", {"tensor": 4}, 0)),
+    "mixed precision": (LLAMA, flat("short llama", {"shard": 4}, 2), {"autocast": "bf16"}),
+    "stages, tied": (DEEPER, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
+    "stages, shared": (LLAMA, chain("short llama", HALVES, "1f1b", **SHARED)),
+    "v, tied in one process": (DEEPER, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
+    "stages, tensor": (LLAMA, chain("short llama", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
 }
 
 if minor_version(torch.__version__) < (2, 13):  # refused before
@@ -57,21 +59,30 @@ def plan_of(model, strategy, graph=None):
     return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
 
 
+QUICK = ("copies", "hybrid, gathered once", "stages, tensor")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder, paths = tmp_path_factory.mktemp("scripts"), {}
-    for number, (name, case) in enumerate(CASES.items()):
-        script, path = folder / f"script_{number}.py", folder / f"{number}.plan.json"
-        plan = plan_of(*case)
-        plan.save(path)
-        script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
-        paths[name] = str(script), str(path)
-    return run(4, export_worker.compare, paths, timeout_s=240)
+    """What all processes found of the quick cases, or of the others."""
+
+    @cache
+    def run_cases(quick):
+        folder, paths = tmp_path_factory.mktemp("scripts"), {}
+        for number, name in enumerate(name for name in CASES if (name in QUICK) == quick):
+            script, path = folder / f"script_{number}.py", folder / f"{number}.plan.json"
+            plan = plan_of(*CASES[name])
+            plan.save(path)
+            script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
+            paths[name] = str(script), str(path)
+        return run(4, export_worker.compare, paths, timeout_s=240)
+
+    return run_cases
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_a_script_trains_as_its_plan(name, results):
-    (printed, own), *others = (result[name] for result in results)
+    (printed, own), *others = (result[name] for result in results(name in QUICK))
     assert [losses for losses, _ in others] == [[]] * 3
     assert len(set(printed)) == 3
     assert printed == pytest.approx(own, rel=2e-6)
@@ -85,14 +96,17 @@ def test_only_the_parts_that_are_needed_are_written():
 
 
 REFUSED = {
-    "a model of the zoo": (("zoo:mlp", flat("gpt2", {"replicate": 4}, 0)), "zoo"),
-    "packed weights": ((GPT2, flat("gpt2", {"tensor": 4}, 0)), "c_attn' is no plain nn.Linear"),
-    "unlike micro-batches": ((LLAMA, flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}), "unlike micro-batches"),
+    "a model of the zoo": (("zoo:mlp", flat("short", {"replicate": 4}, 0)), "zoo"),
+    "packed weights": ((GPT2, flat("short", {"tensor": 4}, 0)), "c_attn' is no plain nn.Linear"),
+    "unlike micro-batches": (
+        (LLAMA, flat("short llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
+        "unlike micro-batches",
+    ),
     "dropout between blocks": (
-        (GPT2.replace("embd_pdrop=0.0", "embd_pdrop=0.1"), chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0)),
+        (DEEPER.replace("embd_pdrop=0.0", "embd_pdrop=0.1"), chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0)),
         "dropout between blocks",
     ),
-    "what nothing runs": ((LLAMA, flat("llama", {"context": 4}, 0, microbatch=8)), "context is not run"),
+    "what nothing runs": ((LLAMA, flat("short llama", {"context": 4}, 0, microbatch=8)), "context is not run"),
 }
 
 

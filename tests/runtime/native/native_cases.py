@@ -4,14 +4,14 @@ from itertools import pairwise
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm", "lm_head")
 GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in range(4)), "transformer.ln_f", "lm_head")
-SHORT = (*GPT2[:4], *GPT2[6:])
+SHORT, SHORT_LLAMA = (*GPT2[:4], *GPT2[6:]), (*LLAMA[:3], *LLAMA[5:])
 T5 = (
     *("encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
     *("decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head"),
 )
 DEEP = tuple(f"layers.{n}" for n in range(8))
 OWN = ("embed", *(f"layers.{n}" for n in range(4)), "head")
-BLOCKS = {"own": OWN, "llama": LLAMA, "gpt2": GPT2, "short": SHORT, "t5": T5, "deep": DEEP}
+BLOCKS = {"own": OWN, "llama": LLAMA, "short llama": SHORT_LLAMA, "gpt2": GPT2, "short": SHORT, "t5": T5, "deep": DEEP}
 
 
 def layers(blocks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ class Own(torch.nn.Module):
         return CausalLMOutput(logits=self.head(x * self.scale))
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5, "own": Own}
+MODELS = {"llama": llama, "gpt2": gpt2, "short": partial(gpt2, 2), "t5": t5, "own": Own}
 
 
 def make(name):

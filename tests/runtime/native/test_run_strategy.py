@@ -20,13 +20,13 @@ from rlplace.runtime.distributed.job import recipe
 
 pytest.importorskip("transformers")
 
-SIZES = "n_layer={},n_embd=32,n_head=4,vocab_size=64,n_positions=32"
+SIZES = "n_layer=2,n_embd=32,n_head=4,vocab_size=64,n_positions=32"
 PLAIN = ",attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
 HALVES = [(0, 1), (2, 3)]
-FOUR_LAYERS = "hf:gpt2," + SIZES.format(4) + PLAIN
+TWO_LAYERS = "hf:gpt2," + SIZES + PLAIN
 
 
-def strategy_plan(path, strategy, model=FOUR_LAYERS, **graph):
+def strategy_plan(path, strategy, model=TWO_LAYERS, **graph):
     """A plan for a strategy, without a search."""
     source = {
         "graph": {"model": model, "batch": 2, "seq": 8, "dtype": "fp32", "optimizer": "adam", **graph},
@@ -52,7 +52,7 @@ def run_verified(path, *options, within=1e-6):
 
 def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
     path = tmp_path / "p.plan.json"
-    plan = strategy_plan(path, chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1))
+    plan = strategy_plan(path, chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1))
     plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
     plan.save(path)
     found = run_verified(path, "--steps", 3, "--clip", 0.5)
@@ -66,7 +66,7 @@ def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
 @pytest.mark.slow
 def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
     first, second, folder = tmp_path / "p.plan.json", tmp_path / "t.plan.json", tmp_path / "checkpoints"
-    strategies = chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("gpt2", {"shard": 2, "tensor": 2}, 3)
+    strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("short", {"shard": 2, "tensor": 2}, 3)
     for path, strategy in zip((first, second), strategies, strict=True):
         plan = strategy_plan(path, strategy)
         plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
@@ -82,7 +82,7 @@ def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_what_place_chose_equals_the_plain_model(tmp_path):
     path = tmp_path / "t.plan.json"
-    arguments = ["place", "hf:gpt2," + SIZES.format(2) + PLAIN, "--cluster", "cpu:4", "--batch", "8", "--seq", "8"]
+    arguments = ["place", TWO_LAYERS, "--cluster", "cpu:4", "--batch", "8", "--seq", "8"]
     arguments += ["--dtype", "bf16", "--master-weights"]  # which is FSDP2's mixed precision
     assert main([*arguments, "--space", "tensor=1 replicate=2 pipeline=1 shard=2", "--out", str(path)]) == 0
     assert PlacementPlan.load(path).strategy.stages[0].mesh == {"replicate": 2, "shard": 2}
@@ -113,7 +113,7 @@ def refused(tmp_path, capsys, monkeypatch, alone):
     return line
 
 
-WHOLE = flat("gpt2", {"shard": 4}, 1)
+WHOLE = flat("short", {"shard": 4}, 1)
 
 
 def test_another_number_of_processes(refused):
@@ -127,8 +127,8 @@ def test_another_number_of_processes(refused):
 @pytest.mark.parametrize(
     ("strategy", "options", "graph", "reason"),
     [
-        (flat("gpt2", {"context": 4}, 0, microbatch=8), (), {}, "the axis context is not run yet"),
-        (flat("gpt2", {"shard": 4}, 1, devices=(0, 1, 3, 4)), (), {}, "plan for a cluster of these devices alone"),
+        (flat("short", {"context": 4}, 0, microbatch=8), (), {}, "the axis context is not run yet"),
+        (flat("short", {"shard": 4}, 1, devices=(0, 1, 3, 4)), (), {}, "plan for a cluster of these devices alone"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run(refused, strategy, options, graph, reason):
@@ -171,7 +171,7 @@ def test_what_other_verbs_cannot_do(refused, tmp_path, monkeypatch, words, reaso
 @pytest.mark.slow
 def test_measure_times_strategies_beside_each_other(tmp_path):
     paths = [tmp_path / f"{name}.plan.json" for name in ("chain", "sharded")]
-    strategies = chain("gpt2", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("gpt2", {"shard": 4}, 3)
+    strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("short", {"shard": 4}, 3)
     for path, strategy in zip(paths, strategies, strict=True):
         plan = strategy_plan(path, strategy)
         plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint

@@ -20,13 +20,12 @@ def _images(batch=4, size=32):
     return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.arange(batch) % 2}
 
 
-def gpt2(dropout=0.0):
+def gpt2(dropout=0.0, **sizes):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=64, bos_token_id=0, eos_token_id=0, use_cache=False,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 64, **sizes}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False)
     return GPT2LMHeadModel(config), _text(), _own_loss
 
 
@@ -40,12 +39,12 @@ def bert():
     return BertForMaskedLM(config), {**_text(), "attention_mask": torch.ones(4, 8, dtype=torch.long)}, _own_loss
 
 
-def llama():
+def llama(layers=1, kv_heads=2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
-        use_cache=False,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv_heads,
+        vocab_size=64, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config), _text(), _own_loss
 
@@ -60,12 +59,12 @@ def mixtral():
     return MixtralForCausalLM(config), _text(), _own_loss
 
 
-def t5():
+def t5(layers=1, heads=2):
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0,
-        use_cache=False,
+        d_model=32, d_ff=64, num_layers=layers, num_heads=heads, d_kv=32 // heads, vocab_size=64, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config), _text(), _own_loss
 

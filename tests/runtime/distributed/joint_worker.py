@@ -59,35 +59,22 @@ def build(name, world, *, seed=0, train=True, plan=None, double=False, given=Non
     return Built(model, inputs, loss, leaves, graph, plan, placement.joint, placement)
 
 
-class Job:
-    """A model that is run by an engine and as it is.
-
-    Attributes:
-        name, double, mode, given: Of the model: whether in double precision, in training mode, and its options.
-        built: What both run.
-        ranks: Of the plan.
-    """
-
-    def __init__(self, name, double, mode, given):
-        self.name, self.double, self.mode, self.given = name, double, mode, given or {}
-
-    def reference(self):
-        """The plain model as it was built, and its inputs."""
-        model, inputs, _ = make_model(self.name, self.double, **self.given)
-        return model.train(self.mode), inputs
-
-
-class Running(Job):
-    """What is built, with the joint-graph engine of this process."""
+class Running:
+    """A model with the joint-graph engine of this process, and what the plain one needs: `double`, its mode and its options."""
 
     def __init__(self, name, world, *, double=False, train=True, given=None, **options):
-        super().__init__(name, double, train, given)
+        self.name, self.double, self.mode, self.given = name, double, train, given or {}
         self.built = build(name, world, double=double, train=train, given=given, **options)
         self.ranks = ranks_of(self.built.plan, torch.device("cpu"))
         placement, model = self.built.placement, self.built.model
         owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(model)}
         self.own = own_tree(model, owners, self.ranks.rank, self.ranks.device)
         self.engine = Engine(placement, self.ranks, tensors_in(self.own))
+
+    def reference(self):
+        """The plain model as it was built, and its inputs."""
+        model, inputs, _ = make_model(self.name, self.double, **self.given)
+        return model.train(self.mode), inputs
 
 
 def plain_loss(running, model, step):

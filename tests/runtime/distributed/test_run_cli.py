@@ -18,21 +18,8 @@ MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
 
 def place(path, *options, cluster="cpu:2", planner="round_robin"):
-    arguments = [
-        "place",
-        MODEL,
-        "--cluster",
-        cluster,
-        "--planner",
-        planner,
-        "--microbatch",
-        "2",
-        "--seq",
-        "16",
-        "--out",
-        str(path),
-    ]
-    assert main([*arguments, *options]) == 0
+    words = f"place {MODEL} --cluster {cluster} --planner {planner} --microbatch 2 --seq 16 --out {path}"
+    assert main([*words.split(), *options]) == 0
 
 
 @pytest.fixture(scope="module")

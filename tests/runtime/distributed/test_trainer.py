@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import launch
 import numpy as np
 import pytest
+import small_models
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
@@ -25,12 +26,8 @@ from rlplace.runtime.distributed.graph.inputs import any_loss, micro_batch, take
 VOCABULARY, LENGTH = 48, 12
 
 
-def gpt2(**options):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**rates, **sizes, use_cache=False, **options))
+def gpt2():
+    return small_models.gpt2(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16)[0]
 
 
 def bert():

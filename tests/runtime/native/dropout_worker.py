@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import native_worker
+import small_models
 import torch
 from torch.nn import functional as F
 
@@ -37,14 +38,8 @@ class Masks:
 
 
 def make(attention="eager"):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_positions=32, vocab_size=native_worker.VOCABULARY, bos_token_id=0, eos_token_id=0,
-        use_cache=False, resid_pdrop=P, embd_pdrop=P, attn_pdrop=P, attn_implementation=attention,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).double().train()
+    return small_models.gpt2(P, n_head=4, attn_implementation=attention)[0].double().train()
 
 
 def prepared(strategy, attention="eager"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from functools import partial
 
+import small_models
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -16,36 +16,6 @@ from rlplace.runtime.native.run import prepare
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 64
 LARGEST_NORM = 0.5
-
-
-def llama(layers=4):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=VOCABULARY, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def gpt2(layers=4):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=layers, n_embd=32, n_head=4, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
-        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=VOCABULARY, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
 
 
 class Doubled(torch.autograd.Function):
@@ -87,7 +57,13 @@ class Own(torch.nn.Module):
         return CausalLMOutput(logits=self.head(x * self.scale))
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "short": partial(gpt2, 2), "t5": t5, "own": Own}
+MODELS = {
+    "llama": lambda: small_models.llama(layers=4, kv_heads=4)[0],
+    "gpt2": lambda: small_models.gpt2(n_layer=4, n_head=4)[0],
+    "short": lambda: small_models.gpt2(n_head=4)[0],
+    "t5": lambda: small_models.t5(layers=2, heads=4)[0],
+    "own": Own,
+}
 
 
 def make(name):

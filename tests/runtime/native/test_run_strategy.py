@@ -137,12 +137,12 @@ def test_what_cannot_be_run(refused, strategy, options, graph, reason):
 
 def test_dropout_is_not_compared_under_a_strategy():
     import torch
-    from native_worker import gpt2
+    from small_models import gpt2
 
     from rlplace.errors import InputError
     from rlplace.runtime.distributed.job.verify import Reference
 
-    model = gpt2(1)
+    model = gpt2(n_layer=1)[0]
     model.transformer.drop.p = 0.1
     updates = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = Reference(model, updates, torch.device("cpu"), loss=None, microbatches=1, seed=0, same_streams=False)

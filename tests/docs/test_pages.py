@@ -15,7 +15,7 @@ from rlplace.cli.main import build_parser
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
-PARTS = 4
+PARTS = 2
 
 
 def started(name):

@@ -1,9 +1,16 @@
-"""Simulated devices for all tests in this folder.
+"""Simulated devices for all tests in this folder, and a process that no job has started.
 
 They are registered when the tests are collected, because torch's autograd engine counts devices in the first backward pass of
 the process, which another test may run.
 """
 
+import pytest
 from sim_device import setup, sim  # noqa: F401, the fixture
 
 setup()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)

@@ -26,6 +26,15 @@ def plan_for(names, device_of_op, **fields):
     return PlacementPlan("0" * 64, "test", 0, np.asarray(device_of_op, dtype=np.int32), **fields)
 
 
+def split_plan(names, forward, backward):
+    """A plan with a group per op, and one for the backward of each."""
+    groups, devices = [], []
+    for op, a, b in zip(names, forward, backward, strict=True):
+        groups += [{"name": op, "modules": [], "ops": [op]}, {"name": f"{op}.backward", "modules": [], "ops": []}]
+        devices += [int(a), int(b)]
+    return PlacementPlan("0" * 64, "test", 0, np.asarray(devices, dtype=np.int32), groups=groups)
+
+
 def random_plan(names, devices, seed=0):
     """Every op anywhere."""
     return plan_for(names, np.random.default_rng(seed).integers(0, devices, len(names)))

@@ -17,15 +17,6 @@ from rlplace.runtime import streams
 from rlplace.runtime.apply import apply
 
 
-def split_plan(names, forward, backward):
-    """A group per op, and one for the backward of each."""
-    groups, devices = [], []
-    for op, a, b in zip(names, forward, backward, strict=True):
-        groups += [{"name": op, "modules": [], "ops": [op]}, {"name": f"{op}.backward", "modules": [], "ops": []}]
-        devices += [a, b]
-    return PlacementPlan("0" * 64, "test", 0, np.asarray(devices, dtype=np.int32), groups=groups)
-
-
 def build(name, devices, sim, seed=0, double=True):
     torch.manual_seed(0)
     model, inputs, loss_of = small_models.MODELS[name]()
@@ -35,7 +26,7 @@ def build(name, devices, sim, seed=0, double=True):
     reference = copy.deepcopy(model)
     names = equality.op_names(model, inputs)
     places = np.random.default_rng(seed).integers(0, devices, (2, len(names)))
-    placed = apply(model, split_plan(names, *places), sim(devices), example_inputs=inputs)
+    placed = apply(model, equality.split_plan(names, *places), sim(devices), example_inputs=inputs)
     return placed, reference, inputs, loss_of
 
 
@@ -55,7 +46,7 @@ def chain(devices=("sim:0", "sim:1"), backward=(1, 1, 1)):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double(), torch.randn(3, 4, dtype=torch.float64)
     reference = copy.deepcopy(model)
     names = equality.op_names(model, ((x,), {}))
-    return apply(model, split_plan(names, [0, 0, 0], backward), devices, example_inputs=(x,)), reference, x
+    return apply(model, equality.split_plan(names, [0, 0, 0], backward), devices, example_inputs=(x,)), reference, x
 
 
 def test_weights_are_where_their_backward_runs_and_travel_once(sim):
@@ -98,7 +89,7 @@ def test_dropout_is_the_same_in_forward_and_backward(sim):
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 8)
     names = equality.op_names(model, ((x,), {}))
-    placed = apply(model, split_plan(names, [0, 1], [1, 0]), sim(2), example_inputs=(x,))
+    placed = apply(model, equality.split_plan(names, [0, 1], [1, 0]), sim(2), example_inputs=(x,))
     torch.manual_seed(1)
     first = placed(x)
     first.sum().backward()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from equal import build as make_model
 from equal import largest_difference, loss_of
+from equality import split_plan
 
-from rlplace.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import build_joint
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
@@ -19,13 +19,9 @@ from rlplace.runtime.distributed.state.whole import own_tree
 from rlplace.runtime.held import meta_copy, tensors_in
 
 
-def plan_of(graph, forward, backward, **fields):
+def plan_of(graph, forward, backward):
     """A plan with a group per op, its backward in a group of its own."""
-    groups, devices = [], []
-    for op, a, b in zip(graph.op_of_node.values(), forward, backward, strict=True):
-        groups += [{"name": op, "modules": [], "ops": [op]}, {"name": f"{op}.backward", "modules": [], "ops": []}]
-        devices += [int(a), int(b)]
-    return PlacementPlan("0" * 64, "test", 0, np.asarray(devices, dtype=np.int32), groups=groups, **fields)
+    return split_plan(graph.op_of_node.values(), forward, backward)
 
 
 def random_places(graph, world, seed):
@@ -47,14 +43,14 @@ class Built:
     placement: object
 
 
-def build(name, world, *, seed=0, train=True, plan=None, double=False, given=None, **fields):
+def build(name, world, *, seed=0, train=True, plan=None, double=False, given=None):
     model, inputs, loss = make_model(name, double, **(given or {}))
     model.train(train)
     leaves = flat_inputs((), inputs)
     meta = meta_copy(model)
     graph = forward_graph(meta, (), inputs, loss=loss)
     if plan is None:
-        plan = plan_of(graph, *random_places(graph, world, seed), **fields)
+        plan = plan_of(graph, *random_places(graph, world, seed))
     placement = build_joint(graph, plan, torch.device("cpu"))
     return Built(model, inputs, loss, leaves, graph, plan, placement.joint, placement)
 

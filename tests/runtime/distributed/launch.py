@@ -36,6 +36,22 @@ def forks():
     return context
 
 
+def start_and_end(processes, timeout_s):
+    """Starts processes and waits for them; those that hang, by number, are killed after a time."""
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout_s
+    try:
+        for process in processes:
+            process.join(max(end - time.monotonic(), 0.0))
+    finally:
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+    return hung
+
+
 def _process(rank, world, path, function, arguments, timeout_s):
     torch.set_num_threads(1)
     faulthandler.enable(open(f"{path}/{rank}.crash", "w"))
@@ -66,17 +82,7 @@ def run(world, function, *arguments, timeout_s=120):
         processes = [
             forks().Process(target=_process, args=(rank, world, path, function, arguments, timeout_s)) for rank in range(world)
         ]
-        for process in processes:
-            process.start()
-        try:
-            for process in processes:
-                process.join(timeout_s)
-        finally:
-            hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+        hung = start_and_end(processes, timeout_s)
         errors = [
             f"rank {rank} ended by {signal.Signals(-process.exitcode).name}"
             for rank, process in enumerate(processes)
@@ -129,15 +135,9 @@ def forked(processes, *command, cwd=".", timeout_s=240):
     with tempfile.TemporaryDirectory() as path:
         given = (path, store.port, list(map(str, command)), str(cwd))
         jobs = [forks().Process(target=_program, args=(rank, processes, *given)) for rank in range(processes)]
-        for job in jobs:
-            job.start()
-        end = time.monotonic() + timeout_s
-        for job in jobs:
-            job.join(max(end - time.monotonic(), 0.0))
-        for job in jobs:
-            job.kill()
-            job.join()
+        hung = start_and_end(jobs, timeout_s)
         out, err = ([Path(path, f"{rank}.{name}").read_text() for rank in range(processes)] for name in ("out", "err"))
+    assert not hung, f"ranks {hung} did not end within {timeout_s} s: {err}"
     return next((job.exitcode for job in jobs if job.exitcode), 0), out, "".join(err)
 
 

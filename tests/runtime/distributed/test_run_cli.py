@@ -29,13 +29,9 @@ def plan(tmp_path_factory):
     return path
 
 
-def run_under_torchrun(*arguments):
-    return torchrun(2, "-m", "rlplace", "run", *arguments)
-
-
 @pytest.mark.slow
 def test_trains_and_verifies_under_torchrun(plan):
-    code, out, err = run_under_torchrun("--plan", plan, "--steps", 4, "--verify", "--clip", 1.0, "--json")
+    code, out, err = torchrun(2, "-m", "rlplace", "run", "--plan", plan, "--steps", 4, "--verify", "--clip", 1.0, "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["verified"]["equal"] and found["verified"]["reference"] == "graph"  # gpt2 has dropout
@@ -80,12 +76,6 @@ def test_arguments_that_do_not_go_together(plan, capsys):
     assert main(["run", "--plan", str(plan.parent / "none.plan.json")]) == 2
     with pytest.raises(SystemExit):
         main(["run", "--plan", str(plan), "--lr", "-1"])
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):

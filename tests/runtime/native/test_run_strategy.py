@@ -90,12 +90,6 @@ def test_what_place_chose_equals_the_plain_model(tmp_path):
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
 def refused(tmp_path, capsys, monkeypatch, alone):
     """The line that a verb refuses a strategy with."""
 

@@ -121,14 +121,7 @@ def test_a_users_code_is_type_checked(installed, tmp_path):
     said = python(*check, cwd=tmp_path, rc=1, MYPYPATH=str(installed))
     types = re.findall(r'Revealed type is "([^"]*)"', said)
     found = [name.rpartition(".")[2] for name in types]
-    assert found == [
-        "OpGraph",
-        "PlacementPlan",
-        "float | None",
-        "Agent",
-        "Explanation",
-        "Module",
-    ]
+    assert found == ["OpGraph", "PlacementPlan", "float | None", "Agent", "Explanation", "Module"]
     errors = [line for line in said.splitlines() if ": error:" in line]
     assert len(errors) == 2 and "[assignment]" in errors[0] and "[arg-type]" in errors[1], said
 

@@ -65,10 +65,7 @@ def fork_join(width: int = 8, num_devices: int = 4) -> Toy:
     sink = width + 1
     tensors = [TensorSpec(0, 0, list(range(1, sink)))] + [TensorSpec(i, 0, [sink]) for i in range(1, sink)]
     problem = build_problem(
-        "fork_join",
-        time_s=[[1.0] * num_devices] * (width + 2),
-        tensors=tensors,
-        memory_bytes=[None] * num_devices,
+        "fork_join", time_s=[[1.0] * num_devices] * (width + 2), tensors=tensors, memory_bytes=[None] * num_devices
     )
     return Toy(problem, float(-(-width // num_devices) + 2), [0, *(i % num_devices for i in range(width)), 0])
 
@@ -108,11 +105,7 @@ def two_branches() -> Toy:
     """
     tensors = [TensorSpec(op, 1, [following]) for op, following in ((0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6))]
     problem = build_problem(
-        "two_branches",
-        time_s=[[1.0, 1.0]] * 7,
-        tensors=tensors,
-        memory_bytes=[None, None],
-        bandwidth_bytes_per_s=2.0,
+        "two_branches", time_s=[[1.0, 1.0]] * 7, tensors=tensors, memory_bytes=[None, None], bandwidth_bytes_per_s=2.0
     )
     return Toy(problem, 4.5, [0, 0, 0, 1, 1, 1, 0])
 

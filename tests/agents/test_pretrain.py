@@ -28,10 +28,7 @@ def files(tmp_path_factory):
 
 def labels_of(features, change):
     features, change = np.asarray(features, dtype=np.float16), np.asarray(change, dtype=np.float32)
-    return Labels(
-        features=features,
-        change=change,
-    )
+    return Labels(features=features, change=change)
 
 
 def test_the_loss_is_zero_at_the_target_and_nowhere_else():

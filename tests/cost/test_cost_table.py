@@ -95,11 +95,7 @@ CURVES = ("kinds", "a100-80g", "curves")
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 8}, "seconds": -1}], "seconds"),
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {}, "seconds": 1}], "dims: expected an object of 1 or more"),
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"q": 1}, "seconds": 1}], "unknown dim 'q'"),
-        (
-            ("kinds", "a100-80g", "measured", 0, "shapes"),
-            [{"dims": {"m": 1.5}, "seconds": 1}],
-            "dims.*expected a whole",
-        ),
+        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 1.5}, "seconds": 1}], "dims.*expected a whole"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_line(path, value, message):

@@ -70,11 +70,7 @@ def test_figures_are_those_of_simulations_and_causes_add_up(seed):
 
 def test_where_a_group_may_not_sit():
     problem = build_problem(
-        "bars",
-        time_s=[[1.0, np.nan], [1.0, 1.0]],
-        tensors=[],
-        memory_bytes=[None, None],
-        group_device=[-1, 0],
+        "bars", time_s=[[1.0, np.nan], [1.0, 1.0]], tensors=[], memory_bytes=[None, None], group_device=[-1, 0]
     )
     first, second = choices(problem, [0, 0], {"a": [0], "b": [1]})
     assert first.alternatives[0].reason == "cannot run on gpu1" and second.alternatives[0].reason == "fixed to gpu0"

@@ -68,12 +68,7 @@ def test_transposed_convolution():
 
 @pytest.mark.parametrize(
     ("kind", "gates", "options"),
-    [
-        ("LSTM", 4, {}),
-        ("LSTM", 4, {"bidirectional": True}),
-        ("GRU", 3, {"batch_first": True}),
-        ("RNN", 1, {"bias": False}),
-    ],
+    [("LSTM", 4, {}), ("LSTM", 4, {"bidirectional": True}), ("GRU", 3, {"batch_first": True}), ("RNN", 1, {"bias": False})],
 )
 @pytest.mark.parametrize("method", ["export", "dispatch"])
 def test_recurrent_layers_are_whole(kind, gates, options, method):

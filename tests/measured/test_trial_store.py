@@ -144,13 +144,7 @@ def test_filters():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"site": ""},
-        {"site": OTHER_SITE.fingerprint},
-        {"device_of_group": plan_number(5)},
-        {"mode": "replayed"},
-    ],
+    "change", [{"site": ""}, {"site": OTHER_SITE.fingerprint}, {"device_of_group": plan_number(5)}, {"mode": "replayed"}]
 )
 def test_a_trial_ends_under_the_conditions_that_it_began_under(change):
     with new_store() as store:

@@ -195,10 +195,7 @@ def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
     ]
     LOG.clear()
     assert streams.finish(moving).device == torch.device("cuda:1")
-    assert LOG == [
-        "compute of cuda:1 waits for event of side of cuda:1",
-        "memory on cuda:1 is used by compute of cuda:1",
-    ]
+    assert LOG == ["compute of cuda:1 waits for event of side of cuda:1", "memory on cuda:1 is used by compute of cuda:1"]
 
 
 @pytest.mark.parametrize(

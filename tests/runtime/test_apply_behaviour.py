@@ -236,13 +236,7 @@ def test_gradients_and_hooks_on_parameters_survive_the_move(sim):
 
 
 @pytest.mark.parametrize(
-    ("name", "planner"),
-    [
-        ("gpt2", "round_robin"),
-        ("t5", "metis"),
-        ("lstm", "balanced"),
-        ("dlrm", "random"),
-    ],
+    ("name", "planner"), [("gpt2", "round_robin"), ("t5", "metis"), ("lstm", "balanced"), ("dlrm", "random")]
 )
 def test_planned_model_runs_as_planned(sim, name, planner):
     torch.manual_seed(0)

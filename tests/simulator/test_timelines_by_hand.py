@@ -94,11 +94,7 @@ def test_tasks_that_end_together_queue_in_op_order_then_transfers_in_tensor_orde
 
 def test_everything_that_ends_counts_before_devices_choose(run: Callable[..., Timeline]) -> None:
     problem = build_problem(
-        "instant",
-        time_s=[[1.0, 1.0]] * 4,
-        tensors=[TensorSpec(0, 0, [3])],
-        memory_bytes=[None, None],
-        group=[0, 1, 1, 1],
+        "instant", time_s=[[1.0, 1.0]] * 4, tensors=[TensorSpec(0, 0, [3])], memory_bytes=[None, None], group=[0, 1, 1, 1]
     )
     line = run(problem, [0, 1], priority=np.array([0.0, 5.0, 1.0, 2.0]))
     # At 1 s op 1 ends, op 0 ends, its tensor moves in no time, and op 3 is ready when device 1 chooses.

@@ -217,8 +217,7 @@ def test_devices_that_are_alike_may_change_places():
         costs, draft = random_costs(rng, cluster, 10), random_draft(rng, cluster, 10, wild=False)
         turned = rng.permutation(8)
         other = dataclasses.replace(
-            draft,
-            places=tuple(dataclasses.replace(p, devices=tuple(turned[list(p.devices)].tolist())) for p in draft.places),
+            draft, places=tuple(dataclasses.replace(p, devices=tuple(turned[list(p.devices)].tolist())) for p in draft.places)
         )
         one, two = (Evaluator(costs, cluster).evaluate(item) for item in (draft, other))
         assert two.step_time_s == pytest.approx(one.step_time_s, rel=1e-12)

@@ -45,11 +45,7 @@ def test_points_may_come_in_any_order():
 
 @pytest.mark.parametrize(
     "curve",
-    [
-        STEP,
-        BatchCurve(min_epochs=3.5, critical_batch=777.0, name="gnmt"),
-        BatchCurve(min_epochs=3.5, critical_batch=math.inf),
-    ],
+    [STEP, BatchCurve(min_epochs=3.5, critical_batch=777.0, name="gnmt"), BatchCurve(min_epochs=3.5, critical_batch=math.inf)],
 )
 def test_files_come_back_as_they_were(tmp_path, curve):
     curve.save(tmp_path / "c.json")

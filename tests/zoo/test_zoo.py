@@ -183,11 +183,7 @@ def test_function_of_a_module_in_the_current_folder(model_file, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("wrong", "must return"),
-        ("raises", "raised ValueError: first line$"),
-        ("build,depth=3", "unknown option"),
-    ],
+    [("wrong", "must return"), ("raises", "raised ValueError: first line$"), ("build,depth=3", "unknown option")],
 )
 def test_functions_refused(model_file, name, words):
     with pytest.raises(InputError, match=words):

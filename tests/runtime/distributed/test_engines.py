@@ -128,13 +128,7 @@ def test_refusals_on_a_job(found):
     assert first == second
     for text, rank, op in ((other, 0, "%linear_1 :"), (another, 1, "%relu :")):
         assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
-    expected = (
-        "must be whole blocks of the model",
-        "'mine'",
-        "3 devices",
-        "different plans",
-        "another model",
-    )
+    expected = ("must be whole blocks of the model", "'mine'", "3 devices", "different plans", "another model")
     for text, part in zip(first, expected, strict=True):
         assert part in text and "\n" not in text, text
 

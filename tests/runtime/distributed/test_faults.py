@@ -144,8 +144,7 @@ def test_out_of_memory(tmp_path):
     assert codes == [1, 1]
     (line,) = lines
     assert re.search(
-        rf"rank 0 \(stage 0, {HOST}\) ran out of memory in the gradients of its parameters: .*allocate 2.00 GiB",
-        line,
+        rf"rank 0 \(stage 0, {HOST}\) ran out of memory in the gradients of its parameters: .*allocate 2.00 GiB", line
     )
 
 

@@ -191,13 +191,7 @@ def loss_outside():
     """Losses and gradients of a model whose loss is given to `distribute`, by a plan that was captured with one."""
     torch.manual_seed(0)
     model, x, y = Scores(), torch.randn(8, 6), torch.randint(4, (8,))
-    plan = rlplace.place(
-        model,
-        "cpu:2",
-        planner="single",
-        example_inputs=(x,),
-        loss=lambda output: F.cross_entropy(output, y),
-    )
+    plan = rlplace.place(model, "cpu:2", planner="single", example_inputs=(x,), loss=lambda output: F.cross_entropy(output, y))
     moved = plan.device_of_group.copy()
     moved[len(moved) // 2 :] = 1
     plan = rlplace.PlacementPlan(**{**vars(plan), "device_of_group": moved})

@@ -199,9 +199,6 @@ def test_what_places_groups_names_what_runs_a_strategy(tmp_path):
     from rlplace.plan.device_map import to_device_map
 
     plan = strategy_plan(tmp_path / "s.plan.json", WHOLE)
-    for call in (
-        lambda: rlplace.apply(None, plan, ["cpu"]),
-        lambda: to_device_map(plan),
-    ):
+    for call in (lambda: rlplace.apply(None, plan, ["cpu"]), lambda: to_device_map(plan)):
         with pytest.raises(InputError, match=r"whole strategy, .*rlplace\.distribute"):
             call()

@@ -55,7 +55,7 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
         for j in range(len(names))
         if i != j
     ]
-    groups = {
+    groups: dict[str, Any] = {
         kind: [
             {"devices": [names[rank] for rank in ranks], "seconds": seconds}
             for ranks, seconds in zip(times.groups, by_group.tolist(), strict=True)

@@ -95,7 +95,7 @@ class _Stage(pipelining.PipelineStage):
     """Tells the module which micro-batch runs."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.at = fwd_chunk_id
+        self.submod.at = fwd_chunk_id  # type: ignore[assignment]
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 

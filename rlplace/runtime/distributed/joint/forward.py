@@ -163,7 +163,7 @@ class PlacedForward:
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardGraph:
         own = vars(self.model)  # export sees the class's own forward, and copies the module
-        hidden = {key: own.pop(key) for key in ("forward", "__deepcopy__") if key in own}
+        hidden: dict[str, Any] = {key: own.pop(key) for key in ("forward", "__deepcopy__") if key in own}
         try:
             return self._graphs(self.model, args, kwargs, None, None)
         finally:

@@ -284,5 +284,5 @@ class Traced:
             if layout is not None:
                 axes[tensor] = layout[0]
                 access[tensor] = {op: layout[1][f] for op in (producer, *users) if (f := forward_of.get(op, -1)) in layout[1]}
-        statistics = {op: layouts.statistics(op, access) for op, access in self.accesses.items() if access.statistics}
+        statistics = {op: layouts.statistics(op, space) for op, space in self.accesses.items() if space.statistics}
         return Indices(layouts.dims, axes, access, statistics)

@@ -94,8 +94,10 @@ def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
 class _Stage(pipelining.PipelineStage):
     """Tells the module which micro-batch runs."""
 
+    submod: StageModule
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.at = fwd_chunk_id  # type: ignore[assignment]
+        self.submod.at = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 

@@ -114,11 +114,16 @@ def run(page: Path, names: dict[str, object]) -> None:
             print(f"+ {page.relative_to(ROOT)}:{block.line}", flush=True)
             lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
             verbs = [verb_of(words) for words in lines]
-            if None not in verbs:
+            if None not in verbs and not in_a_job():
                 for processes, words in verbs:
                     run_verb(processes, words)
             else:
                 subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
+
+
+def in_a_job() -> bool:
+    """Whether the page has made this process a job of its own, which forks would inherit."""
+    return "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
 
 
 def verb_of(words: list[str]) -> tuple[int, list[str]] | None:

@@ -312,12 +312,6 @@ def test_sources_that_cannot_be(tmp_path):
         problems.cases_of([str(tmp_path)], cluster="a100-80g:2")
 
 
-def test_what_made_a_set_is_told_by_versions_and_sources():
-    found = sources.made_by()
-    assert set(found) == {"torch", "numpy", "transformers", "sources"}
-    assert len(found["sources"]) == 64
-
-
 # The shapes that only the splits have
 
 

@@ -233,7 +233,13 @@ class Sleeper:
             else:
                 entered: list[float] = []  # after the hooks of the tensor, in one of which the next block sleeps
                 made.grad_fn.register_prehook(lambda gradients: entered.append(self.clock()))
-                taken.register_hook(lambda gradient: self.pay(backward_s_now(), entered.pop() if entered else self.clock()))
+                hooks: list[Any] = []  # removed when called: stages keep what they receive into from step to step
+
+                def leaves(gradient: Any) -> None:
+                    hooks.pop().remove()
+                    self.pay(backward_s_now(), entered.pop() if entered else self.clock())
+
+                hooks.append(taken.register_hook(leaves))
 
         block.register_forward_pre_hook(before, with_kwargs=True)
         block.register_forward_hook(after, with_kwargs=True)

@@ -5,26 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from benchmarks.agent import measure, methods, tables
 from benchmarks.agent.__main__ import main
-from benchmarks.agent.jobs import matrix, pick, random_cases
+from benchmarks.agent.jobs import random_cases
 from benchmarks.agent.measure import Job, check, floor_of, run_row
-from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
+from benchmarks.agent.records import AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.means import interval
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.planners.common import groupgraph
@@ -99,37 +93,6 @@ def test_every_row_has_a_problem_of_its_own_with_what_the_floor_derived(info: Ca
     assert own in lowering.lower.results and own in groupgraph.group_graph.results
 
 
-def test_agents_are_named_by_label_weights_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_checkpoint(name: str) -> SimpleNamespace:
-        network = torch.nn.Linear(3, 2)
-        torch.nn.init.constant_(network.weight, 1.0)
-        torch.nn.init.constant_(network.bias, 1e-7 if name == "other" else 0.0)
-        network.config = "3x2"
-        return SimpleNamespace(network=network)
-
-    monkeypatch.setattr(methods, "load_checkpoint", load_checkpoint)
-    method = methods.learned("n1=runs/a,samples=1,untrained=1,heat=0.5,mode=fast", ABLATION)
-    assert (method.name, method.role, method.checkpoint) == ("n1", ABLATION, "runs/a")
-    assert method.options == {"samples": 1, "untrained": 1, "heat": 0.5, "mode": "fast"}
-    assert method.fingerprint == methods.learned("b").fingerprint != methods.learned("other").fingerprint
-    assert methods.learned("runs/a").name == "a"
-    with pytest.raises(InputError, match="option=value"):
-        methods.learned("default,samples")
-    with pytest.raises(InputError, match="two methods are called a"):
-        methods.chosen_methods([], ["a", "runs/a"], ())
-    assert methods.rival("annealing,cooling=0.1,start_temperature=0").name == "annealing cooling=0.1 start_temperature=0"
-
-
-def test_rows_are_asked_budget_by_budget_and_cases_are_picked_by_name() -> None:
-    cases = random_cases(5)
-    asked = matrix(cases, [methods.rival("annealing"), methods.rival("random")], "64,1s", seeds=2, agent_seeds=1)
-    assert len(asked) == 40 and {str(budget) for _, _, budget, _ in asked[:20]} == {"64 calls"}
-    assert pick(cases, "") == cases
-    assert [case.name for case in pick(cases, "random-1,random-4")] == ["random-1", "random-4"]
-    with pytest.raises(InputError, match="no case has such a name"):
-        pick(cases, "nothing")
-
-
 def test_budgets() -> None:
     assert [str(Budget.parse(text)) for text in ("64", "64 calls", "1s", "0.5 s")] == ["64 calls", "64 calls", "1 s", "0.5 s"]
     assert Budget.parse("256").arguments == {"calls": 256} and Budget.parse("5s").arguments == {"time_limit_s": 5.0}
@@ -153,20 +116,6 @@ def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words[:2], "--report"]) == 0
     assert "| over the floor, all, 2 cases | 8 calls | 16 calls |" in capsys.readouterr().out
     assert main([*words, "--budgets", "x"]) == 2 and "error: budget 'x'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_two_processes_make_the_rows_that_one_makes(tmp_path: Path) -> None:
-    words = ["--set", "random", "--agents", "", "--methods", "annealing,brkga", "--budgets", "32", "--seeds", "1"]
-    files = [tmp_path / f"{processes}.jsonl" for processes in (1, 2)]
-    assert main([*words, "--out", str(files[0]), "--processes", "1"]) == 0
-    command = [sys.executable, "-m", "benchmarks.agent", *words, "--out", str(files[1]), "--processes", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert "| over the floor, all, 6 cases | 32 calls |" in done.stdout
-    one, two = (Store({}, file, report=True) for file in files)
-    assert {key: row.step_time_s for key, row in one.rows.items()} == {key: row.step_time_s for key, row in two.rows.items()}
-    assert {name: info.floor for name, info in one.cases.items()} == {name: info.floor for name, info in two.cases.items()}
 
 
 def filled(path: Path | None = None) -> Store:
@@ -210,25 +159,6 @@ def test_seeds_weigh_alike_within_a_method_and_methods_within_a_case() -> None:
         row("a", "one", 1e-9, "256 calls"),
     ]  # fmt: skip
     assert math.exp(tables.log_steps(rows, ["one", "two"], "64 calls")["a"]) == pytest.approx(4.0)
-
-
-def test_a_mean_is_over_the_cases_that_both_have() -> None:
-    ours = {"a": math.log(2.0), "b": math.log(3.0), "c": math.log(5.0)}
-    theirs = {"a": math.log(1.0), "b": math.log(6.0), "d": 0.0}
-    assert (
-        tables.show_ratio(ours, theirs, ["a", "b", "c", "d"]) == "1.0000 (2)" and tables.show_ratio(ours, theirs, ["c"]) == ""
-    )
-
-
-def test_interval_covers_the_truth_as_often_as_it_says() -> None:
-    rng, hits = np.random.default_rng(2), 0
-    for number in range(100):
-        low, high = interval(rng.normal(0.0, 0.1, 40), seed=number)
-        assert low is not None and high is not None
-        hits += low <= 1.0 <= high
-    assert 87 <= hits <= 100
-    logs = rng.normal(size=20)
-    assert interval(logs) == interval(logs) != interval(logs, seed=1) and interval(logs[:2]) == (None, None)
 
 
 def test_the_file_reads_back_also_after_a_cut_and_refuses_damage(tmp_path: Path) -> None:

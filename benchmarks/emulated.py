@@ -2,7 +2,6 @@
 
     sudo python benchmarks/emulated.py                     all rows, about an hour; rows that stand there are not run again
     sudo python benchmarks/emulated.py --models llama --rates 200mbit
-    sudo python benchmarks/emulated.py --slower 10         devices and links ten times slower, for a machine that has other work
     python benchmarks/emulated.py --table                  the table of docs/runtime/hosts.md from the rows
 
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
@@ -15,7 +14,6 @@ them on a processor: `fully_shard` gathers the next block's parameters and reduc
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import tempfile
@@ -119,36 +117,23 @@ def captured(model: str) -> tuple[Any, ...]:
 
 
 @cache
-def links_of(rate: str, slower: float) -> Any:
+def links_of(rate: str) -> Any:
     """The hosts with the links and collectives that are measured between them."""
-    host = cpu_kind(1, 1 << 40, "sleeper")
-    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate) / slower)) as hosts:
-        return measure_cluster(hosts, kinds=[host] * HOSTS)
+    speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
+    kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
+    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate))) as hosts:
+        return measure_cluster(hosts, kinds=[kind] * HOSTS)
 
 
-def asked(model: str, rate: str, slower: float) -> Any:
-    """The planner's question for a model on the hosts."""
-    from rlplace.strategy.plan import ask
-
-    host = cpu_kind(1, 1 << 40, "sleeper")
-    kind = msgspec.structs.replace(
-        host,
-        peak_flops={"float32": FLOPS / slower},
-        memory_bandwidth_bytes_per_s=BYTES_PER_S / slower,
-        **{name: getattr(host, name) * slower for name in ("launch_s", "gemm_half_s", "bandwidth_half_s")},
-    )
-    cluster = dataclasses.replace(links_of(rate, slower), kinds=(kind,) * HOSTS)
-    first, other, why_not, only = captured(model)
-    return ask(first, cluster, BATCH, other=other, why_not=why_not, only=only)
-
-
-def cells(model: str, rate: str, slower: float) -> list[dict[str, Any]]:
+def cells(model: str, rate: str) -> list[dict[str, Any]]:
     """Every strategy that runs, with what is predicted and how long its blocks sleep."""
     from rlplace.strategy.costs import Cut
     from rlplace.strategy.op_level import OpLevel
+    from rlplace.strategy.plan import ask
     from rlplace.strategy.search import search
 
-    question = asked(model, rate, slower)
+    first, other, why_not, only = captured(model)
+    question = ask(first, links_of(rate), BATCH, other=other, why_not=why_not, only=only)
     costs, finer = question.costs, OpLevel(question, float("inf"))
     forward_s = costs.passes(0, Cut(BATCH)).forward_s
     found = dict(drafts(forward_s))
@@ -158,7 +143,6 @@ def cells(model: str, rate: str, slower: float) -> list[dict[str, Any]]:
         try:
             strategy = draft.strategy(costs.names)
             reason = None if question.why_not is None else question.why_not(draft)
-            said = question.scores.evaluate(draft)
             op_level_s = finer.evaluate(draft).step_time_s
         except InputError as error:
             reason = str(error)
@@ -166,8 +150,7 @@ def cells(model: str, rate: str, slower: float) -> list[dict[str, Any]]:
             print(f"{model} {rate} {name}: {reason}", file=sys.stderr)
             continue
         sleeps = [_sleeps(costs, draft, stage) for stage in range(draft.stages)]
-        row = {"model": model, "rate": rate, "slower": slower, "name": name}
-        row |= {"predicted_s": op_level_s, "by_blocks_s": said.step_time_s}
+        row = {"model": model, "rate": rate, "name": name, "predicted_s": op_level_s}
         asked_for.append({**row, "strategy": strategy.to_dict(), "sleeps": sleeps})
     return asked_for
 
@@ -370,7 +353,7 @@ def _stages(cell: dict[str, Any]) -> list[dict[str, Any]]:
     return stages
 
 
-def measure(asked_for: list[dict[str, Any]], rate: str, slower: float) -> None:
+def measure(asked_for: list[dict[str, Any]], rate: str) -> None:
     """Runs cells on the hosts and appends their rows; where one fails, the others go on in another launch."""
     left = list(asked_for)
     while left:
@@ -381,7 +364,7 @@ def measure(asked_for: list[dict[str, Any]], rate: str, slower: float) -> None:
                 told = json.loads(line)
                 done[told["name"]] = told["step_s"]
                 cell = next(cell for cell in left if cell["name"] == told["name"])
-                row = {key: cell[key] for key in ("model", "rate", "slower", "name", "predicted_s", "by_blocks_s")}
+                row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")}
                 with ROWS.open("a") as file:
                     file.write(json.dumps({**row, "step_s": told["step_s"]}) + "\n")
                 print(f"{row['model']} {rate} {row['name']}: {told['step_s']} predicted {row['predicted_s']:.3f}", flush=True)
@@ -390,7 +373,7 @@ def measure(asked_for: list[dict[str, Any]], rate: str, slower: float) -> None:
 
         count = _width(left[0])  # processes are as many as devices
         batch = [cell for cell in left if _width(cell) == count]
-        with tempfile.TemporaryDirectory() as folder, emulated_hosts(HostsSpec(count, parse_rate(rate) / slower)) as hosts:
+        with tempfile.TemporaryDirectory() as folder, emulated_hosts(HostsSpec(count, parse_rate(rate))) as hosts:
             path = Path(folder) / "cells.json"
             path.write_text(json.dumps(batch))
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(path)]
@@ -419,25 +402,21 @@ def table() -> None:
     """The rows by model and rate."""
     groups = defaultdict(list)
     for row in rows():
-        found = row["predicted_s"], float(np.median(row["step_s"])), row["name"]
-        groups[row["model"], row["rate"], row["slower"]].append(found)
+        groups[row["model"], row["rate"]].append((row["predicted_s"], float(np.median(row["step_s"]))))
     print("| model, links | plans | rank correlation | mean error | pick above the fastest |")
     print("|---|---|---|---|---|")
-    for (model, rate, slower), found in groups.items():
-        predicted, measured, _ = zip(*found, strict=True)
+    for (model, rate), found in groups.items():
+        predicted, measured = zip(*found, strict=True)
         error = np.mean([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
         pick = min(found)[1] / min(measured) - 1
-        where = f"{model}, {rate}" + (f", all {slower:g} times slower" if slower != 1 else "")
         correlation = rank_correlation(predicted, measured)
-        print(f"| {where} | {len(found)} | {correlation:.3f} | {100 * error:.1f} % | {100 * pick:.1f} % |")
+        print(f"| {model}, {rate} | {len(found)} | {correlation:.3f} | {100 * error:.1f} % | {100 * pick:.1f} % |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--slower", type=float, default=1.0)
-    parser.add_argument("--names", nargs="+", help="only these strategies")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -445,13 +424,10 @@ def main() -> None:
         return worker(args.worker)
     if args.table:
         return table()
-    known = {(row["model"], row["rate"], row["slower"], row["name"]) for row in rows()}
+    known = {(row["model"], row["rate"], row["name"]) for row in rows()}
     for model in args.models:
         for rate in args.rates:
-            found = [c for c in cells(model, rate, args.slower) if (model, rate, args.slower, c["name"]) not in known]
-            found = [c for c in found if not args.names or c["name"] in args.names]
-            if found:
-                measure(found, rate, args.slower)
+            measure([cell for cell in cells(model, rate) if (model, rate, cell["name"]) not in known], rate)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
 
 
 def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
-    """Whether collectives in some groups and collectives in others use a channel together: a network card, a port, a bus.
+    """Whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
         links: Links of D devices.
@@ -119,11 +119,8 @@ def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
     channels = links.effective_channels
     used: list[set[int]] = []
     for several in (groups, others):
-        rings = [
-            _ring_hops(links, group, _parts(links, group))
-            for group in (_checked(links, own) for own in several if len(own) > 1)
-        ]
-        used.append({channel for hops in rings for i, j in hops for channel in channels[i][j]})
+        rings = [_ring(links, _checked(links, group)) for group in several if len(group) > 1]
+        used.append({channel for ring in rings for i, j in hops_of(ring) for channel in channels[i][j]})
     return not used[0].isdisjoint(used[1])
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlplace.strategy import columns as c
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.expand_pass import PassBuild
 from rlplace.strategy.meshes import Lane, stage_actions
@@ -28,7 +29,9 @@ class LaneBuild:
         draft, costs = whole.draft, whole.costs
         self.whole, self.build, self.draft, self.number, self.lane = whole, whole.build, draft, number, lane
         self.rows = placed_blocks(draft, lane, whole.packer)
-        self.meets = [whole.traffic.meets(place) for place in draft.places]
+        costed = whole.packer.costed
+        kept = [costed.place(place, costed.seat(place)) for place in draft.places]
+        self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in kept]
         step = costs.step_ops(whole.split)
         kind_of = kind_numbers(costs, whole.cluster)
         self.stages = []

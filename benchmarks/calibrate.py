@@ -1,17 +1,14 @@
-"""Predicted against measured training step time (and memory on a GPU), after calibration on other models.
+"""Predicted against measured training step time on the CPU, after calibration on other models.
 
-Usage: python benchmarks/calibrate.py [--folder calibration] [--device cpu|cuda:0] [--repeats 15] [--time-limit 30]
+Usage: python benchmarks/calibrate.py [--folder calibration] [--repeats 15] [--time-limit 30]
 
 Every model is measured by ``rlplace measure --ops --step`` in a process of its own; files that are there already are kept, so
 the run can be resumed. Then ``rlplace calibrate`` fits the models of the first list, and each model of the second list is
 captured, priced with the table that came out and simulated on one device. Nothing of the second list enters the fit.
 
-On the CPU: float32, Adam, one torch thread, about 10 minutes on two idle cores. Measured is the median wall time of the steps
-that kept the processor, or the thread's processor time when most did not; the column ``kept`` says how many did.
-
-On a CUDA device: float32 and bfloat16, calibrated on gpt2, bert, resnet and a llama of 1B parameters, predicted for four other
-models; memory is ``torch.cuda.max_memory_allocated`` against the simulated peak without the context. This part has not been run
-on hardware yet.
+float32, Adam, one torch thread, about 10 minutes on two idle cores. Measured is the median wall time of the steps that kept the
+processor, or the thread's processor time when most did not; the column ``kept`` says how many did. `benchmarks.gpu` is the same
+for a CUDA device.
 """
 
 import argparse
@@ -20,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CPU_FIT = {
+FIT = {
     "bert": ("hf:bert,num_hidden_layers=3,hidden_size=384,num_attention_heads=6,intermediate_size=1536,vocab_size=6000", 4, 96),
     "gpt2-small": ("hf:gpt2,n_layer=3,n_embd=256,n_head=4,vocab_size=12000", 4, 160),
     "vit": ("hf:vit,num_hidden_layers=4", 2, 1),
@@ -35,7 +32,7 @@ CPU_FIT = {
     "mobilenet": ("hf:mobilenet_v2", 4, 1),
     "regnet": ("hf:regnet", 2, 1),
 }
-CPU_PREDICT = {
+PREDICT = {
     "gpt2": ("hf:gpt2,n_layer=4,n_embd=512,n_head=8,vocab_size=8000", 4, 128),
     "bart": (
         "hf:bart,d_model=640,encoder_layers=2,decoder_layers=2,encoder_ffn_dim=1920,decoder_ffn_dim=1920,"
@@ -46,62 +43,36 @@ CPU_PREDICT = {
     "swin": ("hf:swin", 1, 1),
 }  # fmt: skip
 
-_QWEN = "hf:qwen2,hidden_size=896,intermediate_size=4864,num_hidden_layers=24,num_attention_heads=14,num_key_value_heads=2"
-_LLAMA = "hf:llama,hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,num_attention_heads=32,num_key_value_heads=8"
-GPU_FIT = {
-    "gpt2": ("hf:gpt2", 8, 512),
-    "bert": ("hf:bert", 16, 512),
-    "resnet": ("hf:resnet", 64, 1),
-    "llama-1b": (_LLAMA, 2, 1024),
-}
-GPU_PREDICT = {
-    "gpt2-medium": ("hf:gpt2,n_layer=24,n_embd=1024,n_head=16", 4, 512),
-    "distilbert": ("hf:distilbert", 32, 256),
-    "regnet": ("hf:regnet", 64, 1),
-    "qwen2-0.5b": (_QWEN, 4, 512),
-}
-
 
 def main() -> None:
     """Measures what is missing, calibrates, predicts, prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("calibration"))
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of timing a model")
-    parser.add_argument("--dtypes", default=None, help="fp32 on the cpu, fp32,bf16 elsewhere")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.folder.mkdir(parents=True, exist_ok=True)
-    cpu = options.device == "cpu"
-    fit, predict = (CPU_FIT, CPU_PREDICT) if cpu else (GPU_FIT, GPU_PREDICT)
-    dtypes = (options.dtypes or ("fp32" if cpu else "fp32,bf16")).split(",")
-    for dtype in dtypes:
-        for name, model in {**fit, **predict}.items():
-            measure(options, name, model, dtype)
+    for name, model in {**FIT, **PREDICT}.items():
+        measure(options, name, model)
     table = options.folder / "host.cost.json"
-    files = [str(file_of(options, name, dtype)) for dtype in dtypes for name in fit]
-    run("calibrate", *files, "--out", str(table))
+    run("calibrate", *[str(file_of(options, name)) for name in FIT], "--out", str(table))
     print()
-    for dtype in dtypes:
-        report(options, predict, dtype, table)
+    report(options, table)
 
 
-def file_of(options: argparse.Namespace, name: str, dtype: str) -> Path:
-    return options.folder / f"{name}-{dtype}.measure.json"
+def file_of(options: argparse.Namespace, name: str) -> Path:
+    return options.folder / f"{name}.measure.json"
 
 
-def measure(options: argparse.Namespace, name: str, model: tuple[str, int, int], dtype: str) -> None:
+def measure(options: argparse.Namespace, name: str, model: tuple[str, int, int]) -> None:
     spec, batch, seq = model
-    out = file_of(options, name, dtype)
+    out = file_of(options, name)
     if out.exists():
         return
-    sizes = ["--batch", str(batch), "--seq", str(seq), "--dtype", dtype]
+    sizes = ["--batch", str(batch), "--seq", str(seq), "--dtype", "fp32", "--device", "cpu", "--threads", "1"]
     limits = ["--repeats", str(options.repeats), "--time-limit", str(options.time_limit)]
-    threads = ["--threads", "1"] if options.device == "cpu" else []
-    run(
-        "measure", spec, "--ops", "--step", "--device", options.device, "--out", str(out), *sizes, *limits, *threads, quiet=True
-    )
+    run("measure", spec, "--ops", "--step", "--out", str(out), *sizes, *limits, quiet=True)
 
 
 def run(*arguments: str, quiet: bool = False) -> None:
@@ -110,48 +81,34 @@ def run(*arguments: str, quiet: bool = False) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
 
 
-def report(options: argparse.Namespace, models: dict[str, tuple[str, int, int]], dtype: str, table: Path) -> None:
+def report(options: argparse.Namespace, table: Path) -> None:
     import rlplace
     from rlplace.cli.common import print_table
     from rlplace.cost.measurement import Measurement
     from rlplace.zoo import load_model
 
     cluster = rlplace.Cluster.detect()
-    header = [
-        f"model ({dtype})",
-        "measured ms",
-        "p10..p90",
-        "kept",
-        "predicted ms",
-        "error %",
-        "seen %",
-        "peak MB",
-        "predicted MB",
-    ]
     rows = []
-    for name, (spec, batch, seq) in models.items():
-        measurement = Measurement.load(file_of(options, name, dtype))
-        assert measurement.step is not None
-        model = load_model(spec, batch=batch, seq=seq, dtype=dtype)
+    for name, (spec, batch, seq) in PREDICT.items():
+        step = Measurement.load(file_of(options, name)).step
+        assert step is not None
+        model = load_model(spec, batch=batch, seq=seq, dtype="fp32")
         graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss, name=model.name)
         problem = rlplace.price(graph, cluster, level="op", costs=str(table))
-        line = rlplace.simulate(problem, [0] * problem.num_groups)
-        basis = problem.source["op_times"][cluster.kinds[0].name]
-        step, seconds, predicted = measurement.step, measurement.step.quiet_s, line.step_time_s
+        predicted_s = rlplace.simulate(problem, [0] * problem.num_groups).step_time_s
+        seen = problem.source["op_times"][cluster.kinds[0].name].get("measured", 0.0)
         rows.append(
             [
                 name,
-                f"{1e3 * seconds:.1f}",
+                f"{1e3 * step.quiet_s:.1f}",
                 f"{1e3 * step.p10_s:.1f}..{1e3 * step.p90_s:.1f}",
                 f"{step.undisturbed}/{step.repeats}",
-                f"{1e3 * predicted:.1f}",
-                f"{100 * (predicted / seconds - 1):+.1f}",
-                f"{100 * basis.get('measured', 0.0):.0f}",
-                "-" if step.peak_memory_bytes is None else f"{step.peak_memory_bytes / 1e6:.0f}",
-                f"{(line.peak_memory_bytes[0] - problem.devices[0].reserved_bytes) / 1e6:.0f}",
+                f"{1e3 * predicted_s:.1f}",
+                f"{100 * (predicted_s / step.quiet_s - 1):+.1f}",
+                f"{100 * seen:.0f}",
             ]
         )
-    print_table(header, rows)
+    print_table(["model", "measured ms", "p10..p90", "kept", "predicted ms", "error %", "seen %"], rows)
 
 
 if __name__ == "__main__":

@@ -185,22 +185,23 @@ def _difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
         other = wanted[name]
         most = max(float(other.abs().max()), floor)
         if isinstance(value, DTensor):
-            value, other = value.to_local(), own_part(other, value).to_local()
+            value, other = value.to_local(), own_part(other.to(value.device), value).to_local()
         if value.numel():
-            largest = max(largest, float((value.double() - other.double()).abs().max()) / most)
+            largest = max(largest, float((value.double() - other.to(value.device).double()).abs().max()) / most)
     return largest
 
 
-def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[str, Any], device: str) -> dict[str, Any]:
     """One cell, on every process."""
     strategy, batch = Strategy.from_dict(data), batch_of(kind)
     size = strategy.pipelines[0].microbatch[0]
     try:
-        native = prepare(model, strategy, {name: value[:size] for name, value in batch.items()})
+        native = prepare(model, strategy, {name: value[:size] for name, value in batch.items()}, device)
     except InputError as error:
         return {"refused": str(error).removeprefix("native: ")}
     optimizer = torch.optim.AdamW(native.parameter_groups(), lr=RATE, foreach=False)  # a third of the time else
     found: dict[str, Any] = {}
+    batch = {name: value.to(device) for name, value in batch.items()}
     for times in TIMES:
         optimizer.zero_grad()
         for _ in range(times):
@@ -217,16 +218,19 @@ def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[st
     return found | {"trained": _difference(_values(native), plain["trained"], RATE)}
 
 
-def _worker(rank: int, folder: str, models: Mapping[str, nn.Module], todo: Cells, plain: Any, limit_s: float) -> None:
+def _worker(
+    rank: int, folder: str, models: Mapping[str, nn.Module], todo: Cells, plain: Any, limit_s: float, device: str
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=limit_s), world_size=PROCESSES, rank=rank)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store, timedelta(seconds=limit_s), world_size=PROCESSES, rank=rank)
     for number, ((kind, _), data) in enumerate(todo.items()):
         found: dict[str, Any]
         try:
-            found = _run(kind, copy.deepcopy(models[kind]), data, plain[kind])
+            found = _run(kind, copy.deepcopy(models[kind]), data, plain[kind], device)
         except Exception as error:
             found = {"failed": f"{type(error).__name__}: {str(error)[:300]}", "where": traceback.format_exc()}
         path = Path(folder, f"{rank}.{number}")
@@ -237,14 +241,14 @@ def _worker(rank: int, folder: str, models: Mapping[str, nn.Module], todo: Cells
         dist.barrier()
 
 
-def run_cells(todo: Cells, limit_s: float = 1200.0) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+def run_cells(todo: Cells, limit_s: float = 1200.0, device: str = "cpu") -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
     """Runs cells; yields model and name of each with its figures, ``refused`` or ``failed``."""
     left, models = dict(todo), {kind: build(kind) for kind, _ in todo}
     plain = {kind: _plain(kind, copy.deepcopy(model)) for kind, model in models.items()}
     context = multiprocessing.get_context("fork")
     while left:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (folder, models, dict(left), plain, limit_s)
+            arguments = (folder, models, dict(left), plain, limit_s, device)
             processes = [context.Process(target=_worker, args=(rank, *arguments)) for rank in range(PROCESSES)]
             for process in processes:
                 process.start()

@@ -1,0 +1,189 @@
+"""Everything that one CUDA device can tell, in slices that can be resumed.
+
+    python -m benchmarks.gpu --out DIR                       all slices, until --minutes are over; run it again to go on
+    python -m benchmarks.gpu --out DIR --slices ops steps    some of them
+
+Slices: `sustained` (clock and power under load), `kernels` (random sizes in every precision and direction), `ops` (five models,
+every op inside real steps), `steps` (thirteen models, whole steps and the allocator's memory), `host` (what issuing costs),
+`strategies` (one process), `processes` (what two processes of one card can run), `cells` (equality on eight, where that works).
+What is there already in DIR/SLICE.jsonl is not measured again; `python -m benchmarks.gpu.predict DIR` says what the cost model
+makes of it. Without a CUDA device the same code runs small models on the
+processor, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import Case, cases
+from benchmarks.gpu.kernels import SUSTAINED, clear, sustained, time_case
+from benchmarks.gpu.models import FIT, PREDICT, VARIANTS
+from benchmarks.gpu.placed import STRATEGIES, one_process, run_strategy, two_on_one_card
+from benchmarks.gpu.steps import issue_s, measure_step
+
+Job = tuple[str, Callable[[], dict[str, Any]]]
+
+
+def readings(device: torch.device) -> dict[str, float]:
+    """Clock and power now; nothing where no driver tells."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1e3}
+    except Exception as error:
+        return {"unknown": repr(error)[:100]}  # type: ignore[dict-item]
+
+
+def sustained_jobs(device: torch.device) -> Iterator[Job]:
+    for case in SUSTAINED:
+        small = case if device.type == "cuda" else Case(case.op, "float32", "forward", {name: 64 for name in case.dims})
+
+        def run(case: Case = small) -> dict[str, Any]:
+            seconds = 2.5 if device.type == "cuda" else 0.05
+            return {"windows": list(sustained(case, device, seconds, lambda: readings(device)))}
+
+        yield case.key, run
+
+
+def kernel_jobs(device: torch.device, rounds: int) -> Iterator[Job]:
+    cuda = device.type == "cuda"
+    for case in cases(rounds if cuda else 3, 1.0 if cuda else 1e-4):
+        if not cuda and (case.dtype != "float32" or "fused" in case.op):
+            continue
+
+        def run(case: Case = case) -> dict[str, Any]:
+            clear(device)
+            fields = {"op": case.op, "dtype": case.dtype, "direction": case.direction, "dims": case.dims}
+            return fields | time_case(case, device)
+
+        yield case.key, run
+
+
+def op_jobs(device: torch.device, folder: Path) -> Iterator[Job]:
+    from rlplace.runtime.measure_ops import load_and_measure
+
+    for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
+        for name, model in FIT.items():
+
+            def run(name: str = name, model: Any = model, dtype: str = dtype) -> dict[str, Any]:
+                spec, batch, seq = (model.spec, model.batch, model.seq) if device.type == "cuda" else (model.small, 2, 32)
+                path = folder / f"{name}-{dtype}.measure.json"
+                measured = load_and_measure(
+                    spec, batch=batch, seq=seq, dtype=dtype, device=device, repeats=10, time_limit_s=10.0
+                )
+                measured.save(path)
+                step = measured.step
+                return {"step_s": step and step.seconds, "ops_s": measured.ops_s, "host_s": measured.host_s, "file": path.name}
+
+            yield f"{name} {dtype}", run
+
+
+def step_jobs(device: torch.device) -> Iterator[Job]:
+    for name, model in {**FIT, **PREDICT}.items():
+        for variant in VARIANTS:
+            if (name == "lstm" and "auto" in variant) or ("checkp" in variant and not model.spec.startswith("hf:")):
+                continue
+            if device.type != "cuda" and variant != "fp32":  # half precision is many times slower there
+                continue
+            yield f"{name} {variant}", lambda model=model, variant=variant: measure_step(model, variant, device)
+
+
+def host_jobs(device: torch.device) -> Iterator[Job]:
+    for name, model in {**FIT, **PREDICT}.items():
+        yield name, lambda model=model: issue_s(model, device)
+
+
+def strategy_jobs(device: torch.device) -> Iterator[Job]:
+    for name in STRATEGIES:
+
+        def run(name: str = name) -> dict[str, Any]:
+            with one_process(device):
+                return run_strategy(name, device)
+
+        yield name, run
+
+
+def process_jobs(device: torch.device) -> Iterator[Job]:
+    for backend in ("nccl", "gloo") if device.type == "cuda" else ():
+        yield backend, lambda backend=backend: two_on_one_card(backend)
+
+
+def cell_jobs(device: torch.device) -> Iterator[Job]:
+    from benchmarks.equality import FEW, cells, run_cells
+
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    for kind in dict.fromkeys(kind for kind, _ in FEW):
+
+        def run(kind: str = kind) -> dict[str, Any]:
+            own = [name for other, name in FEW if other == kind]
+            todo = {(kind, name): cells(kind)[name] for name in own}
+            return {name: found for (_, name), found in run_cells(todo, 90.0, device.type)}
+
+        yield kind, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=250, help="rounds of kernels, each of twelve")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    names = ("sustained", "kernels", "ops", "steps", "host", "strategies", "processes", "cells")
+    parser.add_argument("--slices", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * options.minutes
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        print("no CUDA device: the same code with small models on the processor; its figures are not a GPU's", file=sys.stderr)
+    jobs = {
+        "sustained": lambda: sustained_jobs(device), "kernels": lambda: kernel_jobs(device, options.rounds),
+        "ops": lambda: op_jobs(device, options.out), "steps": lambda: step_jobs(device), "host": lambda: host_jobs(device),
+        "strategies": lambda: strategy_jobs(device), "processes": lambda: process_jobs(device),
+        "cells": lambda: cell_jobs(device),
+    }  # fmt: skip
+    for name in options.slices:
+        if not run_slice(options.out / f"{name}.jsonl", name, jobs[name](), end):
+            print(f"time is up in {name}; run it again to go on", file=sys.stderr)
+            return 3
+    return 0
+
+
+def run_slice(path: Path, name: str, jobs: Iterator[Job], end: float) -> bool:
+    """Runs what a file does not hold yet; False where time was up before the end."""
+    done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()
+    begin, count, failed = time.monotonic(), 0, 0
+    with path.open("a") as file:
+        for key, run in jobs:
+            if key in done:
+                continue
+            if time.monotonic() > end:
+                return False
+            try:
+                found = run()
+            except Exception as error:
+                found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+                failed += 1
+                if "CUDA error" in found["failed"]:
+                    raise
+            file.write(json.dumps({"key": key, **found}) + "\n")
+            file.flush()
+            count += 1
+            if name != "kernels":
+                print(name, key, json.dumps(found)[:200], f"{time.monotonic() - begin:.1f} s", flush=True)
+    print(f"{name}: {count} done, {failed} failed, {time.monotonic() - begin:.1f} s", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

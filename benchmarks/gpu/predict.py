@@ -17,6 +17,7 @@ from typing import Any
 import rlplace
 from benchmarks.gpu.models import FIT
 from rlplace.cli.common import print_table
+from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calibrate import calibrate
 from rlplace.cost.footprint import footprint
@@ -37,7 +38,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def cluster_of(measurement: Measurement) -> rlplace.Cluster:
     """The device that was measured: the processor at hand, or a preset."""
     where = measurement.environment
-    return rlplace.Cluster.detect() if where.device_type == "cpu" else rlplace.Cluster.parse(f"1x{where.device_kind}")
+    return rlplace.Cluster.detect() if where.device_type == "cpu" else parse(f"{where.device_kind}:1")
 
 
 def calibrated(measurements: list[Measurement], kind: DeviceKind) -> CostTable:

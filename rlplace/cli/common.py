@@ -16,6 +16,7 @@ from rlplace.text import table
 
 if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
+    from rlplace.cost.table import CostTable
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placements import Priced
     from rlplace.zoo import LoadedModel
@@ -29,6 +30,8 @@ _SIZES: dict[str, Any] = {
     "batch": None, "microbatch": None, "seq": 512, "dtype": "fp32", "optimizer": "adam", "granularity": GRANULARITY,
 }  # fmt: skip
 """Defaults of the options that say what is captured."""
+
+_HOST = ("host_us_per_op", "host_us_per_layer")
 
 MICROBATCH = 8
 """Default number of samples of a micro-batch."""
@@ -53,6 +56,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
+    group.add_argument("--host-us-per-op", type=rate, metavar="N", help="host time to issue a kernel (7 eager, 2 compiled)")
+    group.add_argument("--host-us-per-layer", type=rate, metavar="N", help="host time of a layer's forward and backward")
 
 
 def microbatch(options: argparse.Namespace) -> int:
@@ -78,14 +83,15 @@ def note_old_reading(options: argparse.Namespace) -> None:
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
     """The options given that change how a model is captured and priced, and have no effect where it is not."""
-    changed = [name for name in ("autocast", "master_weights", "costs") if getattr(options, name)]
+    changed = [name for name in ("autocast", "master_weights", "costs", *_HOST) if getattr(options, name)]
     changed += ["host_mode"] if options.host_mode != "eager" else []
     return [f"--{name.replace('_', '-')}" for name in changed]
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
     """The MODEL options that were given, other than by their default, as words of a command."""
-    words = [f"--{name}={getattr(options, name)}" for name in _given(options, (*_SIZES, "autocast", "costs"))]
+    given = _given(options, (*_SIZES, "autocast", "costs", *_HOST))
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
     words += ["--master-weights"] if options.master_weights else []
     return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
 
@@ -120,8 +126,7 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     from rlplace.cluster.parse import parse
 
     machine = parse(cluster or "host")
-    if options.costs:
-        check_costs(options.costs, [kind.name for kind in machine.kinds])
+    costs_of(options, machine)
     return price_model(capture_model(model, options, microbatch(options)), machine, options)
 
 
@@ -174,25 +179,31 @@ def price_model(captured: Captured, machine: Cluster, options: argparse.Namespac
     from rlplace.placements import Priced
 
     graph = captured.graph
-    pricing = {"groups": options.granularity, "costs": options.costs, "host": options.host_mode}
+    pricing = {"groups": options.granularity, "costs": costs_of(options, machine), "host": options.host_mode}
     priced = Priced.of(graph, machine, Graphs(graph, captured.capture_at), **pricing)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
     say(f"op times ({options.host_mode}): {basis_words((priced.first.source or {}).get('op_times', {}))}")
     return priced
 
 
-def check_costs(path: str, kinds: Sequence[str]) -> None:
-    """Refuses costs that cannot be read, or that know none of the device kinds, before the model is captured."""
-    from rlplace.cost.foreign import ModelledCosts, own_costs
+def costs_of(options: argparse.Namespace, *machines: Cluster) -> CostTable | str | None:
+    """The costs that the options name, None for the shipped ones.
+
+    Raises:
+        InputError: They cannot be read, or know none of the device kinds.
+    """
+    from rlplace.cost.foreign import ModelledCosts, own_costs, with_host
     from rlplace.cost.scaled import base_name
 
-    table = own_costs(path)
-    known = table.kinds
-    if not isinstance(table, ModelledCosts) and not any(base_name(name) in known for name in kinds):
+    kinds = sorted({kind.name for machine in machines for kind in machine.kinds})
+    table = own_costs(options.costs) if options.costs else None
+    if table and not isinstance(table, ModelledCosts) and not any(base_name(name) in table.kinds for name in kinds):
         raise InputError(
-            f"{path}: holds costs of {', '.join(sorted(known)) or 'no device'}, the cluster has "
-            f"{', '.join(sorted(set(kinds)))}; leave --costs out, or name a cluster with a device of that kind"
+            f"{options.costs}: holds costs of {', '.join(sorted(table.kinds)) or 'no device'}, the cluster has "
+            f"{', '.join(kinds)}; leave --costs out, or name a cluster with a device of that kind"
         )
+    op_s, layer_s = (None if us is None else 1e-6 * us for us in (getattr(options, name) for name in _HOST))
+    return options.costs if op_s is layer_s is None else with_host(table, kinds, op_s, layer_s)
 
 
 def basis_words(kinds: Mapping[str, Mapping[str, float]]) -> str:

@@ -14,8 +14,8 @@ from rlplace.cli.common import (
     add_model_options,
     capture_model,
     check_agent,
-    check_costs,
     compile_first,
+    costs_of,
     load_problem,
     microbatch,
     positive,
@@ -149,8 +149,8 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         raise InputError("problem files have their own devices; leave --cluster out, or name a model as well")
     texts = list(dict.fromkeys(options.cluster or ["host"])) if len(files) < len(models) else []
     machines = {text: parse(text) for text in texts}
-    if options.costs and machines:
-        check_costs(options.costs, [kind.name for machine in machines.values() for kind in machine.kinds])
+    if machines:
+        costs_of(options, *machines.values())
     cases = []
     for model in models:
         if model in files:
@@ -191,7 +191,8 @@ def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse
     why_not, only = what_runs(model.module, model.example_inputs)
     graph, other = two_captures(own.graph, own.capture_at)
     batch = own.graph.samples
-    return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=options.costs, host=options.host_mode)
+    costs = costs_of(options, machine)
+    return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=costs, host=options.host_mode)
 
 
 @contextlib.contextmanager

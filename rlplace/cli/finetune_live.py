@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import load, microbatch, print_json, say
+from rlplace.cli.common import costs_of, load, microbatch, print_json, say
 from rlplace.errors import InputError, RlplaceError
 from rlplace.plan.prediction import Prediction
 from rlplace.text import ms
@@ -104,8 +104,9 @@ def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem
 
     if graph is None:
         raise InputError("finetune: a problem file has no model to run; name the model instead")
-    pricing = {"costs": options.costs, "host": options.host_mode}
-    seconds = device_times(graph, parse(options.cluster), **pricing)
+    machine = parse(options.cluster)
+    pricing = {"costs": costs_of(options, machine, parse(options.replay)), "host": options.host_mode}
+    seconds = device_times(graph, machine, **pricing)
     grouping = coarsen(graph, options.granularity, cost=seconds.mean(axis=1))
     return price(graph, parse(options.replay), groups=grouping, **pricing)
 

@@ -12,7 +12,7 @@ from rlplace.cli.common import (
     MICROBATCH,
     basis_words,
     capture_model,
-    check_costs,
+    costs_of,
     note_old_reading,
     print_table,
     say,
@@ -49,8 +49,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     fixed = {name: getattr(options, name) for name in FIXED}
     allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
     machine = machine_of(options)
-    if options.costs:
-        check_costs(options.costs, [kind.name for kind in machine.kinds])
+    costs = costs_of(options, machine)
     curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
     batch = options.batch
     if batch is None and curve is None:
@@ -63,7 +62,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     return answer(
         captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch,
         module=model.module, inputs=model.example_inputs, curve=curve, calls=options.calls, began_s=began_s,
-        groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=options.costs,
+        groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
         host=options.host_mode,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ one cost only their device time, because the host ran ahead.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
-from rlplace.graph.opgraph import OP_KINDS, OpGraph
+from rlplace.graph.opgraph import OP_KINDS, UPDATE, OpGraph
 
 VERSION = 3
 """Version of the cost model; part of a problem's source, so that a change of formulas shows."""
@@ -127,10 +128,24 @@ def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -
     if kind.host_processor:
         return np.zeros(graph.num_ops)
     launches = op_launches(graph, host)
-    if host == "compiled":
-        return launches * costs.compiled_issue_s
-    view = np.where(op_directions(graph) == 0, costs.eager_view_s, 0.0)  # autograd's own views cost next to nothing
-    return np.where(launches > 0, launches * costs.eager_issue_s, view)
+    issue = launches * (costs.compiled_issue_s if host == "compiled" else costs.eager_issue_s)
+    if host == "eager":
+        view = np.where(op_directions(graph) == 0, costs.eager_view_s, 0.0)  # autograd's own views cost next to nothing
+        issue = np.where(launches > 0, issue, view)
+    if costs.layer_issue_s:
+        layers = _layers(graph)
+        total = np.bincount(layers, weights=issue)
+        total[0] = costs.layer_issue_s  # outside of layers ops keep theirs
+        issue = issue * (costs.layer_issue_s / np.where(total > 0, total, 1.0))[layers]
+    return issue
+
+
+def _layers(graph: OpGraph) -> NDArray[np.int64]:
+    """int64 [N], from 1: the outermost element of a module list that an op runs in; 0 outside of such and for updates."""
+    numbers: dict[str, int] = {"": 0}
+    found = (re.match(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.|$)", path) for path in graph.op_module)
+    layers = np.array([numbers.setdefault(match[0] if match else "", len(numbers)) for match in found], dtype=np.int64)
+    return np.where(graph.op_phase == UPDATE, 0, layers)
 
 
 def _call_seconds(

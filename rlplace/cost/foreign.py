@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cost.table import CostTable
+from rlplace.cost.scaled import base_name
+from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.extensions import COSTS, Extension, find, names, wrong
 from rlplace.files import fingerprint
@@ -38,6 +39,24 @@ def as_costs(costs: CostTable | str | Path | None) -> CostTable:
         return shipped_costs()
     own = own_costs(costs)
     return own if own is shipped_costs() else own.over(shipped_costs())
+
+
+def with_host(
+    costs: CostTable | str | Path | None, kinds: Iterable[str], op_s: float | None = None, layer_s: float | None = None
+) -> CostTable:
+    """Costs under a host that takes its own time to issue kernels.
+
+    Args:
+        costs: See `as_costs`.
+        kinds: Names of the device kinds of its machines.
+        op_s: Seconds to issue a kernel, eager or compiled; None: as in the costs.
+        layer_s: Seconds to issue a layer's forward and backward; None: those of its kernels.
+    """
+    table = as_costs(costs)
+    changes: dict[str, Any] = {} if op_s is None else {"eager_issue_s": op_s, "compiled_issue_s": op_s}
+    changes |= {} if layer_s is None else {"layer_issue_s": layer_s}
+    own = {name: replace(table.kinds.get(name, KindCosts()), **changes) for name in map(base_name, kinds)}
+    return replace(table, kinds={**table.kinds, **own})
 
 
 OpTimeModel = Callable[[OpGraph, DeviceKind], Any]

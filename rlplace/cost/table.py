@@ -178,6 +178,7 @@ class KindCosts:
         eager_issue_s: Host time to issue one kernel in eager mode.
         eager_view_s: Host time of an op that launches nothing, in eager mode.
         compiled_issue_s: Host time to issue one kernel of a compiled graph.
+        layer_issue_s: Host time to issue one layer's forward and backward, in place of its ops'; 0: those of its ops.
         step_factor: Multiplies every op time: measured over predicted time of whole steps.
     """
 
@@ -187,6 +188,7 @@ class KindCosts:
     eager_issue_s: float = EAGER_ISSUE_S
     eager_view_s: float = EAGER_VIEW_S
     compiled_issue_s: float = COMPILED_ISSUE_S
+    layer_issue_s: float = 0.0
     step_factor: float = 1.0
 
 

@@ -35,7 +35,7 @@ VERSION = 1
 
 _KEY = ("op", "dtype", "direction")
 _TARGET_KEY = ("target", "dtype", "direction")
-_NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "step_factor")
+_NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "layer_issue_s", "step_factor")
 
 
 class _CurveEntry(Curve, frozen=True, kw_only=True):
@@ -75,6 +75,7 @@ class _Kind(Record, frozen=True):
     eager_issue_s: KernelSeconds = EAGER_ISSUE_S
     eager_view_s: KernelSeconds = EAGER_VIEW_S
     compiled_issue_s: KernelSeconds = COMPILED_ISSUE_S
+    layer_issue_s: KernelSeconds = 0.0
     step_factor: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
 
 

@@ -18,7 +18,7 @@ REPORT = "report one.plan.json --problem x.problem.json --out r.html"
 EXPLAIN = "explain one.plan.json --problem x.problem.json"
 COMPARE = "compare x.problem.json"
 SIZES = ("--batch 16", "--seq 64", "--dtype bf16", "--optimizer sgd", "--granularity 20")
-PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled")
+PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled", "--host-us-per-op 9")
 CASES = [
     ("", "required"),
     ("plce", "invalid choice"),

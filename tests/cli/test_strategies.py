@@ -81,6 +81,8 @@ def times(tmp_path_factory):
         ("eager", []),
         ("compiled", ["--host-mode", "compiled"]),
         ("slow", ["--costs", str(folder / "slow.cost.json")]),
+        ("slow host", ["--host-us-per-op", "1000"]),
+        ("slow layers", ["--host-us-per-layer", "30000"]),
     ):
         out = folder / f"{name}.problem.json"
         assert main(["capture", *SMALL, *extra, "--out", str(out), "--json"]) == 0
@@ -91,6 +93,9 @@ def times(tmp_path_factory):
 def test_the_options_change_the_times(times):
     total = {name: float(problem.time_s.sum()) for name, problem in times.items()}
     assert total["compiled"] < total["eager"] < total["slow"]
+    assert total["slow host"] == pytest.approx(total["slow"])
+    assert total["slow layers"] == pytest.approx(2 * 15 * 0.03, rel=0.05)  # devices, elements of its list
+    assert times["slow layers"].source["costs"]["fingerprint"] != times["eager"].source["costs"]["fingerprint"]
     assert times["compiled"].source["host"] == "compiled"
     assert times["slow"].source["costs"]["path"].endswith("slow.cost.json")
     assert times["slow"].source["costs"]["fingerprint"] != times["eager"].source["costs"]["fingerprint"]

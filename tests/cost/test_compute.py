@@ -8,9 +8,9 @@ from benchmarks.papers.synthetic import GraphBuilder, transformer_graph
 from rlplace.cluster import KINDS
 from rlplace.cost import CostTable, explain_times, price
 from rlplace.cost.calls import calls_of, fused_traffic
-from rlplace.cost.compute import fold_issue
+from rlplace.cost.compute import fold_issue, issue_times
 from rlplace.cost.curve import kernel_seconds, roofline_seconds
-from rlplace.cost.foreign import shipped_costs
+from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
@@ -234,6 +234,29 @@ def test_a_run_of_small_ops_takes_what_the_host_needs():
     cpu = explain_times(graph, KINDS["cpu"], host="eager")
     assert (cpu.seconds == cpu.device_s).all()
     assert (cpu.device_s >= KINDS["cpu"].launch_s).all()
+
+
+def layered():
+    """Two layers of three small ops, the second one of a nested list, an op before and one behind."""
+    builder = GraphBuilder()
+    value = builder.input(8)
+    for module in ("first", *["stages.0"] * 3, *["stages.1.blocks.7"] * 3, "head2"):
+        value = builder.op(module, [value], 8, kind="gather")
+    return builder.build()
+
+
+@pytest.mark.parametrize("host", ["eager", "compiled"])
+def test_a_layer_takes_the_host_what_it_is_said_to_take(host, tmp_path):
+    graph = layered()
+    costs = with_host(None, ["a100-80g/mine"], op_s=1e-4, layer_s=6e-3)
+    issue = issue_times(graph, costs.kinds["a100-80g"], host, A100)
+    assert issue == pytest.approx([1e-4, *[2e-3] * 6, 1e-4])
+    alone = with_host(None, ["a100-80g"], layer_s=6e-3)
+    assert alone.kinds["a100-80g"].curves == shipped_costs().kinds["a100-80g"].curves
+    assert issue_times(graph, alone.kinds["a100-80g"], host, A100)[1:7] == pytest.approx([2e-3] * 6)
+    assert alone.kinds["h100"] == shipped_costs().kinds["h100"]
+    alone.save(tmp_path / "slow.cost.json")
+    assert CostTable.load(tmp_path / "slow.cost.json").fingerprint == alone.fingerprint != shipped_costs().fingerprint
 
 
 def test_the_host_runs_ahead_of_a_large_op():

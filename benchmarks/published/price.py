@@ -1,0 +1,180 @@
+"""Prices of published steps by the block executor: time, memory, and what the price rests on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.published.models import captures
+from benchmarks.published.rows import KIND_OF_GPU, Row, degrees
+from rlplace.cluster import KINDS, Cluster
+from rlplace.cost.compute import explain_times
+from rlplace.cost.foreign import shipped_costs
+from rlplace.cost.scaled import find_curve
+from rlplace.cost.table import CostTable, KindCosts
+from rlplace.errors import InputError
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.price import PricedBlocks
+
+TITAN = msgspec.structs.replace(KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12, memory_bytes=96_000_000_000)
+"""H100 with 96 GB of slower memory, capped at 500 W, as torchtitan's runs had it."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the planner says about a row.
+
+    Attributes:
+        row: The row.
+        step_s: Seconds of a step, None where the row cannot be priced.
+        over_bytes: Bytes over capacity.
+        peak_bytes: By device, without what is reserved.
+        parts: Seconds by what they go to.
+        basis: Shares of the compute time by what the prices rest on.
+        reason: Why the row cannot be priced.
+    """
+
+    row: Row
+    step_s: float | None
+    over_bytes: float = 0.0
+    peak_bytes: tuple[float, ...] = ()
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    basis: dict[str, float] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        assert self.step_s is not None and self.row.taken_s is not None
+        return self.step_s / self.row.taken_s - 1.0
+
+
+def say(row: Row, folder: Path | None = None) -> Said:
+    """Prices a row; graphs are kept in a folder where there is one."""
+    scores = evaluator(row, folder)
+    draft = draft_of_row(row, scores.costs.names)
+    try:
+        cuts = {place.cut(row.microbatch) for place in draft.places}
+        if reason := next((why for cut in cuts if (why := scores.costs.why_not(cut))), None):
+            return Said(row, None, reason=reason)
+        found = scores.evaluate(draft)
+    except InputError as error:
+        return Said(row, None, reason=str(error))
+    basis = _basis(*_evaluator_key(row), folder)
+    return Said(row, found.step_time_s, found.over_bytes, found.peak_memory_bytes, found.parts, basis)
+
+
+def evaluator(row: Row, folder: Path | None) -> Evaluator:
+    """Scores of strategies of a row's model on its devices under its software."""
+    return _evaluator(*_evaluator_key(row), row.gpus, folder)
+
+
+def _evaluator_key(row: Row) -> tuple[str, int, str, bool, bool, str, str, str, float, float]:
+    software = row.software
+    dtype = {"tf32": "fp32", "fp8": "bf16"}.get(row.precision, row.precision)
+    host = "compiled" if software.compiled(row.words) else "eager"
+    optimizer = "momentum" if row.model == "ResNet-50" else "adamw"
+    return (
+        row.model, row.seq, dtype, not row.pure, software.fused_loss, optimizer, row.gpu, host, software.attention,
+        software.layer_host_us,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def _evaluator(
+    model: str, seq: int, dtype: str, master: bool, fused_loss: bool, optimizer: str, gpu: str, host: str, attention: float,
+    layer_host_us: float, gpus: int, folder: Path | None,
+) -> Evaluator:  # fmt: skip
+    cluster = cluster_of(gpu, gpus)
+    small, large = captures(model, seq, dtype, master, fused_loss, optimizer, folder)
+    costs = _costs(cluster.kinds[0].name, dtype, attention)
+    return Evaluator(PricedBlocks(small, cluster, large, host=host, costs=costs), cluster)
+
+
+@functools.lru_cache(maxsize=64)
+def _basis(
+    model: str, seq: int, dtype: str, master: bool, fused_loss: bool, optimizer: str, gpu: str, host: str, attention: float,
+    layer_host_us: float, folder: Path | None,
+) -> dict[str, float]:  # fmt: skip
+    small, _ = captures(model, seq, dtype, master, fused_loss, optimizer, folder)
+    return explain_times(small, cluster_of(gpu, 1).kinds[0], host=host).shares()
+
+
+def _costs(name: str, dtype: str, attention: float) -> CostTable | None:
+    """The shipped table with attention's time multiplied."""
+    if attention == 1.0:
+        return None
+    kind, shipped = KINDS[name], shipped_costs()
+    precision = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    curves = {}
+    for direction in ("forward", "backward"):
+        curve = find_curve(kind, shipped, "attention", precision, direction)
+        efficiency = curve.compute_efficiency / attention
+        curves["attention", precision, direction] = msgspec.structs.replace(curve, compute_efficiency=efficiency)
+    own = shipped.kinds.get(name, KindCosts())
+    return CostTable({name: dataclasses.replace(own, curves={**own.curves, **curves})})
+
+
+@functools.cache
+def cluster_of(gpu: str, gpus: int) -> Cluster:
+    """Hosts of eight devices, of four for GH200."""
+    kind, host = KIND_OF_GPU.get(gpu, "h100"), 8
+    if gpu.startswith("gh200"):
+        host = 4
+    network = ",ib=4x200g" if gpu.startswith("gh200") else ""
+    text = f"{kind}:{gpus}" if gpus <= host else f"{kind}:{gpus // host}x{host}{network}"
+    cluster = Cluster.preset(text)
+    if gpu.startswith("H100 96GB"):
+        devices = tuple(dataclasses.replace(d, memory_bytes=TITAN.memory_bytes) for d in cluster.devices)
+        return dataclasses.replace(cluster, kinds=(TITAN,) * gpus, devices=devices)
+    return cluster
+
+
+def schedule_of(words: str, virtual: int) -> str:
+    """The pipeline schedule that a strategy's words name."""
+    if "zero bubble V" in words:
+        return "zbv"
+    if "zero bubble" in words:
+        return "interleaved_zero_bubble"
+    return "interleaved_1f1b" if virtual > 1 or "interleaved" in words else "1f1b"
+
+
+def even_bounds(names: Sequence[str], stages: int) -> tuple[int, ...]:
+    """Equal numbers of layers a stage, what comes before and after them at the ends: as configuration files cut."""
+    layers = [index for index, name in enumerate(names) if re.search(r"\.\d+$", name)]
+    cuts = [layers[len(layers) * stage // stages] for stage in range(1, stages)]
+    return (0, *cuts, len(names))
+
+
+def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
+    """The strategy of a row."""
+    said = degrees(row.words, row.gpus)
+    virtual = 2 if "zero bubble V" in row.words else 3 if row.words.endswith("PP8 interleaved") else said["virtual"]
+    places, data, level = said["pipeline"], said["data"], said["level"]
+    schedule = schedule_of(row.words, virtual) if places > 1 else None
+    width, tensor = row.gpus // places, said["tensor"]
+    meshes = tuple(
+        Place(
+            tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"],
+            tensor, sharding=level, sequence_parallel=tensor > 1,
+        )
+        for index in range(places)
+    )  # fmt: skip
+    loop = tuple(range(places))
+    order = (*loop, *reversed(loop)) if schedule == "zbv" else loop * virtual
+    again = bytearray(len(names))
+    for index, name in enumerate(names):
+        if "full" in row.recompute or ("every 2nd" in row.recompute and re.search(r"[02468]$", name)):
+            again[index] = 2
+        elif "selective" in row.recompute and "every" not in row.recompute:
+            again[index] = 1
+    passes = row.batch // (data * row.microbatch)
+    moved_out = bytes([1 if "optimizer offload" in row.words else 0]) * len(names)
+    return Draft(even_bounds(names, len(order)), meshes, order, bytes(again), moved_out, (row.microbatch,), (passes,), schedule)

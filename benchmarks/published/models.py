@@ -66,13 +66,20 @@ def _half_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_:
 
 @functools.lru_cache(maxsize=2)
 def captures(
-    model: str, seq: int, dtype: str, master_weights: bool, fused_loss: bool, optimizer: str, folder: Path | None
+    model: str,
+    seq: int,
+    dtype: str,
+    master_weights: bool,
+    fused_loss: bool,
+    fused_norms: bool,
+    optimizer: str,
+    folder: Path | None,
 ) -> tuple[OpGraph, OpGraph]:
     """A model at two batch sizes, which give all; graphs are kept in a folder where there is one."""
     spec = MODELS[ALIASES.get(model, model)].format(seq=seq)
 
     def graph(batch: int) -> OpGraph:
-        asked = (spec, batch, seq, dtype, master_weights, fused_loss, optimizer)
+        asked = (spec, batch, seq, dtype, master_weights, fused_loss, fused_norms, optimizer)
         name = hashlib.sha256(repr(asked).encode()).hexdigest()[:20]
         path = None if folder is None else folder / f"{name}.pickle"  # with its trace, which graph files have not
         if path is not None and path.exists():
@@ -80,7 +87,8 @@ def captures(
             return kept
         loaded = load_model(spec, batch=batch, seq=seq, dtype=dtype)
         module: Any = loaded.module
-        fuse_norms(module)
+        if fused_norms:
+            fuse_norms(module)
         if fused_loss and "labels" in loaded.example_inputs:
             module.loss_function = _half_loss
         made = capture(module, loaded.example_inputs, loss=loaded.loss, optimizer=optimizer, master_weights=master_weights)

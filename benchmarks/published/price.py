@@ -15,7 +15,7 @@ from benchmarks.published.models import captures
 from benchmarks.published.rows import KIND_OF_GPU, Row, degrees
 from rlplace.cluster import KINDS, Cluster
 from rlplace.cost.compute import explain_times
-from rlplace.cost.foreign import shipped_costs
+from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import find_curve
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
@@ -67,59 +67,62 @@ def say(row: Row, folder: Path | None = None) -> Said:
         found = scores.evaluate(draft)
     except InputError as error:
         return Said(row, None, reason=str(error))
-    basis = _basis(*_evaluator_key(row), folder)
+    basis = _basis(_asked(row), folder)
     return Said(row, found.step_time_s, found.over_bytes, found.peak_memory_bytes, found.parts, basis)
 
 
 def evaluator(row: Row, folder: Path | None) -> Evaluator:
     """Scores of strategies of a row's model on its devices under its software."""
-    return _evaluator(*_evaluator_key(row), row.gpus, folder)
+    return _evaluator(_asked(row), row.gpus, folder)
 
 
-def _evaluator_key(row: Row) -> tuple[str, int, str, bool, bool, str, str, str, float, float]:
-    software = row.software
+@dataclass(frozen=True)
+class _Asked:
+    """What rows have in common that are priced alike."""
+
+    capture: tuple[str, int, str, bool, bool, bool, str]
+    gpu: str
+    host: str
+    factors: tuple[tuple[str, float], ...]
+    layer_host_us: float
+
+
+def _asked(row: Row) -> _Asked:
+    software, kind = row.software, cluster_of(row.gpu, 1).kinds[0].name
     dtype = {"tf32": "fp32", "fp8": "bf16"}.get(row.precision, row.precision)
-    host = "compiled" if software.compiled(row.words) else "eager"
     optimizer = "momentum" if row.model == "ResNet-50" else "adamw"
-    return (
-        row.model, row.seq, dtype, not row.pure, software.fused_loss, optimizer, row.gpu, host, software.attention,
-        software.layer_host_us,
-    )  # fmt: skip
+    capture = (row.model, row.seq, dtype, not row.pure, software.fused_loss, software.fused_norms, optimizer)
+    host = "compiled" if software.compiled(row.words) else "eager"
+    return _Asked(capture, row.gpu, host, software.factors_on(kind), software.layer_host_us.get(kind, 0.0))
 
 
 @functools.lru_cache(maxsize=4)
-def _evaluator(
-    model: str, seq: int, dtype: str, master: bool, fused_loss: bool, optimizer: str, gpu: str, host: str, attention: float,
-    layer_host_us: float, gpus: int, folder: Path | None,
-) -> Evaluator:  # fmt: skip
-    cluster = cluster_of(gpu, gpus)
-    small, large = captures(model, seq, dtype, master, fused_loss, optimizer, folder)
-    costs = _costs(cluster.kinds[0].name, dtype, attention)
-    return Evaluator(PricedBlocks(small, cluster, large, host=host, costs=costs), cluster)
+def _evaluator(asked: _Asked, gpus: int, folder: Path | None) -> Evaluator:
+    cluster = cluster_of(asked.gpu, gpus)
+    small, large = captures(*asked.capture, folder)
+    return Evaluator(PricedBlocks(small, cluster, large, host=asked.host, costs=_costs(asked)), cluster)
 
 
 @functools.lru_cache(maxsize=64)
-def _basis(
-    model: str, seq: int, dtype: str, master: bool, fused_loss: bool, optimizer: str, gpu: str, host: str, attention: float,
-    layer_host_us: float, folder: Path | None,
-) -> dict[str, float]:  # fmt: skip
-    small, _ = captures(model, seq, dtype, master, fused_loss, optimizer, folder)
-    return explain_times(small, cluster_of(gpu, 1).kinds[0], host=host).shares()
+def _basis(asked: _Asked, folder: Path | None) -> dict[str, float]:
+    return explain_times(captures(*asked.capture, folder)[0], cluster_of(asked.gpu, 1).kinds[0], host=asked.host).shares()
 
 
-def _costs(name: str, dtype: str, attention: float) -> CostTable | None:
-    """The shipped table with attention's time multiplied."""
-    if attention == 1.0:
+def _costs(asked: _Asked) -> CostTable | None:
+    """The shipped table with classes of ops multiplied and the stack's host; None: as shipped."""
+    if not asked.factors and not asked.layer_host_us:
         return None
-    kind, shipped = KINDS[name], shipped_costs()
-    precision = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    kind, shipped = cluster_of(asked.gpu, 1).kinds[0], shipped_costs()
+    precision = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[asked.capture[2]]
     curves = {}
-    for direction in ("forward", "backward"):
-        curve = find_curve(kind, shipped, "attention", precision, direction)
-        efficiency = curve.compute_efficiency / attention
-        curves["attention", precision, direction] = msgspec.structs.replace(curve, compute_efficiency=efficiency)
-    own = shipped.kinds.get(name, KindCosts())
-    return CostTable({name: dataclasses.replace(own, curves={**own.curves, **curves})})
+    for op, factor in asked.factors:
+        for direction in ("forward", "backward", "backward_weight"):
+            curve = find_curve(kind, shipped, op, precision, direction)
+            efficiency = curve.compute_efficiency / factor
+            curves[op, precision, direction] = msgspec.structs.replace(curve, compute_efficiency=efficiency)
+    own = shipped.kinds.get(kind.name, KindCosts())
+    table = CostTable({**shipped.kinds, kind.name: dataclasses.replace(own, curves={**own.curves, **curves})})
+    return with_host(table, [kind.name], layer_s=1e-6 * asked.layer_host_us) if asked.layer_host_us else table
 
 
 @functools.cache

@@ -122,6 +122,7 @@ class EagerRecorder(Recorder):
         self.by_module = by_module
         self.path: list[str] = []
         self.guesses: Counter[str] = Counter()
+        self._coins: list[Any] = []
         self._names: Counter[str] = Counter()
         self._open = False
         self._active = True
@@ -167,6 +168,13 @@ class EagerRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if self.by_module:
+            coin = any(args[0] is one for one in self._coins) if args else False
+            if coin or (func is torch.ops.aten.rand.default and not args[0]):  # whether a layer is dropped: it runs
+                if func is torch.ops.aten._local_scalar_dense.default:
+                    self.guesses["rand"] += 1
+                    return False
+                self._coins.append(super().__torch_dispatch__(func, types, args, kwargs))
+                return self._coins[-1]
             guess = _GUESSES.get(func)
             if guess is not None:
                 self.guesses[func._schema.name.rpartition("::")[2]] += 1

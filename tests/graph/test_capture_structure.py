@@ -258,6 +258,19 @@ def test_data_dependent_forward_falls_back_to_modules():
     assert set(graph.op_kind) == {"module", "optimizer"}
 
 
+def test_layers_that_chance_may_drop_are_captured():
+    def forward(self, x):
+        hidden = self.first(x)
+        if torch.rand([]) < 0.1:
+            return hidden.sum()
+        return self.last(hidden).sum() if torch.rand([]) > 0.9 else self.other(hidden).sum()
+
+    net = Net(forward, first=nn.Linear(16, 16), last=nn.Linear(16, 16), other=nn.Linear(16, 16))
+    graph = capture(net, torch.empty(4, 16))
+    assert {"first/forward", "other/forward"} <= set(graph.op_names) and "last/forward" not in graph.op_names
+    assert any("guessed: rand x2" in note for note in graph.capture["notes"])
+
+
 def test_transforms_of_functions_fall_back_to_the_dispatch_trace():
     """The exported nodes of a transform only run as a whole, and what is left of a broken-off run spoils the process."""
 

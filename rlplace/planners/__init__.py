@@ -26,7 +26,6 @@ PLANNERS: dict[str, str] = {
     "heft": "rlplace.planners.heft:candidates",
     "m_topo": "rlplace.planners.m_topo:candidates",
     "m_etf": "rlplace.planners.m_etf:candidates",
-    "m_sct": "rlplace.planners.m_sct.m_sct:m_sct",
     "metis": "rlplace.planners.metis:candidates",
     "critical_path": "rlplace.planners.critical_path:candidates",
     "compiler": "rlplace.planners.compiler.compiler:candidates",
@@ -43,8 +42,7 @@ PLANNERS: dict[str, str] = {
 """Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
 
 ONE_SHOT = (
-    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "m_sct", "pardnn",
-    "compiler",
+    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "pardnn", "compiler",
 )  # fmt: skip
 """Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
 

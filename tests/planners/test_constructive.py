@@ -67,7 +67,7 @@ def test_m_etf_by_hand():
     """c (3 s, longest) starts first on device 0, a on device 1; b waits for a there rather than 5 s for a transfer."""
     problem = build_problem("etf", time_s=[[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], tensors=[TensorSpec(0, 5, [1])],
                             memory_bytes=[None, None])  # fmt: skip
-    devices, start, finish, _ = earliest_schedule(problem, [0, 1])
+    devices, start, finish = earliest_schedule(problem, [0, 1])
     assert devices.tolist() == [1, 1, 0]
     assert start.tolist() == [0.0, 1.0, 0.0] and finish.tolist() == [1.0, 2.0, 3.0]
 

@@ -1,1 +1,0 @@
-"""m-SCT: small communication times, favorite children by a linear program."""

@@ -17,6 +17,7 @@ class Software:
         fused_norms: Norms keep their input alone.
         factors: Time of op classes as multiples of what they are priced at, by (device kind, class); "" is every kind.
         layer_host_us: Host time of a layer, forward and backward, by device kind, where it is more than that of its ops.
+        overlaps_tensor: Collectives of tensor and context groups run under the products that they belong to.
         known: Where all that is from.
     """
 
@@ -26,6 +27,7 @@ class Software:
     fused_norms: bool = True
     factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
     layer_host_us: Mapping[str, float] = field(default_factory=dict)
+    overlaps_tensor: bool = False
     known: str = ""
 
     def factors_on(self, kind: str) -> tuple[tuple[str, float], ...]:
@@ -57,8 +59,8 @@ SOFTWARE = (
         known="Transformer Engine: fused norms, activations, rotary; host time from its DP8 row alone",
     ),
     Software(
-        "NVIDIA/dgxc", fused_loss=True, compiles=True, factors={("h100", "attention"): CUDNN_ATTENTION},
-        known="NeMo on Megatron-LM and Transformer Engine: the same fused kernels",
+        "NVIDIA/dgxc", fused_loss=True, compiles=True, factors={("h100", "attention"): CUDNN_ATTENTION}, overlaps_tensor=True,
+        known="NeMo on Megatron-LM and Transformer Engine: the same kernels, tp_comm_overlap, ring attention under compute",
     ),
     Software("gist", fused_norms=False, known="transformers' Trainer and DeepSpeed, models as they are"),
 )  # fmt: skip

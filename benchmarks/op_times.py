@@ -5,8 +5,9 @@
     python benchmarks/op_times.py --write      fits again and writes rlplace/cost/shipped.cost.json
 
 The timings (NeuSight, ASPLOS 2025, MIT licence: single fp32 kernels, TF32 off, PyTorch 2.1) are read from --data, by default
-../shared/data beside the repository; without them there is nothing to do. Shapes are split by a hash: a shape is either fitted
-on all devices or on none, and about every fifth is held out.
+../shared/data beside the repository; without them there is nothing to do. There are two sets: shapes on a grid, and shapes drawn
+at random (convolutions of 3 x 3 among them). Shapes are split by a hash: a shape is either fitted on all devices or on none;
+about every fifth of the grid and every second of the random ones are held out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from fit_residual import choose_residual, sizes_of
+from fit_residual import fit_residual, sizes_of
 
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
@@ -31,7 +32,8 @@ from rlplace.cost.scaled import CLASSES, datasheet_curve
 from rlplace.cost.table import CostTable, Curve, KindCosts
 
 SOURCE = "NeuSight (ASPLOS 2025) kernel timings, fp32 with TF32 off, PyTorch 2.1, CUDA 12.1, {device}"
-HELD_OUT = 0.2
+HELD_OUT = {"kernel_timings": 0.2, "kernel_timings_random": 0.5}
+LARGE_S = 100e-6  # times of the random set below that are mostly launch and synchronisation
 
 # The cards that were timed: preset kind, and what of it differs from the preset (PCIe cards, boost clocks).
 CARDS: dict[str, DeviceKind] = {
@@ -42,48 +44,63 @@ CARDS: dict[str, DeviceKind] = {
     "NVIDIA L4": KINDS["l4"],
     "Tesla T4": KINDS["t4"],
 }
-CLASS_OF_FILE = {"linear": "gemm", "bmm": "bmm", "elem": "elementwise", "ln": "norm", "softmax": "softmax"}
-REQUIRED = {"linear": 10.0, "bmm": 10.0, "elem": 20.0, "ln": 20.0, "softmax": 20.0}
-REQUIRED_BMM = {"l4": 22.0, "t4": 22.0}
+CLASS_OF_FILE = {"linear": "gemm", "bmm": "bmm", "conv": "conv", "elem": "elementwise", "ln": "norm", "softmax": "softmax"}
 BINARY = ("add", "mul", "pow", "div")
 LEAVE_ONE_OUT = {"v100": "a100-40g", "a100-40g": "a100-80g", "a100-80g": "a100-40g", "h100": "a100-80g", "l4": "t4", "t4": "l4"}
 PER_ELEMENT = {"elem": 1.0, "ln": 6.0, "softmax": 5.0}
 
 
-def read(folder: Path) -> dict[tuple[str, str], list[OpTiming]]:
+@dataclasses.dataclass(frozen=True)
+class Timed(OpTiming):
+    """A timed kernel; `folder` says which set it is from."""
+
+    folder: str = ""
+
+
+def read(folder: Path) -> dict[tuple[str, str], list[Timed]]:
     """Timings by (file, kind name)."""
-    found: dict[tuple[str, str], list[OpTiming]] = {}
-    for name in CLASS_OF_FILE:
-        with open(folder / "kernel_timings" / f"{name}.csv", newline="") as stream:
+    found: dict[tuple[str, str], list[Timed]] = {}
+    for part, name in ((part, name) for part in HELD_OUT for name in CLASS_OF_FILE):
+        path = folder / part / f"{name}.csv"
+        if not path.exists():
+            continue
+        with open(path, newline="") as stream:
             for row in csv.DictReader(stream):
                 card = CARDS.get(row["device"])
-                if card is None:
-                    continue
-                seconds = float(row["latency_ms"]) * 1e-3
-                if name in ("linear", "bmm"):
-                    dims = {"batch": int(row["B"]), "m": int(row["M"]), "n": int(row["N"]), "k": int(row["K"])}
-                    b, m, n, k = dims.values()
-                    timing = OpTiming(2.0 * b * m * n * k, 4.0 * b * (m * n + n * k + m * k), seconds, dims=dims)
-                else:
-                    dims = {"rows": int(row["B"]), "columns": int(row["H"])}
-                    count = float(dims["rows"] * dims["columns"])
-                    tensors = 3 if row["op"] in BINARY else 2
-                    timing = OpTiming(PER_ELEMENT[name] * count, 4.0 * count * tensors, seconds, dims=dims)
-                found.setdefault((name, card.name), []).append(timing)
+                if card is not None:
+                    timed = _timed(name, row, part)
+                    found.setdefault((name, card.name), []).append(timed)
     return found
 
 
-def held_out(timing: OpTiming) -> bool:
+def _timed(name: str, row: dict[str, str], folder: str) -> Timed:
+    seconds = float(row["latency_ms"]) * 1e-3
+    if name in ("linear", "bmm"):
+        dims = {"batch": int(row["B"]), "m": int(row["M"]), "n": int(row["N"]), "k": int(row["K"])}
+        b, m, n, k = dims.values()
+        return Timed(2.0 * b * m * n * k, 4.0 * b * (m * n + n * k + m * k), seconds, dims=dims, folder=folder)
+    if name == "conv":
+        batch, image, inputs, outputs = (int(row[key]) for key in ("B", "input_size", "input_channel", "output_channel"))
+        dims = {"m": batch * image**2, "n": outputs, "k": 9 * inputs, "image": image}
+        size = 4.0 * (dims["m"] * (inputs + outputs) + dims["k"] * outputs)
+        return Timed(2.0 * dims["m"] * outputs * dims["k"], size, seconds, dims=dims, folder=folder)
+    dims = {"rows": int(row["B"]), "columns": int(row["H"])}
+    count = float(dims["rows"] * dims["columns"])
+    tensors = 3 if row["op"] in BINARY else 2
+    return Timed(PER_ELEMENT[name] * count, 4.0 * count * tensors, seconds, dims=dims, folder=folder)
+
+
+def held_out(timing: Timed) -> bool:
     """The same answer for a shape on every device."""
     text = ",".join(f"{name}={size}" for name, size in sorted(timing.dims.items()))
-    return hashlib.sha256(text.encode()).digest()[0] < 256 * HELD_OUT
+    return hashlib.sha256(text.encode()).digest()[0] < 256 * HELD_OUT[timing.folder]
 
 
 def card_of(kind: str) -> DeviceKind:
     return next(card for card in CARDS.values() if card.name == kind)
 
 
-def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
+def fit(timings: dict[tuple[str, str], list[Timed]]) -> CostTable:
     """Curves and residuals of every class and kind, on the shapes that are not held out."""
     curves: dict[str, dict[tuple[str, str, str], Curve]] = {}
     overhead_s = overhead(timings)
@@ -94,6 +111,8 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
         if not CLASSES[op].matrix:  # memory decides, at any dtype: leave the few FLOPs an element to the prior
             fitted = [dataclasses.replace(row, flops=0.0) for row in fitted]
         numbers = {"peak_flops": card.peak_flops["float32"], "bandwidth_bytes_per_s": card.memory_bandwidth_bytes_per_s}
+        # The random set holds calls of no size, which take more than element-wise ones do; of convolutions there are none.
+        small = [row.seconds for row in fitted if row.folder == "kernel_timings_random" and op != "conv"]
         curve = fit_op_curve(
             fitted,
             **numbers,
@@ -101,11 +120,13 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
             source=SOURCE.format(device=device) + f"; {len(fitted)} shapes",
             prior=datasheet_curve(card, op, "float32", "forward"),
             floor_s=card.launch_s,
-            overhead_s=overhead_s,
+            overhead_s=max(float(np.quantile(small, 0.02)) - card.launch_s, 0.0) if small else overhead_s,
             # No small product was timed. With exponent 1 each would cost a fixed 55 us on an L4 and 83 us on a T4.
             saturations=SATURATIONS[1:] if CLASSES[op].matrix else SATURATIONS,
         )
-        curve = choose_residual(curve, fitted, op=op, processors=card.processors, **numbers)
+        preset = KINDS[kind]
+        presets = [{"peak_flops": preset.peak_flops["float32"], "bandwidth_bytes_per_s": preset.memory_bandwidth_bytes_per_s}]
+        curve = fit_residual(curve, fitted, op=op, processors=card.processors, presets=presets, **numbers)
         # The timings hold the launch and synchronisation of a lone call; inside a step the kind's own floor counts.
         curves.setdefault(kind, {})[(op, "float32", "forward")] = msgspec.structs.replace(shorten(curve), floor_s=None)
     return CostTable(
@@ -113,7 +134,7 @@ def fit(timings: dict[tuple[str, str], list[OpTiming]]) -> CostTable:
     )
 
 
-def overhead(timings: dict[tuple[str, str], list[OpTiming]]) -> float:
+def overhead(timings: dict[tuple[str, str], list[Timed]]) -> float:
     """What a lone call takes beyond the launch floor: the time of element-wise calls at no size, median of the cards.
 
     Their work is known best (a fixed time plus bytes over bandwidth explains them to 2 %). Other classes cannot tell the
@@ -137,7 +158,7 @@ def shorten(curve: Curve) -> Curve:
     return msgspec.structs.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
 
 
-def predict(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
+def predict(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
     """Seconds as that data set measures them: floor and measuring overhead included."""
     work = kernel_seconds(
         curve,
@@ -151,34 +172,37 @@ def predict(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
     return work + (card.launch_s if curve.floor_s is None else curve.floor_s) + curve.overhead_s
 
 
-def errors(curve: Curve, rows: list[OpTiming], card: DeviceKind) -> np.ndarray:
+def errors(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
     """Absolute percentage errors."""
     seconds = np.array([row.seconds for row in rows])
     return 100.0 * np.abs(predict(curve, rows, card) / seconds - 1.0)
 
 
-def report_held_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> bool:
-    print("Absolute error, %, on shapes not fitted (shipped coefficients)")
-    columns = ("fitted", "held out", "curve", "MAPE", "median", "p90", "allowed")
-    print(f"{'class':9s}{'device':10s}" + "".join(f"{text:>9s}" for text in columns))
-    fine = True
+def report_held_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> None:
+    print("Errors, %, on shapes not fitted (shipped coefficients); of random shapes also those over 100 us")
+    columns = ("fitted", "held out", "curve", "MAPE", "median", "p90", "signed")
+    print(f"{'class':9s}{'device':10s}{'shapes':14s}" + "".join(f"{text:>9s}" for text in columns))
     for (name, kind), rows in sorted(timings.items()):
-        card = card_of(kind)
-        test = [row for row in rows if held_out(row)]
         curve = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")]
-        error = errors(curve, test, card)
-        plain = errors(msgspec.structs.replace(curve, residual=None), test, card).mean()
-        allowed = REQUIRED_BMM.get(kind, REQUIRED[name]) if name == "bmm" else REQUIRED[name]
-        allowed = float("inf") if (name, kind) == ("bmm", "v100") else allowed
-        fine &= error.mean() <= allowed
-        print(
-            f"{name:9s}{kind:10s}{len(rows) - len(test):9d}{len(test):9d}{plain:9.1f}{error.mean():9.1f}{np.median(error):9.1f}"
-            f"{np.percentile(error, 90):9.1f}{allowed:9.0f}"
-        )
-    return fine
+        for label, folder, least_s in (
+            ("grid", "kernel_timings", 0.0), ("random", "kernel_timings_random", 0.0),
+            ("over 100 us", "kernel_timings_random", LARGE_S),
+        ):  # fmt: skip
+            own = [row for row in rows if row.folder == folder and row.seconds >= least_s]
+            test = [row for row in own if held_out(row)]
+            if not test:
+                continue
+            seconds = np.array([row.seconds for row in test])
+            signed = 100.0 * (predict(curve, test, card_of(kind)) / seconds - 1.0)
+            plain = errors(msgspec.structs.replace(curve, residual=None), test, card_of(kind)).mean()
+            size = np.abs(signed)
+            print(
+                f"{name:9s}{kind:10s}{label:14s}{len(own) - len(test):9d}{len(test):9d}{plain:9.1f}{size.mean():9.1f}"
+                f"{np.median(size):9.1f}{np.percentile(size, 90):9.1f}{signed.mean():+9.1f}"
+            )
 
 
-def report_left_out(timings: dict[tuple[str, str], list[OpTiming]], table: CostTable) -> None:
+def report_left_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> None:
     print("Absolute error, %, of every device as if it had never been timed: peaks alone with default fractions; fractions of")
     print(
         "the nearest device without and with its residual; the better of both with one factor from 30 timings of the new device"
@@ -242,7 +266,8 @@ def main() -> int:
     if options.left_out:
         report_left_out(timings, shipped_costs())
         return 0
-    return 0 if report_held_out(timings, shipped_costs()) else 1
+    report_held_out(timings, shipped_costs())
+    return 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ TITAN = msgspec.structs.replace(
     gemm_efficiency={name: 0.8 * share for name, share in KINDS["h100"].gemm_efficiency.items()},
 )  # fmt: skip
 """H100 with 96 GB of slower memory, capped at 500 W, as torchtitan's runs had it. Products then run at 0.8 of the rate at
-700 W: the root of what is left above 150 W of idle power, since at the low end of its range a chip's voltage falls with its clock."""
+700 W: the root of what is left above 150 W of idle power, since a chip's voltage falls with its clock."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
-from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.curve import Sizes, extrapolates, kernel_seconds
 from rlplace.cost.foreign import as_costs, modelled_seconds
-from rlplace.cost.scaled import base_name, find_curve, peak_of, precision_of
+from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, peak_of, precision_of
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
@@ -156,33 +156,45 @@ def _call_seconds(
     basis = np.zeros(len(calls.op), dtype=np.int8)
     which = np.zeros(len(calls.op), dtype=np.int64)
     curves: list[Curve] = []
-    group = (calls.kind * len(DIRECTIONS) + calls.direction) * len(calls.dtypes) + calls.dtype
+    other = (calls.kind == OP_KINDS.index("conv")) & (calls.sizes["image"] <= 1)  # convolutions unlike those that were timed
+    group = ((2 * calls.kind + other) * len(DIRECTIONS) + calls.direction) * len(calls.dtypes) + calls.dtype
     order = np.argsort(group, kind="stable")
     values, starts = np.unique(group[order], return_index=True)
     for value, rows in zip(values.tolist(), np.split(order, starts[1:]), strict=True):
         rest, dtype = divmod(value, len(calls.dtypes))
         number, direction = divmod(rest, len(DIRECTIONS))
-        op = OP_KINDS[number]
+        op = OP_KINDS[number // 2]
         precision = precision_of(kind, op, calls.dtypes[dtype])
         curve = find_curve(kind, table, op, precision, DIRECTIONS[direction])
+        if number % 2 and curve.residual is not None:
+            curve = datasheet_curve(kind, op, precision, DIRECTIONS[direction])
         if curve.basis == "fitted" and calls.dtypes[dtype] not in (precision, "float32"):  # bytes carry over, timings do not
             curve = msgspec.structs.replace(
                 curve, basis="scaled", source=f"{calls.dtypes[dtype]} from {precision}: {curve.source}"
             )
         seconds[rows] = _row_seconds(calls, rows, curve, precision, kind)
         basis[rows], which[rows] = BASES.index(curve.basis), len(curves)
+        if curve.basis == "fitted" and curve.residual is not None:
+            beyond = rows[extrapolates(curve.residual, _sizes(calls, rows))]
+            basis[beyond] = BASES.index("extrapolated")
         curves.append(curve)
     return seconds, basis, which, tuple(curves)
 
 
+def _sizes(calls: Calls, rows: NDArray[np.int64]) -> Sizes:
+    """Sizes of rows, FLOPs and bytes of one kernel included."""
+    own = {"flops": calls.flops[rows] / calls.count[rows], "bytes": calls.size_bytes[rows] / calls.count[rows]}
+    return {name: values[rows] for name, values in calls.sizes.items()} | own
+
+
 def _row_seconds(calls: Calls, rows: NDArray[np.int64], curve: Curve, precision: str, kind: DeviceKind) -> NDArray[np.float64]:
     """Seconds of rows that share a curve."""
-    count = calls.count[rows]
+    count, sizes = calls.count[rows], _sizes(calls, rows)
     one = kernel_seconds(
         curve,
-        calls.flops[rows] / count,
-        calls.size_bytes[rows] / count,
-        {name: values[rows] for name, values in calls.sizes.items()},
+        sizes["flops"],
+        sizes["bytes"],
+        sizes,
         peak_flops=peak_of(kind, precision),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
         processors=kind.processors,

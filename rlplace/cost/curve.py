@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.cost.table import Curve, Residual
+from rlplace.cost.table import DIMS, Curve, Residual
 
 Sizes = Mapping[str, NDArray[np.float64]]
 """Float arrays [N] by name of `rlplace.cost.table.DIMS`; sizes that an op class does not have are 1."""
@@ -34,49 +34,62 @@ def _intensity(sizes: Sizes, processors: float) -> NDArray[np.float64]:
     return np.log2(np.maximum(sizes["flops"], 1.0)) - np.log2(np.maximum(sizes["bytes"], 1.0))
 
 
-def _tiles(sizes: Sizes, side: tuple[int, int]) -> NDArray[np.float64]:
-    return sizes["batch"] * np.ceil(sizes["m"] / side[0]) * np.ceil(sizes["n"] / side[1])
+def _waves(sizes: Sizes, processors: float, side: tuple[int, int]) -> NDArray[np.float64]:
+    """Waves of tiles over the processors, fractions included."""
+    return sizes["batch"] * np.ceil(sizes["m"] / side[0]) * np.ceil(sizes["n"] / side[1]) / processors
+
+
+def _log_waves(*side: int) -> Feature:
+    return lambda sizes, processors: np.log2(_waves(sizes, processors, (side[0], side[1])))
 
 
 def _wave_waste(*side: int) -> Feature:
     """log2 of (processor slots in whole waves) / (tiles): 0 when the last wave is full."""
 
     def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
-        tiles = _tiles(sizes, (side[0], side[1]))
-        return np.log2(np.ceil(tiles / processors) * processors / tiles)
+        waves = _waves(sizes, processors, (side[0], side[1]))
+        return np.log2(np.ceil(waves) / waves)
 
     return feature
 
 
-def _edge_waste(*side: int) -> Feature:
-    """log2 of (area covered by whole tiles) / (area of the product)."""
-
-    def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
-        covered = _tiles(sizes, (side[0], side[1])) * side[0] * side[1]
-        return np.log2(covered / (sizes["batch"] * sizes["m"] * sizes["n"]))
-
-    return feature
+def _edge(name: str, side: int) -> Feature:
+    """log2 of (what whole tiles cover) / (size)."""
+    return lambda sizes, processors: np.log2(np.ceil(sizes[name] / side) * side / sizes[name])
 
 
-def _waves(*side: int) -> Feature:
-    """log2 of waves of tiles, fractions included."""
+def _aligned(name: str, by: int) -> Feature:
+    """1 where loads of `by` elements fit."""
+    return lambda sizes, processors: (sizes[name] % by == 0).astype(np.float64)
 
-    def feature(sizes: Sizes, processors: float) -> NDArray[np.float64]:
-        return np.log2(_tiles(sizes, (side[0], side[1])) / processors)
 
-    return feature
+def _in_registers(sizes: Sizes, processors: float) -> NDArray[np.float64]:
+    """1 where a warp holds a row: softmax of up to 1,024 columns is another kernel."""
+    return (sizes["columns"] <= 1024).astype(np.float64)
 
+
+def _row_waves(sizes: Sizes, processors: float) -> NDArray[np.float64]:
+    return np.log2(np.maximum(sizes["rows"], 1.0) / processors)
+
+
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64), (32, 32), (128, 32), (32, 128))
+"""Rows and columns of the result that a block of a product's kernel makes."""
 
 FEATURES: Mapping[str, Feature] = {
-    **{f"log_{name}": _log(name) for name in ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "rows", "columns")},
-    "log_flops": _log("flops"),
-    "log_bytes": _log("bytes"),
+    **{
+        f"log_{name}": _log(name)
+        for name in ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "rows", "columns", "image", "flops", "bytes")
+    },
     "log_intensity": _intensity,
-    "waves_128": _waves(128, 128),
-    "wave_waste_128": _wave_waste(128, 128),
-    "edge_waste_128": _edge_waste(128, 128),
-    "wave_waste_64": _wave_waste(64, 64),
-    "edge_waste_64": _edge_waste(64, 64),
+    **{f"waves_{a}x{b}": _log_waves(a, b) for a, b in TILES},
+    **{f"wave_waste_{a}x{b}": _wave_waste(a, b) for a, b in TILES},
+    **{f"edge_{name}_{side}": _edge(name, side) for name in ("m", "n") for side in (32, 64, 128, 256)},
+    **{f"edge_image_{side}": _edge("image", side) for side in (2, 4, 6)},
+    "edge_k_32": _edge("k", 32),
+    "edge_columns_32": _edge("columns", 32),
+    **{f"{name}_by_{by}": _aligned(name, by) for name in ("m", "n", "k", "columns") for by in (2, 4, 8)},
+    "row_in_registers": _in_registers,
+    "row_waves": _row_waves,
 }
 """Features by name: functions of sizes and of the number of processors (streaming multiprocessors) of the device."""
 
@@ -84,6 +97,22 @@ FEATURES: Mapping[str, Feature] = {
 def feature_matrix(names: tuple[str, ...], sizes: Sizes, processors: float) -> NDArray[np.float64]:
     """Features as columns [N, F]."""
     return np.stack([FEATURES[name](sizes, processors) for name in names], axis=1)
+
+
+def extrapolates(residual: Residual, sizes: Sizes) -> NDArray[np.bool_]:
+    """Calls [N] of which a size is unknown, or less than half or more than double of any that was fitted."""
+    outside = _unknown(residual, sizes)
+    for name, low, high in zip(residual.features, residual.low, residual.high, strict=True):
+        if name.startswith("log_"):
+            value = FEATURES[name](sizes, 1.0)
+            outside |= (value < low - 1.0) | (value > high + 1.0)
+    return outside
+
+
+def _unknown(residual: Residual, sizes: Sizes) -> NDArray[np.bool_]:
+    """Calls [N] without any of the sizes that the residual reads."""
+    own = [sizes[name.removeprefix("log_")] > 1.0 for name in residual.features if name.removeprefix("log_") in DIMS[:-2]]
+    return ~np.logical_or.reduce(own) if own else np.zeros(len(sizes["flops"]), dtype=bool)
 
 
 def residual_factor(residual: Residual, sizes: Sizes, processors: float) -> NDArray[np.float64]:
@@ -160,5 +189,7 @@ def kernel_seconds(
     if curve.residual is None:
         return work
     known = {**sizes, "flops": np.asarray(flops, dtype=np.float64), "bytes": np.asarray(size_bytes, dtype=np.float64)}
-    least = roofline_seconds(flops, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    return np.maximum(work * residual_factor(curve.residual, known, processors), least)
+    done = curve.residual.least_flops * np.asarray(flops, dtype=np.float64)
+    least = roofline_seconds(done, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    factor = np.where(_unknown(curve.residual, known), 1.0, residual_factor(curve.residual, known, processors))
+    return np.maximum(work * factor, least)

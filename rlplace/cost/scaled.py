@@ -167,7 +167,7 @@ def _own_keys(op: str, precision: str, direction: str) -> list[Key]:
     keys = [(op, precision, direction)]
     if direction == "backward_weight":
         keys.append((op, precision, "backward"))
-    if direction in ("backward", "backward_weight") and (op in ("gemm", "bmm") or not CLASSES[op].matrix):
+    if direction in ("backward", "backward_weight") and (op in ("gemm", "bmm", "conv") or not CLASSES[op].matrix):
         keys.append((op, precision, "forward"))
     if not CLASSES[op].matrix and precision != "float32":
         keys += [(op, "float32", direction), (op, "float32", "forward")]

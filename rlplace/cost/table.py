@@ -21,9 +21,10 @@ from rlplace.records import Record, Whole
 
 MAX_WEIGHTS = 10_000
 
-Basis = Literal["measured", "fitted", "scaled", "calibrated"]
+Basis = Literal["measured", "fitted", "scaled", "calibrated", "extrapolated"]
 """Basis of a time: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
-ones, `calibrated`: a user's own); or numbers carried over from a datasheet or a related device (`scaled`)."""
+ones, `calibrated`: a user's own), beyond the sizes that were timed (`extrapolated`); or numbers carried over from a datasheet
+or a related device (`scaled`)."""
 
 Direction = Literal["forward", "backward", "update", "backward_weight"]
 """`backward` of products and convolutions is the gradient of the input; `backward_weight` that of the weight, priced by the
@@ -36,7 +37,7 @@ BASES: tuple[str, ...] = get_args(Basis)
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 HOST_MODES = ("eager", "compiled")
 
-DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "flops", "bytes")
+DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "image", "flops", "bytes")
 """Names that a measured shape may be told by. All but the last two are sizes in `OpGraph.op_dims`."""
 
 EAGER_ISSUE_S = 7e-6
@@ -70,6 +71,7 @@ class Residual(Record, frozen=True):
         weights: Per layer the matrix, rows are outputs.
         bias: Per layer the bias.
         bound: Largest factor, above 1; the smallest is its reciprocal.
+        least_flops: Share of the counted FLOPs that the best algorithm does: a quarter in Winograd convolutions.
     """
 
     features: tuple[str, ...]
@@ -80,6 +82,7 @@ class Residual(Record, frozen=True):
     weights: tuple[tuple[tuple[_Weight, ...], ...], ...]
     bias: tuple[tuple[_Weight, ...], ...]
     bound: Annotated[float, Meta(ge=1, le=20)]
+    least_flops: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
     def __post_init__(self) -> None:
         width = len(self.features)

@@ -12,8 +12,9 @@ Args = Sequence[Any]
 def dims_of(name: str, args: Args) -> dict[str, int] | None:
     """Named sizes of an ATen op; None for ops whose time is a matter of FLOPs and bytes alone.
 
-    Matrix products: m, n, k and, for batched ones, batch. Fused attention: batch, heads, queries, keys, width and, where the
-    causal half is skipped, causal = 1. Norms and softmax over their last dimensions: rows, columns.
+    Matrix products: m, n, k and, for batched ones, batch. Convolutions of 3 x 3 with stride 1: those of the product that they
+    are, and the width of the image, which decides what Winograd's tiles waste. Fused attention: batch, heads, queries, keys,
+    width and, where the causal half is skipped, causal = 1. Norms and softmax over their last dimensions: rows, columns.
 
     Args:
         name: Op name without namespace and overload.
@@ -21,6 +22,8 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
     """
     if name in _PRODUCTS:
         return _product(args, _PRODUCTS[name])
+    if name in _CONVOLUTIONS:
+        return _winograd(args)
     if name in _ROWS:
         return _ROWS[name](args)
     if name.startswith("_scaled_dot_product") and "attention" in name:
@@ -59,6 +62,18 @@ def _product(args: Args, where: int) -> dict[str, int]:
     if len(left) == 3:
         dims["batch"] = int(left[0])
     return dims
+
+
+_CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")
+
+
+def _winograd(args: Args) -> dict[str, int] | None:
+    inputs, weight = args[0].shape, args[1].shape
+    ones = all(step == 1 for step in (*args[3], *args[5])) if len(args) > 8 else False
+    if tuple(weight[2:]) != (3, 3) or not ones or args[6] or args[8] != 1 or len(inputs) != 4:
+        return None
+    height, width = (int(size) + 2 * int(pad) - 2 for size, pad in zip(inputs[2:], (*args[4], *args[4]), strict=False))
+    return {"m": int(inputs[0]) * height * width, "n": int(weight[0]), "k": 9 * int(weight[1]), "image": width}
 
 
 def _attention(args: Args, first: int) -> dict[str, int] | None:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.fit_residual import choose_residual, fit_residual, sizes_of
+from benchmarks.fit_residual import fit_residual, sizes_of
 from rlplace.cost.curve import kernel_seconds, work_seconds
 from rlplace.cost.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 from rlplace.cost.table import Curve
@@ -164,16 +164,16 @@ def narrow(dims):
 def test_a_residual_learns_what_the_curve_cannot():
     rows, unseen = timings(TRUE, 300, factor=narrow, noise=0.02), timings(TRUE, 100, factor=narrow, seed=1)
     curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
-    better = choose_residual(curve, rows, op="gemm", processors=100, **DEVICE)
+    better = fit_residual(curve, rows, op="gemm", processors=100, **DEVICE)
     assert mape(curve, unseen) > 0.09
     assert mape(better, unseen) < 0.05
-    again = choose_residual(curve, rows, op="gemm", processors=100, **DEVICE)
+    again = fit_residual(curve, rows, op="gemm", processors=100, **DEVICE)
     assert again == better  # nothing random in it
 
 
 def test_no_residual_where_it_would_learn_noise():
-    rows = timings(TRUE, 60, noise=0.05)
+    rows, unseen = timings(TRUE, 60, noise=0.05), timings(TRUE, 100, seed=1)
     curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
-    assert choose_residual(curve, rows, op="gemm", processors=100, **DEVICE).residual is None
-    assert choose_residual(curve, rows[:8], op="gemm", processors=100, **DEVICE) is curve
+    assert mape(fit_residual(curve, rows, op="gemm", processors=100, **DEVICE), unseen) < 0.05
+    assert fit_residual(curve, rows[:8], op="gemm", processors=100, **DEVICE) is curve
     assert fit_residual(curve, rows, op="elementwise", processors=100, **DEVICE) is curve

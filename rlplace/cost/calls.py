@@ -124,6 +124,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
         size = fused_traffic(graph)[0]
     # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
     flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
+    size = np.where(direction == 1, _backward_traffic(graph, kind, sizes) * size, size)
     works = (graph.op_flops > 0) | (graph.op_bytes > 0)
 
     m, n, k, batch = (sizes[name] for name in ("m", "n", "k", "batch"))
@@ -192,6 +193,18 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
             for name, values in sizes.items()
         },
     )
+
+
+def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """float64 [N], what the backwards of norms and softmax move beside what is counted: two operands and a result.
+
+    From PyTorch's layer_norm_kernel.cu and SoftMax.cu: both kernels of a norm read both operands. A softmax multiplies its
+    operands first, three more passes at an element-wise kernel's rate; a log-softmax whose rows no warp holds reads one again.
+    """
+    norm, softmax = kind == OP_KINDS.index("norm"), kind == OP_KINDS.index("softmax")
+    log = np.array(["log_softmax" in target for target in graph.op_target], dtype=bool)
+    wide = np.where(sizes["columns"] > 1024, 4.0 / 3.0, 1.0)
+    return np.where(norm, 5.0 / 3.0, np.where(softmax, np.where(log, wide, 1.5), 1.0))
 
 
 POINTWISE = ("elementwise", "copy", "random")

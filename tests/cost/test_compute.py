@@ -3,6 +3,7 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.papers.synthetic import GraphBuilder, transformer_graph
 from rlplace.cluster import KINDS
@@ -14,6 +15,7 @@ from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
+from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import BACKWARD, OP_KINDS
 
 A100 = KINDS["a100-80g"]
@@ -350,6 +352,40 @@ def test_golden_times():
     golden = {("a100-80g", 4096): 7.7677e-3, ("h100", 4096): 2.8855e-3, ("v100", 2048): 1.15643e-3, ("l4", 2048): 1.8626e-3}
     for (name, side), seconds in golden.items():
         assert product(side, side, side, kind=KINDS[name])[0][0] == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "more"),
+    [("Softmax", 64, 1.5), ("LogSoftmax", 1024, 1.0), ("LogSoftmax", 1025, 4 / 3), ("LayerNorm", 64, 5 / 3)],
+)
+def test_backwards_read_what_their_kernels_read(name, columns, more):
+    kind = "norm" if name == "LayerNorm" else "softmax"
+    net = getattr(torch.nn, name)(columns if kind == "norm" else -1)
+    graph = capture(net, torch.empty(512, columns, requires_grad=True), loss=lambda output: output.pow(2).sum())
+    calls = calls_of(graph)
+    for op in (op for op, found in enumerate(graph.op_kind) if found == kind):
+        own = calls.size_bytes[(calls.op == op) & (calls.kind == OP_KINDS.index(kind))].sum()
+        assert own == pytest.approx(graph.op_bytes[op] * (more if graph.op_phase[op] == BACKWARD else 1.0))
+
+
+def test_convolutions_of_three_by_three_have_a_curve_of_their_own_where_tf32_is_off():
+    def net(**options):
+        return torch.nn.Sequential(torch.nn.Conv2d(64, 128, **options))
+
+    plain, strided = (
+        capture(net(kernel_size=3, padding=1, stride=stride), torch.empty(16, 64, 32, 32), loss=torch.sum) for stride in (1, 2)
+    )
+    assert plain.op_dims[0] == {"m": 16 * 32**2, "n": 128, "k": 576, "image": 32} and 0 not in strided.op_dims
+    off = msgspec.structs.replace(A100, peak_flops={name: peak for name, peak in A100.peak_flops.items() if name != "tf32"})
+    for graph, kind, basis in (
+        (plain, KINDS["v100"], "fitted"),
+        (plain, off, "fitted"),
+        (plain, A100, "scaled"),
+        (strided, off, "scaled"),
+    ):
+        found = explain_times(graph, kind)
+        assert BASES[found.basis[0]] == basis
+        assert found.device_s[0] > 0.25 * graph.op_flops[0] / peak_of(kind, precision_of(kind, "conv", "float32"))
 
 
 def test_a_convolution_has_three_directions():

@@ -5,9 +5,9 @@
     python benchmarks/op_times.py --write      fits again and writes rlplace/cost/shipped.cost.json
 
 The timings (NeuSight, ASPLOS 2025, MIT licence: fp32 kernels, TF32 off, PyTorch 2.1) are read from --data, by default
-../shared/data beside the repository; without them there is nothing to do. There are two sets: shapes on a grid, and shapes drawn
-at random (convolutions of 3 x 3 among them). Shapes are split by a hash: a shape is either fitted on all devices or on none;
-about every fifth of the grid and every second of the random ones are held out.
+../shared/data beside the repository; without them there is nothing to do. Two sets are there: shapes on a grid, and shapes
+drawn at random (convolutions of 3 x 3 among them). Shapes are split by a hash: a shape is either fitted on all devices or on
+none; about every fifth of the grid and every second of the random ones are held out.
 """
 
 from __future__ import annotations

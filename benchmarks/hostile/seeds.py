@@ -105,7 +105,7 @@ COSTS: dict[str, Any] = {
                 {"op": "gemm", "dtype": "float32", "direction": "forward", "compute_efficiency": 0.8, "saturation": 0.5,
                  "compute_half_flops": 2e10, "bandwidth_efficiency": 0.85, "bandwidth_half_bytes": 5e7, "floor_s": 5e-6,
                  "overhead_s": 1e-5, "basis": "calibrated", "source": "x",
-                 "residual": {"features": ["log_m", "waves_128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
+                 "residual": {"features": ["log_m", "waves_128x128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
                               "high": [20, 9], "weights": [[[0.1, -0.2], [0.3, 0.4]], [[1, -1]]], "bias": [[0, 0.1], [0]],
                               "bound": 2}},
             ],

@@ -105,7 +105,7 @@ def test_what_the_times_rest_on_is_said(tmp_path, capsys):
     assert main(["capture", *SMALL, "--out", str(tmp_path / "x.problem.json"), "--json"]) == 0
     printed = capsys.readouterr()
     shares = json.loads(printed.out)["op_times"]["a100-80g"]
-    assert set(shares) <= {"fitted", "scaled"} and sum(shares.values()) == pytest.approx(1.0)
+    assert set(shares) <= {"fitted", "extrapolated", "scaled"} and sum(shares.values()) == pytest.approx(1.0)
     assert "op times (eager): a100-80g" in printed.err
 
 

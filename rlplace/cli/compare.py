@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -162,7 +161,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         for text in texts:
             pricing = captured, machines[text], options
             ask = functools.partial(_asked, *pricing) if whole else None
-            cases.append(Case(model, text, functools.partial(_priced, *pricing, whole), ask))
+            cases.append(Case(model, text, functools.partial(_priced, *pricing), ask))
     return cases
 
 
@@ -170,14 +169,9 @@ def _same(problem: Problem) -> Problem:
     return problem
 
 
-def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace, whole: bool) -> Problem:
-    """The priced problem for planners; beside whole strategies attention is priced as for those."""
-    from rlplace.graph.causal import with_causal_attention
-
-    own = captured()
-    if whole:
-        own = dataclasses.replace(own, graph=with_causal_attention(own.graph))
-    return price_model(own, machine, options).first
+def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Problem:
+    """The priced problem for planners."""
+    return price_model(captured(), machine, options).first
 
 
 def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Question:

@@ -18,6 +18,7 @@ from rlplace.cost.split import split_backward
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
 from rlplace.graph.atoms import ModuleTree
+from rlplace.graph.causal import with_causal_attention
 from rlplace.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
 from rlplace.problem import Problem
@@ -116,9 +117,10 @@ def device_times(
 
 
 def kind_times(graph: OpGraph, cluster: Cluster, table: CostTable, *, host: str = "eager") -> dict[str, OpTimes]:
-    """Times of every captured op with their basis, by the name of each device kind of the cluster."""
+    """Times of every captured op with their basis, by the name of each device kind of the cluster; causal masks are found."""
     kinds: dict[str, DeviceKind] = {kind.name: kind for kind in cluster.kinds}
     check_host(host)
+    graph = with_causal_attention(graph)
     calls = calls_of(graph, host)
     return {name: times_with(table, graph, kind, calls, host) for name, kind in kinds.items()}
 

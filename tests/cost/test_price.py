@@ -1,16 +1,22 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
-from rlplace.cluster import Cluster
-from rlplace.cost import device_times, price, split_backward
+from rlplace.cluster import KINDS, Cluster
+from rlplace.cost import device_times, explain_times, price, split_backward
+from rlplace.cost.foreign import shipped_costs
+from rlplace.cost.price import kind_times
 from rlplace.errors import InputError
+from rlplace.graph.capture import capture
 from rlplace.graph.coarsen import coarsen
 from rlplace.graph.opgraph import GRADIENT, INPUT
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
+from rlplace.zoo import load_model
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 60), tied=st.booleans(), in_place=st.booleans())
@@ -235,3 +241,16 @@ def test_bad_arguments():
         price(graph, ONE, groups=0)
     with pytest.raises(InputError, match="grouping is for"):
         price(graph, ONE, groups=coarsen(random_graph(0, 11), 5))
+
+
+def test_attention_under_a_mask_of_positions_is_priced_as_causal():
+    model = load_model("hf:gpt2,n_layer=1,n_embd=64,n_head=2,vocab_size=512", batch=2, seq=32)
+    graph = capture(model.module, model.example_inputs)
+    op = next(op for op, kind in enumerate(graph.op_kind) if kind == "attention")
+    assert "causal" not in graph.op_dims[op]  # the export has a mask in its place
+    wide = dataclasses.replace(graph, op_flops=np.where(np.arange(graph.num_ops) == op, 1e12, graph.op_flops))
+    times = kind_times(wide, Cluster.preset("a100-80g:2"), shipped_costs())["a100-80g"]
+    full = explain_times(wide, KINDS["a100-80g"])
+    assert times.device_s[op] < 0.6 * full.device_s[op]
+    others = np.delete(np.arange(graph.num_ops), op)
+    assert (times.device_s[others] <= full.device_s[others]).all()

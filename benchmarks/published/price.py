@@ -127,7 +127,7 @@ def _costs(asked: _Asked) -> CostTable | None:
             curves[op, precision, direction] = msgspec.structs.replace(curve, compute_efficiency=efficiency)
     own = shipped.kinds.get(kind.name, KindCosts())
     table = CostTable({**shipped.kinds, kind.name: dataclasses.replace(own, curves={**own.curves, **curves})})
-    return with_host(table, [kind.name], layer_s=1e-6 * asked.layer_host_us) if asked.layer_host_us else table
+    return with_host(table, [kind.name], layer_s=1e-6 * asked.layer_host_us)
 
 
 @functools.cache

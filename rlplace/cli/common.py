@@ -56,7 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
     group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
-    group.add_argument("--host-us-per-op", type=rate, metavar="N", help="host time to issue a kernel (7 eager, 2 compiled)")
+    group.add_argument("--host-us-per-op", type=rate, metavar="N", help="host time to issue a kernel (7 eager, 1.5 compiled)")
     group.add_argument("--host-us-per-layer", type=rate, metavar="N", help="host time of a layer's forward and backward")
 
 

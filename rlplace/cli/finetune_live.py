@@ -104,11 +104,11 @@ def _priced_alike(graph: OpGraph | None, options: argparse.Namespace) -> Problem
 
     if graph is None:
         raise InputError("finetune: a problem file has no model to run; name the model instead")
-    machine = parse(options.cluster)
-    pricing = {"costs": costs_of(options, machine, parse(options.replay)), "host": options.host_mode}
+    machine, replay = parse(options.cluster), parse(options.replay)
+    pricing = {"costs": costs_of(options, machine, replay), "host": options.host_mode}
     seconds = device_times(graph, machine, **pricing)
     grouping = coarsen(graph, options.granularity, cost=seconds.mean(axis=1))
-    return price(graph, parse(options.replay), groups=grouping, **pricing)
+    return price(graph, replay, groups=grouping, **pricing)
 
 
 def _site(options: argparse.Namespace, device: torch.device) -> Site:

@@ -68,9 +68,13 @@ RELATED: Mapping[str, str] = {"h200": "h100", "h100": "a100-80g"}
 budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend none."""
 
 HALF_PRECISION_HALF_S = 16e-6
-"""`gemm_half_s` of products in half precision: cuBLAS, fp16, 1,024 and 2,048 cubed reach 0.59 and 0.90 of 4,096 cubed (RTX PRO
-6000, github.com/waynehacking8/blackwell-tensorcore-kernels), both with this; an H100 is at its best rate after 0.14 ms at peak
-(gist Chillee 2ec89696). What fp32 kernels take to fill a device is longer for its peak is a fifteenth."""
+"""`gemm_half_s` of attention and convolutions in half precision. What fp32 kernels take to fill a device is longer, for its
+peak is a fifteenth."""
+
+HALF_PRECISION_PRODUCT_S = 2e-6
+"""Both half points of plain and batched products in half precision, beside the launch. 41 bf16 products of cuBLAS on an H100
+SXM, from 9 us to 10 ms, many of them bound by memory, are off by 6 % with these and 0.8 of the peak; with 16 and 30 us those
+below 30 us came out 57 % too slow (github.com/waynehacking8/blackwell-tensorcore-kernels, results/reference/deepgemm.txt)."""
 
 _HOPPER_ATTENTION = 0.46  # of the plain product: causal FlashAttention-2, 250 to 335 TFLOP/s from 2,048 to 16,384 positions
 _ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
@@ -100,14 +104,16 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
         efficiency *= kind.gemm_efficiency.get(cast(DType, precision), kind.gemm_efficiency["float32"])
     if direction in ("backward", "backward_weight"):
         efficiency *= item.backward_compute
-    peak, half_s = peak_of(kind, precision), kind.gemm_half_s
+    peak, half_s, bandwidth_half_s = peak_of(kind, precision), kind.gemm_half_s, kind.bandwidth_half_s
     if precision in ("float16", "bfloat16") and not kind.host_processor:
-        half_s = min(half_s, HALF_PRECISION_HALF_S)
+        product = op in ("gemm", "bmm")
+        half_s = min(half_s, HALF_PRECISION_PRODUCT_S if product else HALF_PRECISION_HALF_S)
+        bandwidth_half_s = min(bandwidth_half_s, HALF_PRECISION_PRODUCT_S) if product else bandwidth_half_s
     return Curve(
         compute_efficiency=min(max(efficiency, 1e-6), 1.0),
         compute_half_flops=min(peak * half_s * item.half, 1e18),
         bandwidth_efficiency=item.bandwidth,
-        bandwidth_half_bytes=kind.memory_bandwidth_bytes_per_s * kind.bandwidth_half_s,
+        bandwidth_half_bytes=kind.memory_bandwidth_bytes_per_s * bandwidth_half_s,
         saturation=0.5,
         basis="scaled",
         source="datasheet peaks, class constants",

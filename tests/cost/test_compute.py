@@ -152,6 +152,19 @@ def test_half_precision_is_faster_where_there_are_units_for_it():
     assert half == full
 
 
+@pytest.mark.parametrize(
+    "m, n, k, measured",
+    [  # microseconds of cuBLAS, bf16, on an H100 SXM (public): bound by memory, or a few waves of tiles
+        (1, 576, 7168, 8.8), (1, 7168, 2048, 16.2), (128, 2112, 7168, 20.3), (128, 7168, 2048, 16.6), (128, 4096, 7168, 30.7),
+        (4096, 7168, 256, 30.9), (256, 4096, 7168, 35.6), (2048, 2048, 2048, 31.8), (1, 7168, 16384, 91.1),
+    ],
+)  # fmt: skip
+def test_half_precision_products_below_100_us_follow_public_timings(m, n, k, measured):
+    h100 = KINDS["h100"]
+    found, _ = product(m, n, k, kind=h100, op="gemm", dtype="bfloat16")
+    assert 1e6 * (found[0] + h100.launch_s) == pytest.approx(measured, rel=0.25)
+
+
 def test_what_a_time_rests_on():
     gemm, conv = one_op("gemm", flops=2.0 * 8192**3, m=8192, n=8192, k=8192), one_op("conv", flops=1e12)
 

@@ -107,8 +107,14 @@ def unknown_name(what: str, name: Any, known: Iterable[str]) -> InputError:
         known: All valid names.
     """
     choices = sorted(known)
-    near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5) if isinstance(name, str) else []
+    near = [choice for choice in choices if isinstance(name, str) and choice.startswith(f"{name}-")]  # a100: a100-40g, a100-80g
+    if not near and isinstance(name, str):
+        near = difflib.get_close_matches(name[:80], choices, n=1, cutoff=0.5)
     some = [*choices[:40], "..."] if len(choices) > 40 else choices
     listed = ", ".join(some)
-    hint = f"did you mean {show(near[0])}?" if near else "known: " + (listed if len(listed) <= 400 else f"{listed[:397]}...")
+    hint = (
+        f"did you mean {' or '.join(map(show, near[:8]))}?"
+        if near
+        else "known: " + (listed if len(listed) <= 400 else f"{listed[:397]}...")
+    )
     return InputError(f"unknown {what} {show(name)}; {hint}")

@@ -6,10 +6,13 @@ Nothing heavy is imported before a verb runs, so that ``--help`` answers at once
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from rlplace import __version__
 from rlplace.cli import (
@@ -34,10 +37,43 @@ _VERBS = (train, place, capture, simulate, compare, explain, diff, report, run, 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is a --help away."""
+    """Says what is wrong in one line, with the nearest word that is right; the usage is a --help away."""
+
+    verbs: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
+        if wrong := _CHOICE.search(message):
+            message += _meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         self.exit(2, f"rlplace: {' '.join(message.split())}; see {self.prog} --help\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but what a verb does not know is refused by the verb, whose options are near."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            verb = self.verbs.get(getattr(options, "verb", None) or "", self)
+            meant = _meant(unknown[0].partition("=")[0], verb._option_string_actions)
+            verb.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return options
+
+
+_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word[:80], [*known], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class _Complete(argparse.Action):
+    """Prints a completion script, as `shtab` makes it from the parser."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        import shtab
+
+        print(shtab.complete(parser, shell=values))
+        parser.exit(0)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,8 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Places PyTorch models on devices with reinforcement learning.",
         epilog="exit codes: 0 done, 1 failure, 2 bad input, 3 no feasible plan, 4 hardware or extra missing, 130 interrupted",
     )
-    parser.add_argument("--version", action="version", version=f"rlplace {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parser.add_argument("-V", "--version", action="version", version=f"rlplace {__version__}")
+    parser.add_argument(
+        "--print-completion", choices=("bash", "zsh", "tcsh"), action=_Complete, help="print a script that completes with Tab"
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for module in _VERBS:
         name = module.__name__.rpartition(".")[2]
         verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=module.EXAMPLE)
@@ -56,12 +95,24 @@ def build_parser() -> argparse.ArgumentParser:
         verb.add_argument("--json", action="store_true", help="print one JSON object")
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
+    parser.verbs = verbs.choices
+    about = verbs.add_parser("help", help="show the help of a verb")
+    about.add_argument("of", nargs="?", choices=[name for name in parser.verbs if name != "help"], metavar="VERB")
+    about.set_defaults(run=lambda options: _help(parser.verbs[options.of] if options.of else parser), debug=False)
     return parser
+
+
+def _help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.verb is None:
+        return _help(parser)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         code: int = options.run(options)

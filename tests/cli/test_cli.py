@@ -251,3 +251,26 @@ def test_stdout_that_is_full(arguments: list[str]) -> None:
         )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["", "help"])
+def test_no_verb_shows_what_there_is(capsys, words):
+    code, out, err = run(capsys, *words.split())
+    assert code == 0 and not err
+    assert "place" in out and "exit codes" in out
+
+
+def test_help_of_a_verb_is_its_own_help(capsys):
+    code, out, _ = run(capsys, "help", "simulate")
+    assert code == 0
+    assert run(capsys, "simulate", "--help")[:2] == (0, out)
+
+
+def test_version_has_a_short_name(capsys):
+    assert run(capsys, "-V") == run(capsys, "--version")
+
+
+def test_completion_script_knows_verbs_and_options(capsys):
+    code, script, _ = run(capsys, "--print-completion", "bash")
+    assert code == 0 and "finetune" in script and "--time-limit" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

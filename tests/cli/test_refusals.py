@@ -20,8 +20,12 @@ COMPARE = "compare x.problem.json"
 SIZES = ("--batch 16", "--seq 64", "--dtype bf16", "--optimizer sgd", "--granularity 20")
 PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled", "--host-us-per-op 9")
 CASES = [
-    ("", "required"),
-    ("plce", "invalid choice"),
+    ("plce", "did you mean place?"),
+    ("help plac", "did you mean place?"),
+    ("--versoin", "did you mean --version?"),
+    ("place x --clster a", "did you mean --cluster?"),
+    ("place x --planer=best", "did you mean --planner?"),
+    ("place x --dtype fp31", "did you mean fp32?"),
     ("place", "required"),
     ("place x --bogus", "--bogus"),
     ("place x --seed -1", "--seed"),
@@ -32,7 +36,6 @@ CASES = [
     ("place x --time-limit nan", "--time-limit"),
     ("place x --time-limit 1e400", "--time-limit"),
     ("place x --time-limit soon", "--time-limit"),
-    ("place x --dtype fp31", "--dtype"),
     ("place x --planner heft --batch 9 --microbatches 2", "--microbatches is for whole strategies"),
     ("place x --planner heft --calls 3", "--calls is for whole strategies"),
     ("place x --planner heft --space auto", "places groups one by one"),
@@ -43,6 +46,7 @@ CASES = [
     ("place hf:gpt3", "did you mean"),
     ("place zoo:incepton", "did you mean 'inception'"),
     (f"place {TINY} --cluster a100-8g:4", "did you mean"),
+    (f"place {TINY} --cluster a100:4", "did you mean 'a100-40g' or 'a100-80g'?"),
     (f"place {TINY} --planner metiss", "did you mean 'metis'"),
     (f"place {TINY} --agent defalt --cluster v100:2 --seq 8", "unknown agent"),
     ("place nothing.problem.json", "cannot be read"),

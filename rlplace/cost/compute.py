@@ -16,6 +16,7 @@ one cost only their device time, because the host ran ahead.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
 from rlplace.cost.curve import Sizes, extrapolates, kernel_seconds
 from rlplace.cost.foreign import as_costs, modelled_seconds
-from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, peak_of, precision_of
+from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, peak_of, precision_of, tf32_classes
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
@@ -91,7 +92,7 @@ def check_host(host: str) -> None:
 def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str) -> OpTimes:
     """`explain_times` with a complete table and the graph's calls in that host mode at hand, for pricing several kinds."""
     own = table.kinds.get(base_name(kind.name), KindCosts())
-    seconds, basis, which, curves = _call_seconds(calls, kind, table)
+    seconds, basis, which, curves = _call_seconds(calls, kind, table, tf32_classes(graph))
     device: NDArray[np.float64] = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops).astype(np.float64)
     op_basis = np.full(graph.num_ops, NO_BASIS, dtype=np.int8)
     op_curve = np.full(graph.num_ops, -1, dtype=np.int64)
@@ -149,7 +150,7 @@ def _layers(graph: OpGraph) -> NDArray[np.int64]:
 
 
 def _call_seconds(
-    calls: Calls, kind: DeviceKind, table: CostTable
+    calls: Calls, kind: DeviceKind, table: CostTable, tf32: Collection[str]
 ) -> tuple[NDArray[np.float64], NDArray[np.int8], NDArray[np.int64], tuple[Curve, ...]]:
     """Seconds [C], basis [C] and curve number [C] of every row, and the curves."""
     seconds = np.zeros(len(calls.op))
@@ -164,7 +165,7 @@ def _call_seconds(
         rest, dtype = divmod(value, len(calls.dtypes))
         number, direction = divmod(rest, len(DIRECTIONS))
         op = OP_KINDS[number // 2]
-        precision = precision_of(kind, op, calls.dtypes[dtype])
+        precision = precision_of(kind, op, calls.dtypes[dtype], tf32)
         curve = find_curve(kind, table, op, precision, DIRECTIONS[direction])
         if number % 2 and curve.residual is not None:
             curve = datasheet_curve(kind, op, precision, DIRECTIONS[direction])
@@ -209,7 +210,8 @@ def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, f
     """Measured seconds by op, for the ops whose dims equal those of a measured shape."""
     sizes = {**op_sizes(graph), "flops": graph.op_flops, "bytes": graph.op_bytes.astype(np.float64)}
     number, direction = op_codes(graph.op_kind), op_directions(graph)
-    precision = np.array([precision_of(kind, op, d) for op, d in zip(graph.op_kind, graph.op_dtype, strict=True)])
+    tf32 = tf32_classes(graph)
+    precision = np.array([precision_of(kind, op, d, tf32) for op, d in zip(graph.op_kind, graph.op_dtype, strict=True)])
     seconds_of_op: dict[int, float] = {}
     for (op, dtype, way), shapes in costs.measured.items():
         ops = np.flatnonzero((number == OP_KINDS.index(op)) & (direction == DIRECTIONS.index(way)) & (precision == dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,6 +10,7 @@ import msgspec
 
 from rlplace.cluster.presets import KINDS, DeviceKind, DType
 from rlplace.cost.table import CostTable, Curve, Key
+from rlplace.graph.opgraph import OpGraph
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,18 @@ _HOPPER_ATTENTION = 0.46  # of the plain product: causal FlashAttention-2, 250 t
 _ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
 
 
-def precision_of(kind: DeviceKind, op: str, dtype: str) -> str:
-    """Precision of an op's arithmetic: float32 convolutions in tf32 where there is one, dtypes without units in float32."""
+def tf32_classes(graph: OpGraph) -> Collection[str]:
+    """Classes whose float32 ops run in tf32, as PyTorch was set when the graph was captured."""
+    recorded = graph.capture.get("tf32", TF32_CLASSES)
+    return [name for name in recorded if name in CLASSES] if isinstance(recorded, list | tuple) else TF32_CLASSES
+
+
+def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = TF32_CLASSES) -> str:
+    """Precision of an op's arithmetic: float32 of the classes `tf32` in tf32 where there is one, dtypes without units in
+    float32."""
     if not CLASSES[op].matrix:
         return "float64" if dtype == "float64" and "float64" in kind.peak_flops else "float32"
-    if dtype == "float32" and op in TF32_CLASSES and "tf32" in kind.peak_flops:
+    if dtype == "float32" and op in tf32 and "tf32" in kind.peak_flops:
         return "tf32"
     return dtype if dtype in kind.peak_flops else "float32"
 

@@ -160,9 +160,17 @@ def _capture_with(
             "training": step.model.training,
             "torch": torch.__version__,
             "notes": notes,
+            **_tf32(),
         },
         source=source if described is None else {**(source or {}), "inputs": described},
     )
+
+
+def _tf32() -> dict[str, list[str]]:
+    """The op classes whose float32 arithmetic may run in tf32, where that is not as PyTorch is set by itself."""
+    found = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
+    found += ["gemm", "bmm"] if torch.backends.cuda.matmul.allow_tf32 else []
+    return {} if found == ["conv", "recurrent"] else {"tf32": found}
 
 
 def _recorded(method: str, step: _Step, seen: bool) -> tuple[Recording, Mapping[str, int]]:

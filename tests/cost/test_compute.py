@@ -145,6 +145,24 @@ def test_float32_convolutions_run_at_the_tf32_rate_and_products_do_not():
     assert explain_times(conv, without).seconds[0] > explain_times(gemm, without).seconds[0]
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on, monkeypatch):
+    layers = torch.nn.Conv2d(256, 256, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(256 * 16 * 16, 4096)
+    model, images = torch.nn.Sequential(*layers).to("meta"), (torch.empty(64, 256, 16, 16, device="meta"),)
+
+    def seconds(kind):
+        graph = capture(model, images)
+        found = explain_times(graph, A100)
+        return sum(s for s, op in zip(found.device_s, graph.op_kind, strict=True) if op == kind)
+
+    before = {kind: seconds(kind) for kind in ("conv", "gemm")}
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", on)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", on)
+    after = {kind: seconds(kind) for kind in ("conv", "gemm")}
+    assert (after["conv"] == before["conv"]) if on else (after["conv"] > 1.5 * before["conv"])
+    assert (after["gemm"] < 0.5 * before["gemm"]) if on else (after["gemm"] == before["gemm"])
+
+
 def test_half_precision_is_faster_where_there_are_units_for_it():
     assert product(8192, 8192, 8192, dtype="bfloat16")[0] < product(8192, 8192, 8192)[0] / 10
     v100 = KINDS["v100"]

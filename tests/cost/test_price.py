@@ -183,7 +183,7 @@ def test_kinds_are_priced_apart():
     problem = price(transformer_graph(2), FOUR, groups=20)
     assert np.array_equal(problem.time_s[:, 0], problem.time_s[:, 1])
     assert (problem.time_s[:, 2] >= problem.time_s[:, 0]).all()
-    assert problem.time_s[:, 2].sum() > 2 * problem.time_s[:, 0].sum()
+    assert problem.time_s[:, 2].sum() > 2.9 * problem.time_s[:, 0].sum()
 
 
 def test_split_backward():

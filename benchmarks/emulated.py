@@ -53,9 +53,9 @@ ROWS = Path(__file__).with_suffix(".jsonl")
 LIMIT_S = 900
 
 
-def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
+def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str, Draft]]:
     """Strategies of every kind on the hosts; stages are cut where the forward has done its share."""
-    blocks, every = len(forward_s), tuple(range(HOSTS))
+    blocks, every = len(forward_s), tuple(range(hosts))
     done = np.cumsum(forward_s) / sum(forward_s)
 
     def bounds(stages: int) -> tuple[int, ...]:
@@ -71,23 +71,28 @@ def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
 
     for passes in (1, 4):
         yield flat("one device", passes)
-        yield flat("replicate", passes, replicate=4)
+        yield flat("replicate", passes, replicate=hosts)
         for level in (1, 2, 3):
-            yield flat(f"shard {level}", passes, shard=4, sharding=level)
+            yield flat(f"shard {level}", passes, shard=hosts, sharding=level)
+        yield flat("tensor", passes, tensor=hosts)
+        if hosts < 4:
+            continue
         yield flat("hybrid 3", passes, replicate=2, shard=2, sharding=3)
-        yield flat("tensor", passes, tensor=4)
         yield flat("tensor + replicate", passes, tensor=2, replicate=2)
         yield flat("tensor + shard", passes, tensor=2, shard=2, sharding=3)
         yield flat("two devices", passes, replicate=2)
-    for mesh in ({"replicate": 4}, {"shard": 4, "sharding": 3}, {"tensor": 4}):
+    for mesh in ({"replicate": hosts}, {"shard": hosts, "sharding": 3}, {"tensor": hosts}):
         yield flat(next(iter(mesh)), 1, 2, **mesh)
     wide = {"replicate": {"replicate": 2}, "shard": {"shard": 2, "sharding": 1}, "tensor": {"tensor": 2}}
     for schedule, chunks in (
         ("gpipe", 1), ("1f1b", 1), ("interleaved_zero_bubble", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("zbv", 2),
     ):  # fmt: skip
         for places, passes, name, mesh in (
-            (4, 4, "", {}), (4, 8, "", {}), (2, 4, "", {}), *((2, 4, f" + {axis}", sizes) for axis, sizes in wide.items())
+            (4, 4, "", {}), (4, 8, "", {}), (2, 4, "", {}), *((2, 4, f" + {axis}", sizes) for axis, sizes in wide.items()),
+            (2, 8, "", {}),
         ):  # fmt: skip
+            if (places == 4 or name) if hosts < 4 else (places, passes) == (2, 8):
+                continue
             if name and schedule not in ("1f1b", "zbv"):
                 continue
             width = int(np.prod([size for axis, size in mesh.items() if axis != "sharding"]))
@@ -102,7 +107,7 @@ def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
 
 
 @cache
-def captured(model: str) -> tuple[Any, ...]:
+def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
     """A model at two batch sizes, and what of it the runtime runs."""
     import rlplace
     from rlplace.runtime.native.facts import what_runs
@@ -110,8 +115,8 @@ def captured(model: str) -> tuple[Any, ...]:
 
     graphs = []
     for batch in (BATCH, BATCH // 4):
-        loaded = load_model(MODELS[model], batch=batch, seq=SEQ)
-        source = {"model": MODELS[model], "batch": batch, "seq": SEQ, "dtype": "fp32", "optimizer": "adam"}
+        loaded = load_model(MODELS[model], batch=batch, seq=seq)
+        source = {"model": MODELS[model], "batch": batch, "seq": seq, "dtype": "fp32", "optimizer": "adam"}
         graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))
     return (*graphs, *what_runs(loaded.module, loaded.example_inputs))
 

@@ -168,6 +168,8 @@ def _capture_with(
 
 def _tf32() -> dict[str, list[str]]:
     """The op classes whose float32 arithmetic may run in tf32, where that is not as PyTorch is set by itself."""
+    import torch
+
     found = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
     found += ["gemm", "bmm"] if torch.backends.cuda.matmul.allow_tf32 else []
     return {} if found == ["conv", "recurrent"] else {"tf32": found}

@@ -23,7 +23,7 @@ problems = [random_problem(seed, num_groups=20, num_devices=4, shape="branchy") 
 instances = [make_instance(problem) for problem in problems]  # once for all environments
 
 
-def mean_reward(model, env, episodes=60):
+def mean_reward(model, env, episodes=20):
     """Of episodes in which actions are drawn from the policy."""
     total = 0.0
     for seed in range(episodes):
@@ -36,7 +36,7 @@ def mean_reward(model, env, episodes=60):
     return total / episodes
 
 
-def learn(name, model, env, steps=2048):
+def learn(name, model, env, steps=1024):
     """Trains a model and says what it brings."""
     before = mean_reward(model, env)
     model.learn(steps)

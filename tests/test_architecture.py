@@ -85,7 +85,7 @@ def test_imports_point_one_way(room, path):
 
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     return set(done.stdout.split())
 
 

@@ -60,7 +60,7 @@ def run_together(folder, count):
     for job in jobs:
         job.stdin.write("\n")
         job.stdin.flush()
-    return sorted(job.communicate(timeout=120)[0].split() for job in jobs)
+    return sorted(job.communicate(timeout=600)[0].split() for job in jobs)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_an_index_of_older_sources_counts_as_empty(tmp_path: Path, monkeypatch: 
         "class Pair(NamedTuple):\n    a: int\n    b: int\n\n@entry\ndef total(pair):\n    return pair.a + pair.b\n"
     )
     code = "import kernels; print(kernels.total(kernels.{}(2, 3)))"
-    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path)
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=600, cwd=tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     assert run([sys.executable, "-c", code.format("Pair")]).stdout == "5\n"
     (tmp_path / "kernels.py").write_text((tmp_path / "kernels.py").read_text().replace("Pair", "Two"))

@@ -44,7 +44,7 @@ rlplace.place(problem, time_limit_s="soon")
 def python(*words, cwd, path="", rc=0, **environment):
     environment |= {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == rc, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 def run(name, *words, cwd):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(EXAMPLES / name), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

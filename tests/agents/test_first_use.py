@@ -75,7 +75,7 @@ def test_one_rank_of_a_host_starts_them(started, monkeypatch):
 def test_helpers_end_with_the_process(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     cold, *helpers = done.stdout.split()
     assert cold == "True" and len(helpers) == 2

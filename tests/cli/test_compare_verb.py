@@ -133,12 +133,12 @@ def test_interrupting_keeps_what_was_done(problems, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job inherits SIG_IGN
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (path.exists() and '"heft"' in path.read_text()):
         time.sleep(0.05)
     time.sleep(0.5)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=300)
     assert child.returncode == 130 and "--resume goes on" in err and "Traceback" not in err
     data = json.loads(out)
     assert not data["complete"] and [row["planner"] for row in data["rows"]] == ["best", "heft"]
@@ -155,7 +155,7 @@ def launch(folder):
     """A live campaign on three processes; returns the running job."""
     for name in ("lab.toml", "lab_true.toml"):
         (folder / name).write_text((EXAMPLES / name).read_text())
-    return start(3, "-m", "rlplace", "finetune", *LIVE, "--plans", 12, cwd=folder, start_new_session=True)
+    return start(3, "-m", "rlplace", "finetune", *LIVE, "--plans", 6, cwd=folder, start_new_session=True)
 
 
 def measured(path):
@@ -170,25 +170,25 @@ def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeyp
     path = tmp_path / "m.sqlite"
     job = launch(tmp_path)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while len([trial for trial in measured(path) if trial.timed]) < 3 and time.monotonic() < deadline:
             time.sleep(0.3)
         os.killpg(job.pid, signal.SIGINT)
-        _, err = job.communicate(timeout=90)
+        _, err = job.communicate(timeout=600)
     finally:
         job.kill()
     assert "the same command goes on from there" in err, err
     before = measured(path)
     assert len(before) >= 3 and all(trial.timed for trial in before)  # nothing was lost, nothing is half done
 
-    words = [*LIVE, "--plans", "12", "--json", "--report", "report.md", "--best-plan", "best.plan.json"]
+    words = [*LIVE, "--plans", "6", "--json", "--report", "report.md", "--best-plan", "best.plan.json"]
     code, out, err = forked(3, "-m", "rlplace", "finetune", *words, cwd=tmp_path)
     assert code == 0, err
     found = json.loads("".join(out))
     trials = measured(path)
     assert trials[: len(before)] == before
     own = [trial for trial in trials if not trial.anchor]
-    assert len(own) == 12 == found["plans"] and len({trial.device_of_group for trial in own}) == 12
+    assert len(own) == 6 == found["plans"] and len({trial.device_of_group for trial in own}) == 6
     assert set(found["device_factors"]) == {*"abc"}  # what they are is a matter of time, and found on its own clock elsewhere
     assert found["best_step_s"] <= found["untuned_step_s"] * 1.1
     assert json.loads((tmp_path / "best.plan.json").read_text())["placement"]["device_of_group"] == found["device_of_group"]
@@ -200,7 +200,7 @@ def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeyp
     words = ["--measurements", "m.sqlite", "--agent", "tuned", "--out", "again", "--fit-steps", "40"]
     assert main(["finetune", *words, "--rehearse", "1", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["plans"] == 12 and again["rehearsed_cases"] == 1
+    assert again["plans"] == 6 and again["rehearsed_cases"] == 1
     assert [line["name"] for line in load_checkpoint(tmp_path / "again").training["lineage"]] == ["default", "tuned"]
     assert main(["finetune", *words[:2], "--agent", "tuned", "--out", "tuned"]) == 2
     assert "give the new one another folder" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rlplace.cli.main import build_parser
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
-PARTS = 2
+PARTS = 6
 
 
 def started(name):
@@ -54,7 +54,7 @@ def test_pages_run(part, tmp_path):
         words += [str(PAGES[name]), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, pages.__file__, *words]
-    done = subprocess.run(command, env=environment, timeout=600, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, env=environment, timeout=1800, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     codes = [json.loads(line)["code"] for line in done.stdout.splitlines() if line.startswith('{"page"')]
     failed = [

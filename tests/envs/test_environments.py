@@ -248,7 +248,7 @@ def test_an_untrained_policy_is_the_heuristic(instances, env_class):
 
 @pytest.mark.slow
 def test_the_example_runs():
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["MaskablePPO", "TRPO", "PPO, SB3's policy", "agent"]

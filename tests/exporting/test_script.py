@@ -75,7 +75,7 @@ def results(tmp_path_factory):
             plan.save(path)
             script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
             paths[name] = str(script), str(path)
-        return run(4, export_worker.compare, paths, timeout_s=240)
+        return run(4, export_worker.compare, paths)
 
     return run_cases
 

@@ -136,7 +136,7 @@ def test_a_lock_keeps_others_out_and_is_not_waited_for_for_ever(tmp_path):
         with locked(tmp_path, shared=True, patience_s=0.2):
             assert time.monotonic() - begin >= 0.2
     finally:
-        holder.communicate("\n", timeout=60)
+        holder.communicate("\n", timeout=600)
     with locked(tmp_path, shared=True), locked(tmp_path, shared=True, patience_s=100):
         pass
     with locked(tmp_path / "none"):

@@ -76,6 +76,6 @@ def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 def output(process: subprocess.Popen[str]) -> str:
     """What a process printed, once it has ended without an error."""
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return printed

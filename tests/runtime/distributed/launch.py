@@ -70,7 +70,7 @@ def _process(rank, world, path, function, arguments, timeout_s):
         os._exit(1)
 
 
-def run(world, function, *arguments, timeout_s=120):
+def run(world, function, *arguments, timeout_s=600):
     """What ``function(*arguments)`` returned on each rank.
 
     `function` must be importable by name: a function at the top of a test module.
@@ -125,7 +125,7 @@ def _program(rank, world, path, port, command, folder):
         runpy.run_path(command[0], run_name="__main__")
 
 
-def forked(processes, *command, cwd=".", timeout_s=240):
+def forked(processes, *command, cwd=".", timeout_s=900):
     """What `torchrun` makes of a command, without its launcher: forks need a tenth of the time.
 
     Returns:
@@ -151,7 +151,7 @@ def start(processes, *command, restarts=0, **options):
     )
 
 
-def torchrun(processes, *command, timeout_s=240, **options):
+def torchrun(processes, *command, timeout_s=900, **options):
     """Exit code and output of such a job, which is ended after a timeout."""
     job = start(processes, *command, **options)
     try:

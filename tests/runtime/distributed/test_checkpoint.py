@@ -148,7 +148,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(4, save_four, str(folder), timeout_s=300)
+    return run(4, save_four, str(folder))
 
 
 def close(found, expected, tolerance=2e-6):
@@ -218,7 +218,7 @@ def test_plain_torch_code_loads_it(four, folder, name):
 def test_fewer_processes_and_back(four, folder):
     model, _, optimizer, _ = plain_model(folder, "gpt2")
     save_checkpoint(folder / "plain", model, optimizer, step=9)
-    ranks = run(2, two, str(folder), timeout_s=300)
+    ranks = run(2, two, str(folder))
     for found in ranks:
         close(found["gpt2"], four[0]["gpt2"][1][SAVED:])
         assert found["plain"] == 9

@@ -119,7 +119,7 @@ def everything():
 @pytest.fixture(scope="module")
 def found():
     """What two processes saw."""
-    return list(zip(*run(2, everything, timeout_s=300), strict=True))
+    return list(zip(*run(2, everything), strict=True))
 
 
 @pytest.mark.slow

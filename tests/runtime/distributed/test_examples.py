@@ -16,7 +16,7 @@ import rlplace
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
 PAIRS = ("train_plain", "train_trainer", "train_accelerate")
-TIMEOUT_S = 180
+TIMEOUT_S = 900
 TOLERANCE = 1e-5
 """Of losses, which are between 2 and 5; parameters of Adam differ by more where gradients are near 0."""
 

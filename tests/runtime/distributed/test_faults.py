@@ -231,7 +231,7 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
             time.sleep(0.05)
         killed = processes_of(str(folder))[1]
         os.kill(killed, signal.SIGKILL)
-        out, err = started.communicate(timeout=240)
+        out, err = started.communicate(timeout=900)
     finally:
         started.kill()
     assert started.returncode == 0, err

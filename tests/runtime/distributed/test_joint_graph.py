@@ -316,7 +316,7 @@ def test_models_train_on_random_places():
     for number, name in enumerate(["t5", "resnet", "mixtral", "lstm", "awkward", "dlrm"]):
         options = {"world": world, "seed": 10 * world + number, "double": name not in SINGLE_PRECISION}
         cases.append((name, ["sgd", "adamw"][number % 2], options))
-    launch.run(world, train, cases, timeout_s=200)
+    launch.run(world, train, cases)
 
 
 def test_owners_are_where_the_weight_is_updated():

@@ -232,7 +232,7 @@ def everything(folder):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return launch.run(2, everything, str(tmp_path_factory.mktemp("trainer")), timeout_s=300)
+    return launch.run(2, everything, str(tmp_path_factory.mktemp("trainer")))
 
 
 @pytest.mark.slow

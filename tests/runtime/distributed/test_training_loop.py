@@ -259,4 +259,4 @@ def everything(places):
 
 
 def test_two_devices():
-    assert run(2, everything, 2, timeout_s=300) == [True] * 2
+    assert run(2, everything, 2) == [True] * 2

@@ -30,7 +30,7 @@ SAME = {"plain": flat("short", {"tensor": 4}, 0), "kept in part": flat("short", 
 def results():
     from launch import run
 
-    return run(4, dropout_worker.run, CASES, AGAIN, SAME, timeout_s=240)
+    return run(4, dropout_worker.run, CASES, AGAIN, SAME)
 
 
 def joined(results):

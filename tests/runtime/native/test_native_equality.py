@@ -55,7 +55,7 @@ def results_of(quick):
     from launch import run
 
     cases = {name: case for name, case in CASES.items() if (name in QUICK) == quick}
-    return run(4, native_worker.run_cases, cases, timeout_s=240)
+    return run(4, native_worker.run_cases, cases)
 
 
 @pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])

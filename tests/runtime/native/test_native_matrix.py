@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 @pytest.mark.skipif(minor_version(torch.__version__) < (2, 13), reason="refuses stages in a v before torch 2.13")
 def test_cells_equal_the_plain_model():
     words = [sys.executable, "-m", "benchmarks.equality", "--few"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(row["kind"], row["cell"]) for row in rows] == list(FEW)

@@ -179,7 +179,7 @@ def loops(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(4, loops, str(tmp_path_factory.mktemp("loops")), timeout_s=300)
+    return run(4, loops, str(tmp_path_factory.mktemp("loops")))
 
 
 @pytest.mark.slow

@@ -146,9 +146,9 @@ def test_float32_convolutions_run_at_the_tf32_rate_and_products_do_not():
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on, monkeypatch):
+def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on):
     layers = torch.nn.Conv2d(256, 256, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(256 * 16 * 16, 4096)
-    model, images = torch.nn.Sequential(*layers).to("meta"), (torch.empty(64, 256, 16, 16, device="meta"),)
+    model, images = torch.nn.Sequential(*layers).to("meta"), (torch.empty(1024, 256, 16, 16, device="meta"),)
 
     def seconds(kind):
         graph = capture(model, images, loss=torch.sum)
@@ -156,9 +156,11 @@ def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on, monkeypatch):
         return sum(s for s, op in zip(found.device_s, graph.op_kind, strict=True) if op == kind)
 
     before = {kind: seconds(kind) for kind in ("conv", "gemm")}
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", on)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", on)
-    after = {kind: seconds(kind) for kind in ("conv", "gemm")}
+    try:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = on
+        after = {kind: seconds(kind) for kind in ("conv", "gemm")}
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
     assert (after["conv"] == before["conv"]) if on else (after["conv"] > 1.5 * before["conv"])
     assert (after["gemm"] < 0.5 * before["gemm"]) if on else (after["gemm"] == before["gemm"])
 

@@ -110,7 +110,8 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
 def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
     """A model at two batch sizes, and what of it the runtime runs."""
     import rlplace
-    from rlplace.runtime.native.facts import what_runs
+    from rlplace.runtime.native.facts import facts_of
+    from rlplace.runtime.native.why_not import judge
     from rlplace.zoo import load_model
 
     graphs = []
@@ -118,7 +119,7 @@ def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
         loaded = load_model(MODELS[model], batch=batch, seq=seq)
         source = {"model": MODELS[model], "batch": batch, "seq": seq, "dtype": "fp32", "optimizer": "adam"}
         graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))
-    return (*graphs, *what_runs(loaded.module, loaded.example_inputs))
+    return (*graphs, *judge(facts_of(loaded.module, loaded.example_inputs)))
 
 
 @cache

@@ -141,18 +141,8 @@ def time_ops(model: str, out: str) -> None:
     from rlplace.cli.main import main as rlplace
 
     for batch in (BATCH, BATCH // 4):
-        words = [
-            "measure",
-            emulated.MODELS[model],
-            "--ops",
-            "--step",
-            "--threads",
-            "1",
-            "--batch",
-            str(batch),
-            "--seq",
-            str(SEQ),
-        ]
+        words = ["measure", emulated.MODELS[model], "--ops", "--step", "--threads", "1", "--time-limit", "30"]
+        words += ["--batch", str(batch), "--seq", str(SEQ)]
         code = rlplace([*words, "--out", f"{out}-{os.environ['RANK']}-{batch}.measure.json"])
         if code:
             sys.exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.runtime.native.why_not import ModelFacts
     from rlplace.strategy.efficiency import BatchCurve
     from rlplace.strategy.space import Space
 
@@ -121,9 +123,10 @@ def place(
         if reason is None:
             allowed_space(space, options, planner)  # contradictions are refused before the capture
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
+            facts = None if isinstance(target, OpGraph) else partial(_facts, target, example_inputs)
             return answer(
                 graph, capture_at, machine, space=space, fixed=options, planner=planner, batch=batch,
-                module=None if isinstance(target, OpGraph) else target, inputs=example_inputs, curve=batch_curve, calls=calls,
+                facts=facts, curve=batch_curve, calls=calls,
                 began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
             ).plan  # fmt: skip
         if batch_curve is not None:
@@ -196,8 +199,7 @@ def answer(
     fixed: Mapping[str, Any],
     planner: str,
     batch: int | None = None,
-    module: nn.Module | None = None,
-    inputs: Any = None,
+    facts: Callable[[], ModelFacts] | None = None,
     curve: BatchCurve | None = None,
     calls: int | None = None,
     began_s: float | None = None,
@@ -214,8 +216,7 @@ def answer(
         fixed: Options of `place` that fix a part of the space.
         planner: Name of a planner of whole strategies.
         batch: Samples a step; None: the default.
-        module: The model, to check what the runtime can execute; None checks the strategy alone.
-        inputs: Its keyword inputs; with other inputs only the names of its modules are checked.
+        facts: Looks at the model, for what the runtime can execute of it; None checks the strategy alone.
         curve: Epochs by batch; see `place`.
         calls: Largest number of evaluations of the search.
         began_s: Moment on the monotonic clock from which the time limit counts.
@@ -228,9 +229,9 @@ def answer(
 
     why_not, only = None, None
     if space != EVERYTHING:
-        from rlplace.runtime.native.facts import what_runs
+        from rlplace.runtime.native.why_not import judge
 
-        why_not, only = what_runs(module, inputs)
+        why_not, only = judge(facts() if facts is not None else None)
     alone = None if capture_at is not None else graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
@@ -271,6 +272,12 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
         if any(not own.allows(key, value) for value in getattr(asked, key) or ()):
             raise InputError(f"planner {planner} has {key}={values[0]} only; leave {key} out, or the planner to {CLASSICAL}")
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
+
+
+def _facts(module: nn.Module, inputs: Any) -> ModelFacts:
+    from rlplace.runtime.native.facts import facts_of
+
+    return facts_of(module, inputs)
 
 
 def _captured(

@@ -1,7 +1,11 @@
 """Shared test setup: one torch thread, no network, no test that fails because the machine was slow."""
 
 import os
+import tempfile
 
+if "RLPLACE_CACHE" not in os.environ:  # one for all workers and what they start, which inherit it
+    KEPT = tempfile.TemporaryDirectory(prefix="rlplace-kept-")
+    os.environ["RLPLACE_CACHE"] = KEPT.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

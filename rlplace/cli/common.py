@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlplace.cli.kept import kept
 from rlplace.errors import InputError
 from rlplace.text import table
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rlplace.cost.table import CostTable
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placements import Priced
+    from rlplace.runtime.native.why_not import ModelFacts
     from rlplace.zoo import LoadedModel
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -107,12 +110,12 @@ class Captured:
     Attributes:
         graph: The capture at the requested batch size.
         capture_at: Captures the model with a number of samples; captures are cached.
-        load: Builds the model with its inputs, on the meta device.
+        facts: Looks at what the runtime can execute of the model.
     """
 
     graph: OpGraph
     capture_at: Callable[[int], OpGraph]
-    load: Callable[[], LoadedModel]
+    facts: Callable[[], ModelFacts]
 
 
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced:
@@ -141,18 +144,19 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 
 
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
-    """Builds a model and captures its training step for the requested number of samples."""
-    from rlplace.graph.capture import capture
-    from rlplace.zoo import load_model
+    """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
 
     @functools.cache
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
-        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+
+        def made() -> OpGraph:
+            from rlplace.graph.capture import capture
+
             say(f"building {model}")
-            loaded = load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+            loaded = build(batch)
             say(f"capturing one training step of {batch} samples")
             return capture(
                 loaded.module,
@@ -166,11 +170,25 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
                 like=None if batch == samples else capture_at(samples),
             )
 
-    def load() -> LoadedModel:
-        with contextlib.redirect_stdout(sys.stderr):
-            return load_model(model, batch=samples, seq=options.seq, dtype=options.dtype)
+        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+            return dataclasses.replace(kept("graph", model, source, made))
 
-    return Captured(capture_at(samples), capture_at, load)
+    def build(batch: int) -> LoadedModel:
+        from rlplace.zoo import load_model
+
+        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+
+    def facts() -> ModelFacts:
+        def made() -> ModelFacts:
+            from rlplace.runtime.native.facts import facts_of
+
+            loaded = build(samples)
+            return facts_of(loaded.module, loaded.example_inputs)
+
+        with contextlib.redirect_stdout(sys.stderr):
+            return kept("facts", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
+
+    return Captured(capture_at(samples), capture_at, facts)
 
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:

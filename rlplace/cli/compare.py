@@ -177,12 +177,11 @@ def _priced(captured: Callable[[], Captured], machine: Cluster, options: argpars
 def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Question:
     """The question of whole strategies for as many samples a step as planners place."""
     from rlplace.graph.rescale import two_captures
-    from rlplace.runtime.native.facts import what_runs
+    from rlplace.runtime.native.why_not import judge
     from rlplace.strategy.plan import ask
 
     own = captured()
-    model = own.load()
-    why_not, only = what_runs(model.module, model.example_inputs)
+    why_not, only = judge(own.facts())
     graph, other = two_captures(own.graph, own.capture_at)
     batch = own.graph.samples
     costs = costs_of(options, machine)

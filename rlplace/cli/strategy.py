@@ -58,10 +58,9 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
-    model = captured.load()
     return answer(
         captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch,
-        module=model.module, inputs=model.example_inputs, curve=curve, calls=options.calls, began_s=began_s,
+        facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
         groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
         host=options.host_mode,
     )  # fmt: skip

@@ -88,8 +88,7 @@ def tf32_classes(graph: OpGraph) -> Collection[str]:
 
 
 def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = TF32_CLASSES) -> str:
-    """Precision of an op's arithmetic: float32 of the classes `tf32` in tf32 where there is one, dtypes without units in
-    float32."""
+    """Precision of an op's arithmetic: float32 of the classes `tf32` in tf32, dtypes without units in float32."""
     if not CLASSES[op].matrix:
         return "float64" if dtype == "float64" and "float64" in kind.peak_flops else "float32"
     if dtype == "float32" and op in tf32 and "tf32" in kind.peak_flops:

@@ -86,7 +86,8 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     from rlplace.cost.foreign import as_costs
     from rlplace.graph.rescale import two_captures
     from rlplace.runtime.distributed.job.recipe import capture_recipe, check_graph, recipe_of, source_of
-    from rlplace.runtime.native.facts import what_runs
+    from rlplace.runtime.native.facts import facts_of
+    from rlplace.runtime.native.why_not import judge
     from rlplace.strategy.plan import ask
 
     strategy = plan.strategy
@@ -97,7 +98,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     if source.table.fingerprint is not None and as_costs(costs).fingerprint != source.table.fingerprint:
         raise InputError(f"plan: the op times it was made with ({show(costs)}) are others today; plan again")
     model = recipe.build("meta", seed=0)
-    why_not, only = what_runs(model.module, model.example_inputs)
+    why_not, only = judge(facts_of(model.module, model.example_inputs))
     if why_not(strategy) is not None:
         only = None  # planned for what cannot run yet
     graph, other = two_captures(check_graph(plan), lambda batch: capture_recipe(recipe, batch, source.graph or {}))

@@ -24,7 +24,7 @@ from rlplace.graph.trace import EagerRecorder
 LEAST = 8
 """Elements of a list that may be shortened."""
 
-WORTH = 12
+WORTH = 5
 """Layers that must be saved in all, or recording the whole model is as quick."""
 
 

@@ -131,6 +131,6 @@ def test_frozen_layers_are_recorded_whole(monkeypatch, frozen):
 
 
 def test_lists_that_save_little_or_differ_stay_whole():
-    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(16)]))) == {}
-    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(17)]))) == {"0": 17}
+    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(9)]))) == {}
+    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(10)]))) == {"0": 10}
     assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block(8 + i % 2) for i in range(20)]))) == {}

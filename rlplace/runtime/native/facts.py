@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.plan.strategy import Strategy
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.model_layouts import find_layouts
-from rlplace.runtime.native.why_not import ModelFacts, TensorFacts, why_not
+from rlplace.runtime.native.why_not import ModelFacts, TensorFacts
 
 
 def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
@@ -40,26 +39,14 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
         return model_facts(model, no_cut=str(error))
-    facts = model_facts(model, find_layouts(captured.units, captured.calls))
+    layouts = find_layouts(captured.units, captured.calls)
+    facts = model_facts(model, TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)}))
     return replace(facts, blocks=blocks, no_samples=_no_samples(stages, inputs))
 
 
-def what_runs(module: nn.Module | None, inputs: Any) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
-    """What planning asks of this runtime: `why_not` for the model, and the modules whose weights a tensor group may cut.
-
-    Args:
-        module: The model; None asks about strategies alone.
-        inputs: Its keyword inputs; with others it is asked about the names of its modules only.
-
-    Returns:
-        The modules are None where all may be cut.
-    """
-    facts = None
-    if module is not None:
-        facts = examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
-    tensor = TensorFacts() if facts is None else facts.tensor
-    cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
-    return lambda strategy: why_not(strategy, facts), cut
+def facts_of(module: nn.Module, inputs: Any) -> ModelFacts:
+    """Everything that `why_not` asks; with other than keyword inputs only the names of its modules are looked at."""
+    return examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

@@ -81,6 +81,20 @@ def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: 
     return next(reasons, None)
 
 
+def judge(facts: ModelFacts | None) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
+    """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group may cut.
+
+    Args:
+        facts: Of the model; None asks about strategies alone.
+
+    Returns:
+        The modules are None where all may be cut.
+    """
+    tensor = TensorFacts() if facts is None else facts.tensor
+    cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
+    return lambda strategy: why_not(strategy, facts), cut
+
+
 @cache
 def _installed() -> str:
     return version("torch")

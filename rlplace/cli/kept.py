@@ -1,0 +1,79 @@
+"""What a model's capture gives is kept between commands: the same `hf:` or `zoo:` model is traced once on a machine.
+
+Entries lie in ``$XDG_CACHE_HOME/rlplace`` (``~/.cache/rlplace``), or in the folder that ``RLPLACE_CACHE`` names (0: nothing is
+kept). Their names are digests of what was asked and of everything that decides the answer: versions of torch and transformers,
+and the sources of this package. Models of a user's own code are never kept, for nobody can tell what they depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MOST_ENTRIES = 64
+"""Entries that are kept; the oldest make room."""
+
+
+def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
+    """What `make` returns, from an earlier command where one asked for the same.
+
+    Args:
+        what: Which function of the model it is.
+        model: MODEL of the command line.
+        asked: Everything else that decides the result; plain values.
+        make: Makes it; the result must pickle.
+    """
+    if not model.startswith(("hf:", "zoo:")) or os.environ.get("RLPLACE_CACHE") == "0":
+        return make()
+    key = json.dumps([what, model, sorted(asked.items()), _versions()])
+    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
+    with contextlib.suppress(Exception):  # an entry that cannot be read is made again
+        if path.stat().st_uid == os.geteuid():
+            found: T = pickle.loads(path.read_bytes())
+            path.touch()
+            return found
+    result = make()
+    with contextlib.suppress(OSError):  # without a place for it nothing is kept
+        _write(path, pickle.dumps(result))
+    return result
+
+
+def _folder() -> Path:
+    if named := os.environ.get("RLPLACE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlplace"
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)
+    entries = sorted(path.parent.glob("*.pickle"), key=lambda entry: entry.stat().st_mtime)
+    for old in entries[:-MOST_ENTRIES]:
+        old.unlink(missing_ok=True)
+
+
+@functools.cache
+def _versions() -> list[Any]:
+    root = Path(__file__).resolve().parents[1]
+    sources = [
+        (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(root.rglob("*.py"))
+    ]
+    found = []
+    for package in ("rlplace", "torch", "transformers"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            found.append("")
+    return [*found, hashlib.sha256(json.dumps(sources).encode()).hexdigest()]

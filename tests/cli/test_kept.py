@@ -1,0 +1,93 @@
+"""What a capture gives is kept between commands, and only where nothing can have changed."""
+
+import json
+
+import pytest
+from command import run
+
+from rlplace.cli import kept as module
+from rlplace.cli.kept import kept
+
+TINY = "hf:gpt2,n_layer=3,n_embd=32,n_head=2,vocab_size=96"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLPLACE_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def counted():
+    made = []
+
+    def make():
+        made.append(len(made))
+        return made[-1]
+
+    return make, made
+
+
+def test_the_same_question_is_answered_once():
+    make, made = counted()
+    assert [kept("graph", "hf:x", {"batch": 8}, make) for _ in range(3)] == [0, 0, 0]
+    assert kept("graph", "hf:x", {"batch": 4}, make) == 1
+    assert kept("facts", "hf:x", {"batch": 8}, make) == 2
+    assert kept("graph", "hf:x,n=2", {"batch": 8}, make) == 3
+    assert len(made) == 4
+
+
+def test_other_sources_are_another_question(monkeypatch):
+    make, _ = counted()
+    kept("graph", "zoo:x", {}, make)
+    monkeypatch.setattr(module, "_versions", lambda: ["another"])
+    assert kept("graph", "zoo:x", {}, make) == 1
+
+
+@pytest.mark.parametrize("model", ["file.py:make", "package.module:make", "x.problem.json"])
+def test_nothing_of_a_users_own_code_is_kept(model, folder):
+    make, _ = counted()
+    assert [kept("graph", model, {}, make) for _ in range(2)] == [0, 1] and not folder.exists()
+
+
+def test_it_can_be_turned_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("RLPLACE_CACHE", "0")
+    monkeypatch.chdir(tmp_path)
+    make, _ = counted()
+    assert [kept("graph", "hf:x", {}, make) for _ in range(2)] == [0, 1] and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_entry_is_made_again(folder):
+    make, _ = counted()
+    kept("graph", "hf:x", {}, make)
+    (entry,) = folder.iterdir()
+    entry.write_bytes(b"no pickle")
+    assert [kept("graph", "hf:x", {}, make) for _ in range(2)] == [1, 1]
+
+
+def test_old_entries_make_room(folder, monkeypatch):
+    monkeypatch.setattr(module, "MOST_ENTRIES", 3)
+    for number in range(6):
+        kept("graph", "hf:x", {"batch": number}, lambda: 0)
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_second_command_captures_nothing_and_answers_the_same(capsys):
+    words = [
+        "place",
+        TINY,
+        "--cluster",
+        "a100-80g:2",
+        "--batch",
+        "8",
+        "--seq",
+        "16",
+        "--calls",
+        "40",
+        "--time-limit",
+        "600",
+        "--json",
+    ]
+    first, second = run(capsys, *words), run(capsys, *words)
+    assert first[0] == second[0] == 0
+    assert "capturing" in first[2] and "capturing" not in second[2] and "building" not in second[2]
+    assert json.loads(first[1]) == json.loads(second[1])

@@ -105,13 +105,25 @@ def capture(
                 if like is None or graph.op_names == like.op_names:
                     return graph
                 return _capture_with(attempt, step, name, source, notes)
-        except InputError:
-            raise
+        except InputError as error:
+            if not isinstance(error, _NoGradientError) or attempt == (method or METHODS[-1]):
+                raise InputError(f"{error}{_hint(model)}") from None
+            failures[attempt] = error  # a function with a backward of its own has one in the other methods alone
         except Exception as error:
             failures[attempt] = error
             notes.append(f"{attempt} failed: {_one_line(error)}")
     shown = failures.get("dispatch") or next(iter(failures.values()))
-    raise CaptureError(_explain(model, shown)) from shown
+    raise CaptureError(f"{_explain(model, shown)}{_hint(model)}") from shown
+
+
+class _NoGradientError(InputError):
+    """The loss does not depend on a trainable parameter."""
+
+
+def _hint(model: nn.Module) -> str:
+    if not callable(getattr(model, "training_step", None)):
+        return ""
+    return "; its loss is in training_step, as in Lightning: give a module whose forward(batch) calls training_step(batch, 0)"
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,12 @@ def _recorded(method: str, step: _Step, seen: bool) -> tuple[Recording, Mapping[
 
     if method != "export":
         recorder = EagerRecorder(by_module=method == "module")
+        try:
+            return _run(step, recorder), recorder.guesses
+        except Exception:
+            if not recorder.guesses:
+                raise
+        recorder = EagerRecorder(by_module=True, truth=False)  # what a value decided, the other way
         return _run(step, recorder), recorder.guesses
     lists = unroll.repeated_lists(step.model)
     if lists:
@@ -303,7 +321,7 @@ def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output")
     if not value.requires_grad:
-        raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
+        raise _NoGradientError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
     return value
 
 

@@ -1,8 +1,8 @@
 """Every model type of transformers: which of them train, are captured, placed, and run their plan with equal gradients.
 
-    python benchmarks/types.py                  all types that have no row yet
-    python benchmarks/types.py bert clip        these types, again
-    python benchmarks/types.py --table          the page of the docs from the rows
+    python -m benchmarks.types                  all types that have no row yet
+    python -m benchmarks.types bert clip        these types, again
+    python -m benchmarks.types --table          the page of the docs from the rows
 
 A type is shrunk to a few layers of little width, built with random weights and trained one step (dropout off). If its loss and
 gradients are finite, it is captured and planned for two A100s; then a placement that spreads its ops over two CPU devices is
@@ -22,7 +22,6 @@ import signal
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,14 +31,14 @@ import torch
 from torch import nn
 
 import rlplace
+from benchmarks.types_table import STEPS, page, summary
 from rlplace.errors import MissingError, RlplaceError
 from rlplace.graph.capture import capture
 from rlplace.zoo import LoadedModel, load_model
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
 PAGE = Path(__file__).parents[1] / "docs/model-types.md"
-STEPS = ("trained", "captured", "placed", "equal")
-LIMIT_S, TRY_S, BATCH, LONG, MOST = 60, 15, 2, 32, 200_000_000
+LIMIT_S, TRY_S, BATCH, LONG, MOST = 60, 15, 2, 16, 200_000_000
 """Seconds of a type; samples and positions; parameters that are still built with values."""
 
 CLUSTER, SAMPLES, CALLS = "a100-80g:2", 4, 100
@@ -59,12 +58,13 @@ EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts",
 REST = {"vocab_size": 512, "image_size": 64, "num_frames": 4, "projection_dim": 32}
 OWN = {
     "mamba2": "num_hidden_layers=2,hidden_size=64,num_heads=8,head_dim=16,vocab_size=512",
-    "perceiver": "max_position_embeddings=32,num_latents=16,d_latents=64,d_model=64,num_self_attends_per_block=2",
-    "reformer": "axial_pos_shape=4/8,axial_pos_embds_dim=32/32,hidden_size=64,vocab_size=512,num_attention_heads=4,"
+    "perceiver": "max_position_embeddings=16,num_latents=16,d_latents=64,d_model=64,num_self_attends_per_block=2",
+    "reformer": "axial_pos_shape=4/4,axial_pos_embds_dim=32/32,hidden_size=64,vocab_size=512,num_attention_heads=4,"
     "attention_head_size=16,lsh_attn_chunk_length=8,local_attn_chunk_length=8",
     "sam": "vision_config.image_size=64,vision_config.hidden_size=64,vision_config.num_hidden_layers=2,"
     "vision_config.num_attention_heads=4,vision_config.mlp_dim=64,prompt_encoder_config.image_size=64,"
     "prompt_encoder_config.image_embedding_size=4,vision_config.global_attn_indexes=1",
+    "wav2vec2-bert": "vocab_size=512,hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64",
     "detr": "backbone_config.model_type=resnet,d_model=64,encoder_layers=2,decoder_layers=2",
 }
 """Types whose sizes depend on each other."""
@@ -116,7 +116,10 @@ def models(kind: str) -> Iterator[str]:
         return
     tried = set()
     few = LAYERS | EXPERTS | REST
-    for less in (few | HEADS | widths(64), few | HEADS | widths(512), few, LAYERS | {"image_size": 64}, LAYERS, {}):
+    wide = {name: 512 for name in WIDE}
+    eight = dict.fromkeys(HEADS, 8) | wide | {"head_dim": 64}
+    shrunk = (few | HEADS | widths(64), few | HEADS | widths(512), few | eight, few | wide, few)
+    for less in (*shrunk, LAYERS | {"image_size": 64}, LAYERS, {}):
         text = ",".join([f"hf:{kind}", *sizes(config, less)])
         if text not in tried:
             yield text
@@ -241,42 +244,37 @@ def ask(context: Any, kind: str, steps: int) -> dict[str, Any]:
         process.join()
 
 
-def read() -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """The newest row of each type."""
-    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
     return {row["type"]: row for row in map(json.loads, lines)}
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    """How many types get how far."""
-    counts = [sum(row["reached"] in STEPS[at:] for row in rows) for at in range(len(STEPS))]
-    shares = (f"{n} {name} ({100 * n / max(1, counts[0]):.1f} %)" for name, n in zip(STEPS, counts, strict=True))
-    return f"{len(rows)} types: " + ", ".join(shares)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--steps", type=int, default=len(STEPS), help="1: only whether it trains")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--table", action="store_true", help="only write the page of the docs")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows, which a run adds to")
     options = parser.parse_args()
-    globals()["ROWS"] = options.rows
+    import transformers
     from transformers.models.auto import modeling_auto  # noqa: F401
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    rows = read()
+    rows = read(options.rows)
+    if options.table:
+        PAGE.write_text(page(rows, len(CONFIG_MAPPING_NAMES), transformers.__version__))
+        return
     warm, _ = trained("gpt2")  # what it loads, all others find loaded
     follow(warm, step(copy.deepcopy(warm.module), warm), {})
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
     for kind in options.types or [kind for kind in CONFIG_MAPPING_NAMES if kind not in rows]:
         rows[kind] = ask(context, kind, options.steps)
-        with ROWS.open("a") as file:
+        with options.rows.open("a") as file:
             print(json.dumps(rows[kind]), file=file)
         print(json.dumps(rows[kind]), file=sys.stderr, flush=True)
-    print(summary(list(rows.values())))
-    print(Counter(row.get("why", "")[:60] for row in rows.values()).most_common(40))
+    print(summary(rows.values()))
 
 
 if __name__ == "__main__":

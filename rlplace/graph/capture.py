@@ -106,7 +106,7 @@ def capture(
                     return graph
                 return _capture_with(attempt, step, name, source, notes)
         except InputError as error:
-            if not isinstance(error, _NoGradientError) or attempt == (method or METHODS[-1]):
+            if not str(error).startswith("no gradient") or attempt == (method or METHODS[-1]):
                 raise InputError(f"{error}{_hint(model)}") from None
             failures[attempt] = error  # a function with a backward of its own has one in the other methods alone
         except Exception as error:
@@ -114,10 +114,6 @@ def capture(
             notes.append(f"{attempt} failed: {_one_line(error)}")
     shown = failures.get("dispatch") or next(iter(failures.values()))
     raise CaptureError(f"{_explain(model, shown)}{_hint(model)}") from shown
-
-
-class _NoGradientError(InputError):
-    """The loss does not depend on a trainable parameter."""
 
 
 def _hint(model: nn.Module) -> str:
@@ -321,7 +317,7 @@ def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output")
     if not value.requires_grad:
-        raise _NoGradientError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
+        raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
     return value
 
 

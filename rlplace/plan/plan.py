@@ -109,7 +109,7 @@ class PlacementPlan:
 
     def _with_file(self, moved: Callable[[str], str]) -> PlacementPlan:
         """The plan with another path of the ``file.py`` that its model is a function of."""
-        source = self.source or {}
+        source = dict(self.source or {})
         graph = source.get("graph")
         file, colon, rest = str(graph.get("model", "")).partition(":") if isinstance(graph, Mapping) else ("", "", "")
         if not file.endswith(".py") or os.path.isabs(file):

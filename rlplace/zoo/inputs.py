@@ -52,7 +52,7 @@ class _Batch:
 
     def images(self) -> torch.Tensor:
         frames = self.said("num_frames", "frames_per_clip", default=8 if self.task == "video" else None)
-        video = [frames] if self.task == "video" or (self.task == "contrastive" and frames) else []
+        video = [frames] if self.task == "video" or (self.task in ("contrastive", "outputs") and frames) else []
         return self.rand(*video, self.said("num_channels", "in_channels", "in_chans", default=3), *self.sides())
 
     def sound(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class _Batch:
         return self.rand(samples) if strides and channels is None else self.rand(channels or 1, samples)
 
     def spectrum(self) -> torch.Tensor:
-        bins, frames = (self.said("feature_projection_input_dim", "num_mel_bins"), self.said("max_source_positions"))
+        bins, frames = self.said("feature_projection_input_dim", "input_dim", "num_mel_bins"), self.said("max_source_positions")
         if bins is None:
             raise InputError("its configuration does not say how many mel bins it reads")
         return self.rand(8 * self.seq, bins) if frames is None else self.rand(bins, 2 * frames)

@@ -174,11 +174,10 @@ def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[
     defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
     sizes = {"batch": batch, "seq": seq}
     for key in sizes.keys() - parameters.keys():
-        alike = [other for other in parameters if other.startswith(key) and other not in options]
-        if alike:
+        if alike := [other for other in parameters if other.startswith(key) and other not in options]:
             raise InputError(
-                f"model {show(where)}: its parameter {alike[0]} gets no --{key}, which goes to a parameter named {key}; rename "
-                f"it, or fix it by an option: {name},{alike[0]}=8"
+                f"model {show(where)}: its parameter {alike[0]} gets no --{key}, which goes to one named {key}; rename it, or "
+                f"fix it by an option: {name},{alike[0]}=8"
             )
     values: dict[str, Any] = {key: size for key, size in sizes.items() if key in parameters}
     values |= parse_options(options, defaults, where)

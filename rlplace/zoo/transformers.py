@@ -41,10 +41,10 @@ _CHECKPOINTING = "gradient_checkpointing"
 
 
 def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any], Loss | None]:
-    """Builds ``TYPE[,key=value...]``.
+    """Builds ``TYPE[,key=value...]``; ``text_config.num_hidden_layers=2`` reaches into a configuration inside.
 
     Args:
-        text: Type and options of its configuration; ``text_config.num_hidden_layers=2`` reaches into one that it holds.
+        text: Type and options of its configuration.
         batch: Samples per step.
         seq: Tokens; refused when the model has fewer positions, cut to 64 where the model loops over tokens in Python, and to
             the decoder's length for speech models.
@@ -58,21 +58,18 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
             from transformers.models.auto import modeling_auto
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError:
-        raise MissingError(
-            "hf: models need the transformers extra; install it with: pip install 'rlplace[transformers]'"
-        ) from None
+        install = "pip install 'rlplace[transformers]'"
+        raise MissingError(f"hf: models need the transformers extra; install it with: {install}") from None
     kind, options = split_spec(text)
     if kind not in CONFIG_MAPPING_NAMES:
         raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
     with _quiet():
-        checkpointing = parse_options(
-            {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}, {_CHECKPOINTING: False}, f"hf:{kind}"
-        )
+        apart = {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}
+        checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
         config = _configure(CONFIG_MAPPING[kind], kind, options)
         task, model_class = _head(modeling_auto, config, kind)
-        text_config = config.get_text_config(decoder=True)
-        if type(config) is not model_class.config_class is type(text_config):
-            config = text_config
+        if not isinstance(config, model_class.config_class or object):  # the text model of a type that holds several
+            config = config.get_text_config(decoder=True)
         for part in (config, *_parts(config).values()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False

@@ -109,12 +109,12 @@ class PlacementPlan:
 
     def _with_file(self, moved: Callable[[str], str]) -> PlacementPlan:
         """The plan with another path of the ``file.py`` that its model is a function of."""
-        source = dict(self.source or {})
+        source: dict[str, Any] = dict(self.source or {})
         graph = source.get("graph")
         file, colon, rest = str(graph.get("model", "")).partition(":") if isinstance(graph, Mapping) else ("", "", "")
         if not file.endswith(".py") or os.path.isabs(file):
             return self
-        return replace(self, source={**source, "graph": {**graph, "model": f"{moved(file)}{colon}{rest}"}})
+        return replace(self, source=source | {"graph": {**(graph or {}), "model": f"{moved(file)}{colon}{rest}"}})
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, defaults left out."""

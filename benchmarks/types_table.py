@@ -26,7 +26,8 @@ configurations that one holds: `hf:llava,text_config.num_hidden_layers=2`; `hf:d
 another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
 
 `python -m benchmarks.types` tries the {known} types of transformers {version}: {text}
-`python -m benchmarks.types --table` writes this page; rows, with the MODEL text of each type, are in `benchmarks/types.rows.jsonl`.
+`python -m benchmarks.types --table` writes this page; rows, with the MODEL text of each type, are in
+`benchmarks/types.rows.jsonl`.
 
 {summary}
 

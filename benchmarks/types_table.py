@@ -42,7 +42,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     counts = [sum(row["reached"] in STEPS[at:] for row in rows) for at in range(len(STEPS))]
     names = ("train", "are captured", "are placed", "run their placement with equal loss and gradients")
     shares = (f"{n} {name} ({n / max(1, counts[0]):.1%})" for name, n in zip(names[1:], counts[1:], strict=True))
-    return f"Of {len(rows)} types {counts[0]} train; of these " + ", ".join(shares) + "."
+    return f"Of {len(rows)} types that were tried {counts[0]} train; of these " + ", ".join(shares) + "."
 
 
 def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
@@ -52,6 +52,8 @@ def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str
         "strategy for two A100s, and a placement that spreads its ops over two devices is applied."
     )
     head = _HEAD.format(known=known, version=version, text=text, summary=summary(rows.values()))
+    if len(rows) < known:
+        head += f"\n{known - len(rows)} types, left over at random, have no row yet; the command goes on with them.\n"
     trained = [rows[kind] for kind in sorted(rows) if rows[kind]["reached"]]
     lines = ["| type | class | captured by | placed | applied |", "|---|---|---|---|---|", *map(_line, trained)]
     reasons: dict[str, list[str]] = {}

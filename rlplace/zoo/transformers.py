@@ -70,7 +70,9 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         task, model_class = _head(modeling_auto, config, kind)
         if not isinstance(config, model_class.config_class or object):  # the text model of a type that holds several
             config = config.get_text_config(decoder=True)
-        for part in (config, *_parts(config).values()):
+        parts = [config]
+        for part in parts:
+            parts += _parts(part).values()
             if hasattr(part, "use_cache"):
                 part.use_cache = False
         if task in ("seq2seq", "speech") and getattr(config, "decoder_start_token_id", None) is None:

@@ -106,3 +106,9 @@ def test_refused(text, seq, words):
     with pytest.raises(InputError, match=words) as caught:
         load_model(f"hf:{text}", seq=seq)
     assert "\n" not in str(caught.value)
+
+
+def test_no_configuration_inside_another_caches():
+    text = "hf:colpali,vlm_config.text_config.num_hidden_layers=1,vlm_config.vision_config.num_hidden_layers=1"
+    config = load_model(text).module.config
+    assert config.vlm_config.text_config.use_cache is False and config.vlm_config.text_config.num_hidden_layers == 1

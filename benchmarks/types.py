@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import multiprocessing
+import re
 import resource
 import signal
 import sys
@@ -152,10 +153,10 @@ def step(module: nn.Module, model: LoadedModel) -> tuple[float, dict[str, torch.
 def trained(kind: str) -> tuple[LoadedModel, tuple[float, dict[str, torch.Tensor]]]:
     """The smallest model of a type that trains a step, and its loss and gradients."""
     first: Exception | None = None
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     for text in models(kind):
         try:
-            signal.alarm(TRY_S)
+            signal.setitimer(signal.ITIMER_PROF, TRY_S)
             count = sum(p.numel() for p in load_model(text, batch=BATCH, seq=LONG).module.parameters())
             if count > MOST:
                 raise RlplaceError(f"{count / 1e6:.0f} million parameters even with few layers")
@@ -165,13 +166,13 @@ def trained(kind: str) -> tuple[LoadedModel, tuple[float, dict[str, torch.Tensor
             found = step(copy.deepcopy(model.module), model)
             if not math.isfinite(found[0]) or not all(g.isfinite().all() for g in found[1].values()):
                 raise RlplaceError("the loss or a gradient of its random weights is not finite")
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             return model, found
         except Exception as error:
             first = first or error
             if isinstance(error, MissingError) or any(words in str(error) for words in FINAL):
                 break
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     assert first is not None
     raise first
 
@@ -229,6 +230,7 @@ def follow(model: LoadedModel, wanted: Any, row: dict[str, Any]) -> None:
 def reason(error: BaseException) -> str:
     """One line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = re.sub(r"/\S*/site-packages/", "", text)  # no paths of this machine
     return (text if isinstance(error, RlplaceError) else f"{type(error).__name__}: {text}")[:300]
 
 
@@ -268,6 +270,7 @@ def main() -> None:
     if options.table:
         PAGE.write_text(page(rows, len(CONFIG_MAPPING_NAMES), transformers.__version__))
         return
+    load_model("hf:gpt2,n_layer=1")  # imports take longer than a step may
     warm, _ = trained("gpt2")  # what it loads, all others find loaded
     follow(warm, step(copy.deepcopy(warm.module), warm), {})
     context = multiprocessing.get_context("fork")

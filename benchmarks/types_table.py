@@ -54,8 +54,8 @@ def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str
     head = _HEAD.format(known=known, version=version, text=text, summary=summary(rows.values()))
     if len(rows) < known:
         head += (
-            f"\n{known - len(rows)} types have no row yet: those with rows were drawn by a hash of their names, but for the named "
-            "ones of\n`tests/zoo/test_types.py`. The command goes on with the others.\n"
+            f"\n{known - len(rows)} types have no row yet: those with rows were drawn by a hash of their names, but for those "
+            "of\n`tests/zoo/test_types.py`. The command goes on with the others.\n"
         )
     trained = [rows[kind] for kind in sorted(rows) if rows[kind]["reached"]]
     lines = ["| type | class | captured by | placed | applied |", "|---|---|---|---|---|", *map(_line, trained)]

@@ -29,6 +29,9 @@ def _of_configuration(asked: Asked, rest: str, cast: str) -> dict[str, Any]:
     model, config, options = type(asked.model).__name__, type(own).__name__, split_spec(rest)[1]
     if "gradient_checkpointing" in options:
         raise InputError("export: the MODEL text recomputes (gradient_checkpointing); leave that to the plan")
+    if asked.loss or any("." in key for key in options):
+        what = "computes no loss of its own" if asked.loss else "sets options of configurations inside its own"
+        raise InputError(f"export: {asked.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
     fresh = type(own)(**values)
     lines = [f"config = {config}({_arguments(values)})"]

@@ -105,13 +105,21 @@ def capture(
                 if like is None or graph.op_names == like.op_names:
                     return graph
                 return _capture_with(attempt, step, name, source, notes)
-        except InputError:
-            raise
+        except InputError as error:
+            if not str(error).startswith("no gradient") or attempt == (method or METHODS[-1]):
+                raise InputError(f"{error}{_hint(model)}") from None
+            failures[attempt] = error  # a function with a backward of its own has one in the other methods alone
         except Exception as error:
             failures[attempt] = error
             notes.append(f"{attempt} failed: {_one_line(error)}")
     shown = failures.get("dispatch") or next(iter(failures.values()))
-    raise CaptureError(_explain(model, shown)) from shown
+    raise CaptureError(f"{_explain(model, shown)}{_hint(model)}") from shown
+
+
+def _hint(model: nn.Module) -> str:
+    if not callable(getattr(model, "training_step", None)):
+        return ""
+    return "; its loss is in training_step, as in Lightning: give a module whose forward(batch) calls training_step(batch, 0)"
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,12 @@ def _recorded(method: str, step: _Step, seen: bool) -> tuple[Recording, Mapping[
 
     if method != "export":
         recorder = EagerRecorder(by_module=method == "module")
+        try:
+            return _run(step, recorder), recorder.guesses
+        except Exception:
+            if not recorder.guesses:
+                raise
+        recorder = EagerRecorder(by_module=True, truth=False)  # what a value decided, the other way
         return _run(step, recorder), recorder.guesses
     lists = unroll.repeated_lists(step.model)
     if lists:

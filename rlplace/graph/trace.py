@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from rlplace.graph.access import access_of, rule_of
 from rlplace.graph.dims import argument_dims
@@ -115,11 +116,13 @@ class EagerRecorder(Recorder):
         by_module: A label per call of a module without children, and per run of ops between such calls, instead of one per
             op. Values that the forward reads out of tensors are then guessed (`guesses` counts them), since fake tensors
             have none.
+        truth: What truth values are guessed to be.
     """
 
-    def __init__(self, by_module: bool) -> None:
+    def __init__(self, by_module: bool, truth: bool = True) -> None:
         super().__init__()
         self.by_module = by_module
+        self.truth = truth
         self.path: list[str] = []
         self.guesses: Counter[str] = Counter()
         self._coins: list[Any] = []
@@ -177,8 +180,11 @@ class EagerRecorder(Recorder):
                 return self._coins[-1]
             guess = _GUESSES.get(func)
             if guess is not None:
+                with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
+                    return super().__torch_dispatch__(func, types, args, kwargs)  # a constant of the forward
                 self.guesses[func._schema.name.rpartition("::")[2]] += 1
-                return guess(*args)
+                value = guess(*args)
+                return self.truth if value is True else value
             if func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
                 self.guesses["index"] += 1
                 args = (args[0], _all_positions(args[1]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ class PlacementPlan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes ``*.plan.json``, atomically."""
-        write_json(path, self.to_dict())
+        """Writes ``*.plan.json``, atomically; a model of a ``file.py`` is named relative to it."""
+        folder = Path(path).parent
+        write_json(path, self._with_file(lambda file: os.path.relpath(file, folder)).to_dict())
 
     @staticmethod
     def load(path: str | Path, problem: Problem | None = None) -> PlacementPlan:
@@ -100,9 +102,19 @@ class PlacementPlan:
             plan = plan_from_dict(data)
             if problem is not None:
                 check_plan(plan, problem)
-            return plan
+            there = Path(path).parent
+            return plan._with_file(lambda file: os.path.relpath(there / file) if (there / file).exists() else file)
 
         return read_record(path, FORMAT, VERSION, parse)
+
+    def _with_file(self, moved: Callable[[str], str]) -> PlacementPlan:
+        """The plan with another path of the ``file.py`` that its model is a function of."""
+        source: dict[str, Any] = dict(self.source or {})
+        graph = source.get("graph")
+        file, colon, rest = str(graph.get("model", "")).partition(":") if isinstance(graph, Mapping) else ("", "", "")
+        if not file.endswith(".py") or os.path.isabs(file):
+            return self
+        return replace(self, source=source | {"graph": {**(graph or {}), "model": f"{moved(file)}{colon}{rest}"}})
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, defaults left out."""

@@ -111,7 +111,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     if kind == "hf":
         from rlplace.zoo.transformers import load_transformers
 
-        module, inputs, loss = *load_transformers(rest, batch, seq, device), None
+        module, inputs, loss = load_transformers(rest, batch, seq, device)
     elif kind == "zoo":
         module, inputs, loss = *_load_zoo(rest, batch, seq, device), None
     else:
@@ -172,7 +172,14 @@ def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[
         raise unknown_name(f"function of {source}", name, functions)
     parameters = inspect.signature(function).parameters
     defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
-    values: dict[str, Any] = {key: size for key, size in (("batch", batch), ("seq", seq)) if key in parameters}
+    sizes = {"batch": batch, "seq": seq}
+    for key in sizes.keys() - parameters.keys():
+        if alike := [other for other in parameters if other.startswith(key) and other not in options]:
+            raise InputError(
+                f"model {show(where)}: its parameter {alike[0]} gets no --{key}, which goes to one named {key}; rename it, or "
+                f"fix it by an option: {name},{alike[0]}=8"
+            )
+    values: dict[str, Any] = {key: size for key, size in sizes.items() if key in parameters}
     values |= parse_options(options, defaults, where)
     return function, values
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlplace.errors import InputError, MissingError, unknown_name
+from rlplace.zoo.inputs import inputs_of, mean_square
 from rlplace.zoo.options import parse_options, split_spec
 
-_MAPPINGS = (
-    ("speech", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"),
-    ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
-    ("masked", "MODEL_FOR_MASKED_LM_MAPPING"),
-    ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING"),
-    ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
-)
-"""Heads in order of preference: the pretraining head of a type, where there are several."""
+Loss = Callable[[Any], torch.Tensor]
+
+_HEADS = (
+    ("speech", "SPEECH_SEQ_2_SEQ"), ("seq2seq", "SEQ_TO_SEQ_CAUSAL_LM"), ("masked", "MASKED_LM"), ("causal", "CAUSAL_LM"),
+    ("multimodal", "IMAGE_TEXT_TO_TEXT"), ("contrastive", "ZERO_SHOT_IMAGE_CLASSIFICATION"), ("image", "IMAGE_CLASSIFICATION"),
+    ("ctc", "CTC"), ("video", "VIDEO_CLASSIFICATION"), ("audio", "AUDIO_CLASSIFICATION"), ("detection", "OBJECT_DETECTION"),
+    ("pixels", "SEMANTIC_SEGMENTATION"), ("masks", "UNIVERSAL_SEGMENTATION"), ("masks", "MASK_GENERATION"),
+    ("words", "TOKEN_CLASSIFICATION"),
+)  # fmt: skip
+"""Heads in order of preference, with their mapping in the library: the pretraining head of a type, where there are several.
+A type with none of them is trained towards outputs of zero, with any other head or without one."""
 
 _UNROLLED_SCAN = {"mamba": 64, "mamba2": 64, "falcon_mamba": 64, "jamba": 64}
 """Types whose recurrence is a Python loop over the sequence without their CUDA kernels, and the length they are cut to
@@ -29,14 +34,14 @@ unless the capture keeps the loop whole."""
 _NO_POSITION_LIMIT = {"t5", "mt5", "umt5", "longt5", "switch_transformers"}
 """Types with relative positions: their configured length is that of pretraining, not a limit."""
 
-_SMALL_IMAGE = 224
+_NO_SEQUENCE = frozenset({"image", "video", "audio", "ctc", "pixels", "masks", "detection"})
 
 _CHECKPOINTING = "gradient_checkpointing"
 """Option beside the configuration: every layer runs its forward again in the backward."""
 
 
-def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Builds ``TYPE[,key=value...]``.
+def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any], Loss | None]:
+    """Builds ``TYPE[,key=value...]``; ``text_config.num_hidden_layers=2`` reaches into a configuration inside.
 
     Args:
         text: Type and options of its configuration.
@@ -46,47 +51,65 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         device: "meta" or "cpu".
 
     Returns:
-        The module in training mode, and keyword inputs with labels.
+        The module in training mode, keyword inputs with labels, and the loss of a model that computes none.
     """
     try:
         with _quiet():
             from transformers.models.auto import modeling_auto
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError:
-        raise MissingError(
-            "hf: models need the transformers extra; install it with: pip install 'rlplace[transformers]'"
-        ) from None
+        install = "pip install 'rlplace[transformers]'"
+        raise MissingError(f"hf: models need the transformers extra; install it with: {install}") from None
     kind, options = split_spec(text)
     if kind not in CONFIG_MAPPING_NAMES:
         raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
     with _quiet():
-        checkpointing = parse_options(
-            {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}, {_CHECKPOINTING: False}, f"hf:{kind}"
-        )
+        apart = {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}
+        checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
         config = _configure(CONFIG_MAPPING[kind], kind, options)
-        task = next((task for task, name in _MAPPINGS if type(config) in getattr(modeling_auto, name)), None)
-        if task is None:
-            raise InputError(
-                f"hf:{kind}: has no language, speech or image head that can be trained from its configuration alone"
-            )
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
+        task, model_class = _head(modeling_auto, config, kind)
+        if not isinstance(config, model_class.config_class or object):  # the text model of a type that holds several
+            config = config.get_text_config(decoder=True)
+        parts = [config]
+        for part in parts:
+            parts += _parts(part).values()
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
         if task in ("seq2seq", "speech") and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-        model_class = getattr(modeling_auto, dict(_MAPPINGS)[task])[type(config)]
         module = _build(model_class, config, kind, device)
         # The library warns once per process when the loss is looked up; do that while it is quiet.
         getattr(module, "loss_function", None)
         if checkpointing.get(_CHECKPOINTING):
             _enable_checkpointing(module, kind)
-    return module.train(), _inputs(config, kind, task, batch, _length(config, kind, task, seq))
+    inputs = inputs_of(module, config, kind, task, batch, _length(config, kind, task, seq))
+    loss = None if "labels" in inputs or "return_loss" in inputs else mean_square
+    return module.train(), inputs, loss
+
+
+def _head(modeling_auto: Any, config: Any, kind: str) -> tuple[str, Any]:
+    """The task of a configuration, and its class; the first where the library holds several."""
+    others = (name for name in sorted(vars(modeling_auto), reverse=True) if name.endswith("_MAPPING"))
+    known = ((task, f"MODEL_FOR_{name}_MAPPING") for task, name in _HEADS)
+    for task, name in (*known, *(("outputs", name) for name in others)):
+        mapping: Any = getattr(modeling_auto, name, {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return task, found[0] if isinstance(found, tuple) else found
+    raise InputError(
+        f"hf:{kind}: has no head that the library trains, only its configuration, as a part of other types; name one of those"
+    )
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """The configurations that a configuration holds."""
+    held = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()}
+    return {name: part for name, part in held.items() if hasattr(part, "to_diff_dict")}
 
 
 def _enable_checkpointing(module: Any, kind: str) -> None:
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable  # its older name
     try:
-        enable = (
-            getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-        )  # the older name
         enable({"use_reentrant": False})
     except ValueError as error:
         raise InputError(f"hf:{kind}: {_CHECKPOINTING}: {_last_line(error)}") from None
@@ -106,18 +129,48 @@ def _quiet() -> Iterator[None]:
 
 def _configure(config_class: Any, kind: str, options: dict[str, str]) -> Any:
     try:
-        config = config_class()
-        names = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")}
-        names |= {alias: getattr(config, name) for alias, name in config.attribute_map.items() if name in names}
-        values = parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
+        types = {key: options.pop(key) for key in [*options] if key.endswith("_config.model_type")}
+        config = config_class(**{key.partition(".")[0]: {"model_type": part} for key, part in types.items()})
+        names = _names(config)
+        values = types | parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
         for key, value in values.items():
             if type(value) is int and value < 0 and type(names.get(key)) is int and names[key] > 0:
                 raise InputError(f"hf:{kind}: option {key} must not be negative, found {value}")
-        return config_class(**values) if values else config
+        nested = _nested(config, values)
+        try:
+            return config_class(**nested) if values else config
+        except Exception:  # lists with an element a layer
+            if "num_hidden_layers" not in values:
+                raise
+            return config_class(**_cut(config, config.to_dict(), values) | nested)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"hf:{kind}: the configuration is refused: {_last_line(error)}") from None
+
+
+def _names(config: Any) -> dict[str, Any]:
+    """All options with their defaults; ``part.name`` for those of a configuration inside."""
+    names = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")}
+    names |= {alias: getattr(config, name) for alias, name in config.attribute_map.items() if name in names}
+    return names | {f"{part}.{key}": value for part, inner in _parts(config).items() for key, value in _names(inner).items()}
+
+
+def _nested(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Options as arguments of the class: a part that is reached into keeps what it sets beside them."""
+    result = {key: value for key, value in values.items() if "." not in key}
+    for name, part in _parts(config).items():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if own:
+            kept = {} if "model_type" in own else part.to_diff_dict()
+            result[name] = kept | _cut(part, kept, own) | _nested(part, own)
+    return result
+
+
+def _cut(config: Any, held: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The lists of a configuration with an element a layer, for another number of layers."""
+    old, new = getattr(config, "num_hidden_layers", None), values.get("num_hidden_layers", 0)
+    return {key: value[:new] for key, value in held.items() if isinstance(value, list) and len(value) == old and new}
 
 
 def _build(model_class: Any, config: Any, kind: str, device: str) -> nn.Module:
@@ -138,40 +191,17 @@ def _length(config: Any, kind: str, task: str, seq: int) -> int:
 
     if task == "speech":
         return min(seq, int(getattr(config, "max_target_positions", seq) or seq))
+    exact = math.prod(getattr(config, "axial_pos_shape", ())) if kind == "reformer" else None
+    exact = config.max_position_embeddings if kind == "perceiver" and task == "masked" else exact
+    if exact is not None and exact != seq:
+        option = "max_position_embeddings" if kind == "perceiver" else "axial_pos_shape=A/B, whose product is the length,"
+        raise InputError(f"hf:{kind}: trains on exactly {exact} positions, seq is {seq}; use --seq {exact} or set {option}")
     if kind in _UNROLLED_SCAN and not keeps_whole(kind):
         return min(seq, _UNROLLED_SCAN[kind])
     limit = getattr(config, "max_position_embeddings", None)
-    if task == "image" or kind in _NO_POSITION_LIMIT or not isinstance(limit, int) or limit <= 0 or seq <= limit:
+    if task in _NO_SEQUENCE or kind in _NO_POSITION_LIMIT or not isinstance(limit, int) or limit <= 0 or seq <= limit:
         return seq
     raise InputError(f"hf:{kind}: has {limit} positions, seq is {seq}; use --seq {limit} or max_position_embeddings={seq}")
-
-
-def _inputs(config: Any, kind: str, task: str, batch: int, seq: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(length: int) -> torch.Tensor:
-        text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        return torch.randint(0, int(text_config.vocab_size), (batch, length), generator=generator)
-
-    if task == "image":
-        channels = int(getattr(config, "num_channels", 3))
-        size = getattr(config, "image_size", None) or _SMALL_IMAGE
-        height, width = (size, size) if isinstance(size, int) else tuple(int(s) for s in size)
-        pixels = torch.rand((batch, channels, height, width), generator=generator)
-        return {"pixel_values": pixels, "labels": torch.randint(0, int(config.num_labels), (batch,), generator=generator)}
-    if task == "speech":
-        bins = getattr(config, "num_mel_bins", None)
-        frames = getattr(config, "max_source_positions", None)
-        if bins is None or frames is None:
-            raise InputError(
-                f"hf:{kind}: only speech models that read mel spectrograms, like whisper, are built from a type name"
-            )
-        features = torch.rand((batch, int(bins), 2 * int(frames)), generator=generator)
-        return {"input_features": features, "labels": tokens(seq)}
-    if task == "causal":
-        ids = tokens(seq)
-        return {"input_ids": ids, "labels": ids}
-    return {"input_ids": tokens(seq), "labels": tokens(seq)}
 
 
 def _last_line(error: BaseException) -> str:

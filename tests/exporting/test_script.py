@@ -95,8 +95,15 @@ def test_only_the_parts_that_are_needed_are_written():
     assert len(text.splitlines()) < 85
 
 
+SMALL = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4"
+PATHS = ["embeddings", "encoder.layers.0", "encoder.layers.1", "final_layer_norm"]
+TOWER = {
+    "batch": 4, "microbatch": [2], "microbatches": [1],
+    "stages": [{"blocks": PATHS, "devices": [0, 1], "mesh": {"replicate": 2}}],
+}  # fmt: skip
 REFUSED = {
     "a model of the zoo": (("zoo:mlp", flat("short", {"replicate": 4}, 0)), "zoo"),
+    "a loss of its outputs": ((f"hf:clip_text_model,{SMALL},vocab_size=64", TOWER), "computes no loss of its own"),
     "packed weights": ((GPT2, flat("short", {"tensor": 4}, 0)), "c_attn' is no plain nn.Linear"),
     "unlike micro-batches": (
         (LLAMA, flat("short llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),

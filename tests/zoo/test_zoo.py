@@ -91,7 +91,7 @@ def test_random_cells_follow_the_seed():
         ("hf:gpt2,n_layer", "expected key=value"),
         ("hf:gpt2,n_layer=1,n_layer=2", "appears twice"),
         ("hf:gpt2,n_embd=10,n_head=3", "hf:gpt2"),
-        ("hf:encodec", "no language, speech or image head"),
+        ("hf:speecht5_hifigan", "has no head that the library trains"),
         ("zoo:lsmt", "did you mean 'lstm'"),
         ("zoo:lstm,widht=3", "did you mean 'width'"),
         ("zoo:lstm,width=0", "must be from 1"),
@@ -146,6 +146,16 @@ MODEL_FILE = """
     def build(batch, width=4):
         return torch.nn.Linear(width, 2), torch.zeros(batch, width), lambda output: output.sum()
 
+    def sized(width=4, batch_size=2, seq_length=3):
+        return torch.nn.Linear(width, 2), torch.zeros(batch_size, width), lambda output: output.sum()
+
+    class Lightning(torch.nn.Linear):
+        def training_step(self, batch, index):
+            return self(batch).sum()
+
+    def lightning(batch):
+        return Lightning(4, 2), torch.zeros(batch, 4)
+
     def pair():
         return torch.nn.Linear(4, 2), {"input": torch.zeros(3, 4)}
 
@@ -179,6 +189,23 @@ def test_function_of_a_module_in_the_current_folder(model_file, monkeypatch):
     assert load_model("my_model_file:pair").module.in_features == 4
     assert sys.path == before
     sys.modules.pop("my_model_file")
+
+
+def test_sizes_of_other_names_are_refused_until_they_are_fixed(model_file):
+    with pytest.raises(
+        InputError, match=r"parameter batch_size gets no --batch, .* named batch; rename it, .*sized,batch_size=8"
+    ):
+        load_model(f"{model_file}:sized,seq_length=3", batch=5)
+    with pytest.raises(InputError, match=r"parameter seq_length gets no --seq"):
+        load_model(f"{model_file}:sized,batch_size=3", batch=5)
+    assert load_model(f"{model_file}:sized,batch_size=3,seq_length=3", batch=5).example_inputs[0].shape == (3, 4)
+
+
+def test_lightning_modules_are_told_what_to_wrap(model_file):
+    model = load_model(f"{model_file}:lightning", batch=5)
+    with pytest.raises(InputError, match=r"its loss is in training_step.*forward\(batch\) calls training_step\(batch, 0\)"):
+        capture(model.module, model.example_inputs)
+    assert capture(model.module, model.example_inputs, loss=torch.sum).samples == 5
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
 from rlplace.zoo.options import guessed
 
-RIVALS = ("annealing", "local_search", "brkga", "random")
+RIVALS = ("annealing", "local_search", "random")
 _BATCH = 16
 
 
@@ -97,7 +97,7 @@ def random_search(
     while left > 0 and deadline.left_s() > 0:
         plans = np.stack(list(islice(draws, min(_BATCH, left))))
         left -= len(plans)
-        for plan, found in zip(plans, evaluator.scores(plans), strict=True):
+        for plan, found in zip(plans, map(evaluator.score, plans), strict=True):
             if found.objective_s < score.objective_s:
                 best, score = plan.copy(), found
     return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), planner="random", seed=seed)

@@ -31,7 +31,6 @@ PLANNERS: dict[str, str] = {
     "compiler": "rlplace.planners.compiler.compiler:candidates",
     "pardnn": "rlplace.planners.pardnn.pardnn:candidates",
     "bipartition": "rlplace.planners.bipartition.bipartition:bipartition",
-    "brkga": "rlplace.planners.brkga.brkga:spend",
     "annealing": "rlplace.planners.annealing.annealing:spend",
     "local_search": "rlplace.planners.local_search:spend",
     "cp_sat": "rlplace.planners.cp_sat:cp_sat",

@@ -15,7 +15,7 @@ from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
-SEARCH = ("annealing", "local_search", "brkga")
+SEARCH = ("annealing", "local_search")
 EXACT = ("cp_sat", "dlplacer")
 CLASSICAL = tuple(dict.fromkeys(("random", "bipartition", *ONE_SHOT, "best", *SEARCH, *EXACT)))
 
@@ -149,7 +149,7 @@ def test_bad_options():
     problem = random_problem(0, 4, 2)
     with pytest.raises(InputError, match="samples"):
         get_planner("random")(problem, samples=0)
-    for name in ("annealing", "local_search", "brkga"):
+    for name in ("annealing", "local_search"):
         for calls in (-1, 2.5, True):
             with pytest.raises(InputError, match=f"{name}: calls"):
                 get_planner(name)(problem, calls=calls)
@@ -201,7 +201,7 @@ def test_settings_change_what_is_found(planner, options):
 @pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SPLIT])
 def test_the_prediction_of_a_plan_holds(name):
     problem = random_problem(5, 14, 3, shape="layered", unlike=True)
-    options = {"calls": 60} if name in ("annealing", "local_search", "brkga", "agent") else {}
+    options = {"calls": 60} if name in ("annealing", "local_search", "agent") else {}
     if name in ("cp_sat", "dlplacer"):
         options = {"effort": 0.05}  # without it, minutes on a proof
     plan = get_planner(name)(problem, seed=1, **options)

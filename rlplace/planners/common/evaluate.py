@@ -134,12 +134,6 @@ class Evaluator:
         self.count()
         return Score(*self._simulator.evaluate(devices))
 
-    def scores(self, devices: NDArray[np.int32]) -> list[Score]:
-        """Scores of the rows of an int32 [K, G]; K calls."""
-        self.count(len(devices))
-        step, overflow = self._simulator.evaluate_many(devices)
-        return [Score(*pair) for pair in zip(step.tolist(), overflow.tolist(), strict=True)]
-
     @property
     def simulator(self) -> Simulator:
         """For compiled loops, which report their simulations to `count`."""

@@ -153,14 +153,6 @@ class Search:
         self.assignment[:] = before
         return score
 
-    def evaluate_many(self, devices: NDArray[np.int32]) -> list[Score]:
-        """Scores the rows of an int32 [K, G]; keeps only a new best answer."""
-        scores = self.evaluator.scores(devices)
-        for row, score in zip(devices, scores, strict=True):
-            if score.objective_s < self.best_score.objective_s:
-                self.best_devices, self.best_score = row.copy(), score
-        return scores
-
     def accept(self, move: list[tuple[int, int]], score: Score) -> None:
         """Applies a move that was evaluated."""
         for group, device in move:

@@ -1,1 +1,0 @@
-"""A biased random-key genetic algorithm from the floor."""

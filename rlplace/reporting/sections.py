@@ -36,6 +36,8 @@ def summary(data: ReportData) -> str:
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
         f'<p class="lead">{escape(", ".join(words))}.</p>',
     ]
+    if bound := _bound((plan.predicted.parts or {}) if step else {}):
+        parts.append(f'<p class="lead">{escape(bound)}</p>')
     if not line.feasible:
         shown = [*line.violations[:_REASONS]]
         if len(line.violations) > _REASONS:
@@ -56,6 +58,19 @@ def summary(data: ReportData) -> str:
         figures[-1] = ("Between stages", *figures[-1][1:])
     cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
     return "\n".join([*parts, f'<dl class="figures">{cells}</dl></section>'])
+
+
+_DOING = {
+    "compute": "computing", "bubble": "waiting for other stages", "exchange": "exchanging gradients",
+    "gather": "gathering weights", "tensor": "tensor parallelism", "hand_over": "handing on activations", "update": "updating",
+}  # fmt: skip
+
+
+def _bound(parts: Mapping[str, float]) -> str:
+    """What bounds the step of a strategy: where the time of its busiest place goes; nothing where that is not known."""
+    total_s, ordered = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
+    shares = [(_DOING.get(name, name), seconds / total_s) for name, seconds in ordered if seconds > 0.001 * total_s]
+    return f"Bounded by {shares[0][0]}: {', '.join(f'{percent(s)} {name}' for name, s in shares)}." if shares else ""
 
 
 def _placement_words(plan: PlacementPlan) -> list[str]:

@@ -122,6 +122,9 @@ def test_report_draws_the_step_that_was_predicted(
         at = span.stop
     assert max(ends) == pytest.approx(data["step_s"], rel=1e-6)
     assert plan.predicted.strategies[0]["words"] in text
+    parts = plan.predicted.parts or {}
+    most = max(parts, key=lambda part: parts[part])
+    assert most == "compute" and f"Bounded by computing: {100 * parts[most] / sum(parts.values()):.1f} % computing" in text
 
 
 def test_compare_asks_strategies_and_planners_for_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:

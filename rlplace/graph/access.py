@@ -19,41 +19,8 @@ from typing import Any
 
 import torch
 
+from rlplace.graph.indices import Access, Names, Use
 from rlplace.graph.kinds import base_name, kind_of
-
-Names = tuple[str, ...]
-"""Per dimension of a tensor the op's dimension that runs along it, "" for none."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """How an op reads or writes a tensor.
-
-    Attributes:
-        storage: Number of the storage.
-        elements: Elements that the storage holds.
-        runs: ``(dimension of the op, size, stride in elements)`` for every dimension of the tensor that has a name.
-    """
-
-    storage: int
-    elements: int
-    runs: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True)
-class Access:
-    """Iteration space of an op.
-
-    Attributes:
-        dims: Sizes of its dimensions by name.
-        uses: One entry for each tensor that it reads or writes.
-        statistics: ``(names, bytes)``: sums of that size, indexed by these dimensions, that run over the others and that
-            every device needs before it can go on (means of a norm, the denominators of a softmax).
-    """
-
-    dims: Mapping[str, int]
-    uses: tuple[Use, ...]
-    statistics: tuple[tuple[Names, int], ...] = ()
 
 
 @dataclass

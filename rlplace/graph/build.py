@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.graph.access import Access, Names, Use
 from rlplace.graph.assemble import Assembly, CyclicStepError, Key
-from rlplace.graph.indices import Layouts, Traced
+from rlplace.graph.indices import Access, Layouts, Names, Traced, Use
 from rlplace.graph.opgraph import BACKWARD, UPDATE, OpGraph
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 from rlplace.graph.tensors import TensorRow, Tensors

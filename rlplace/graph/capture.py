@@ -166,7 +166,7 @@ def _capture_with(
             "autocast": None if step.autocast is None else str(step.autocast).removeprefix("torch."),
             "master_weights": step.master_weights,
             "training": step.model.training,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "notes": notes,
             **_tf32(),
         },

@@ -18,7 +18,40 @@ from functools import cached_property
 from itertools import combinations, pairwise
 from math import prod
 
-from rlplace.graph.access import Access, Names
+Names = tuple[str, ...]
+"""Per dimension of a tensor the op's dimension that runs along it, "" for none."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How an op reads or writes a tensor.
+
+    Attributes:
+        storage: Number of the storage.
+        elements: Elements that the storage holds.
+        runs: ``(dimension of the op, size, stride in elements)`` for every dimension of the tensor that has a name.
+    """
+
+    storage: int
+    elements: int
+    runs: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Access:
+    """Iteration space of an op.
+
+    Attributes:
+        dims: Sizes of its dimensions by name.
+        uses: One entry for each tensor that it reads or writes.
+        statistics: ``(names, bytes)``: sums of that size, indexed by these dimensions, that run over the others and that
+            every device needs before it can go on (means of a norm, the denominators of a softmax).
+    """
+
+    dims: Mapping[str, int]
+    uses: tuple[Use, ...]
+    statistics: tuple[tuple[Names, int], ...] = ()
+
 
 REACH = 3
 """Largest number of ops between the tensor of a gradient and the op that reads the gradient."""

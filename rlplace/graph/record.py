@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlplace.graph.access import Access, access_of
+from rlplace.graph.access import access_of
 from rlplace.graph.dims import dims_of
 from rlplace.graph.flops import count_flops
+from rlplace.graph.indices import Access
 from rlplace.graph.kinds import kind_of
 
 FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"

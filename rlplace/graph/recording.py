@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rlplace.graph.access import Access, Use
 from rlplace.graph.assemble import Leaf
+from rlplace.graph.indices import Access, Use
 from rlplace.graph.record import UPDATE_OF, Event, Label
 
 

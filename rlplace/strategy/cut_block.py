@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.graph.access import Names
+from rlplace.graph.indices import Names
 from rlplace.strategy.cut_moves import FEATURE, ROW, SUMMED, WHOLE, CutOp, CutValue, Moves, copied, enter, made, read, sent
 from rlplace.strategy.elimination import eliminate
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlplace.graph.access import Names
+from rlplace.graph.indices import Names
 from rlplace.strategy.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BACKWARD_PASS, FORWARD_PASS, REDUCE_SCATTER
 
 SAMPLE, ROW, FEATURE = range(3)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.graph.access import Names
+from rlplace.graph.indices import Names
 from rlplace.graph.opgraph import BUFFER, FORWARD, INPUT, PARAMETER, OpGraph
 from rlplace.strategy.cut_moves import FEATURE, ROW, SAMPLE
 

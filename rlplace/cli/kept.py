@@ -38,7 +38,7 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
     key = json.dumps([what, model, sorted(asked.items()), _versions()])
     path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
     with contextlib.suppress(Exception):  # an entry that cannot be read is made again
-        if path.stat().st_uid == os.geteuid():
+        if all(at.stat().st_uid == os.geteuid() and not at.stat().st_mode & 0o022 for at in (path, path.parent)):
             found: T = pickle.loads(path.read_bytes())
             path.touch()
             return found
@@ -57,6 +57,7 @@ def _folder() -> Path:
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
+    part.touch(0o600)
     part.write_bytes(data)
     part.replace(path)
     entries = sorted(path.parent.glob("*.pickle"), key=lambda entry: entry.stat().st_mtime)

@@ -64,6 +64,16 @@ def test_a_damaged_entry_is_made_again(folder):
     assert [kept("graph", "hf:x", {}, make) for _ in range(2)] == [1, 1]
 
 
+@pytest.mark.parametrize("what", ["entry", "folder"])
+def test_what_others_can_write_is_not_read(folder, what):
+    make, _ = counted()
+    kept("graph", "hf:x", {}, make)
+    (entry,) = folder.iterdir()
+    assert entry.stat().st_mode & 0o077 == 0
+    (entry if what == "entry" else folder).chmod(0o777)
+    assert kept("graph", "hf:x", {}, make) == 1
+
+
 def test_old_entries_make_room(folder, monkeypatch):
     monkeypatch.setattr(module, "MOST_ENTRIES", 3)
     for number in range(6):

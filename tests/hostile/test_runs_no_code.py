@@ -17,13 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 # What may run code or make any object, by name, and the files that may name it, with the reason why that is safe.
 ALLOWED = {
-    "pickle": {"rlplace/runtime/distributed/state/untrusted.py"},  # lets named classes through, and nothing else
+    "pickle": {
+        "rlplace/runtime/distributed/state/untrusted.py",  # lets named classes through, and nothing else
+        "rlplace/cli/kept.py",  # files that this user alone can write, on this machine
+    },
     "importlib": {
         "rlplace/zoo/load.py",  # module:function
         "rlplace/__init__.py",  # names of a literal table
         "rlplace/extensions.py",  # entry points of installed packages
         "rlplace/reporting/report.py",  # importlib.resources
         "rlplace/cli/info.py",  # versions
+        "rlplace/cli/kept.py",  # versions
         "rlplace/planners/__init__.py",  # names of a literal table
         "rlplace/planners/best.py",
         "rlplace/graph/scan.py",  # names of a literal table

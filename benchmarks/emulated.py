@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
 from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
@@ -419,21 +420,31 @@ def table() -> None:
         print(f"| {model}, {rate} | {len(found)} | {correlation:.3f} | {100 * error:.1f} % | {100 * pick:.1f} % |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(about: str | None, rates: Sequence[str]) -> argparse.Namespace:
+    """The options of a benchmark that measures strategies of the models at some rates."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--rates", nargs="+", default=list(rates))
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker(args.worker)
-    if args.table:
-        return table()
-    known = {(row["model"], row["rate"], row["name"]) for row in rows()}
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_missing(args: argparse.Namespace, done: Sequence[dict[str, Any]], cells: Any, measure: Any) -> None:
+    """Measures the cells that have no row yet."""
+    known = {(row["model"], row["rate"], row["name"]) for row in done}
     for model in args.models:
         for rate in args.rates:
             measure([cell for cell in cells(model, rate) if (model, rate, cell["name"]) not in known], rate)
+
+
+def main() -> None:
+    args = options(__doc__, RATES)
+    if args.worker:
+        return worker(*args.worker)
+    if args.table:
+        return table()
+    measure_missing(args, rows(), cells, measure)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predicted against measured step time of whole strategies on two emulated hosts of one core each that compute for real.
 
     sudo python benchmarks/real_cores.py            all rows, about half an hour; rows that stand there are not run again
-    sudo python benchmarks/real_cores.py --table    the table of docs/runtime/hosts.md from the rows
+    sudo python benchmarks/real_cores.py --table    a table of the rows
 
 Every host is pinned to a core of its own. Ops are timed by `rlplace measure` and fitted by `rlplace calibrate` in three ways:
 *alone*, on one core while the other idles; *together*, on both at once, so that they share what cores share (caches, memory,
@@ -12,7 +12,6 @@ Needs root and two idle cores.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -41,7 +40,6 @@ from tools.hosts.spec import parse_rate
 HOSTS, BATCH, SEQ, STEPS = 2, 16, 64, 7
 RATES = ("1gbit", "200mbit")
 ALONE, TOGETHER, STEPS_TOO = "alone", "together", "together, whole steps"
-WAYS = (ALONE, TOGETHER, STEPS_TOO)
 ROWS = Path(__file__).with_suffix(".jsonl")
 CORES = ((0,), (1,))
 
@@ -223,21 +221,13 @@ def table() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=emulated.MODELS, default=list(emulated.MODELS))
-    parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = emulated.options(__doc__, RATES)
     if args.worker:
         what, *rest = args.worker
         return time_ops(*rest) if what == "measure" else time_plans(*rest, alike=what == "alike")
     if args.table:
         return table()
-    known = {(row["model"], row["rate"], row["name"]) for row in rows()}
-    for model in args.models:
-        for rate in args.rates:
-            measure([cell for cell in cells(model, rate) if (model, rate, cell["name"]) not in known], rate)
+    emulated.measure_missing(args, rows(), cells, measure)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,11 @@ def place(
         if reason is None:
             allowed_space(space, options, planner)  # contradictions are refused before the capture
             graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-            facts = None if isinstance(target, OpGraph) else partial(_facts, target, example_inputs)
+            facts = None
+            if not isinstance(target, OpGraph):
+                from rlplace.runtime.native.facts import facts_of
+
+                facts = partial(facts_of, target, example_inputs)
             return answer(
                 graph, capture_at, machine, space=space, fixed=options, planner=planner, batch=batch,
                 facts=facts, curve=batch_curve, calls=calls,
@@ -272,12 +276,6 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
         if any(not own.allows(key, value) for value in getattr(asked, key) or ()):
             raise InputError(f"planner {planner} has {key}={values[0]} only; leave {key} out, or the planner to {CLASSICAL}")
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
-
-
-def _facts(module: nn.Module, inputs: Any) -> ModelFacts:
-    from rlplace.runtime.native.facts import facts_of
-
-    return facts_of(module, inputs)
 
 
 def _captured(

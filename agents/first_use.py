@@ -7,34 +7,45 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import rlplace
-from rlplace.agents import guided
 from rlplace.compiled import is_compiled
-from rlplace.planners.compiler import coarsen
 
-# What compiles, and the kernel that it compiles last.
-_PARTS = (
-    ("from rlplace.agents.search import warm_up; warm_up()", guided.search),
-    ("from rlplace.planners.best import warm_up; warm_up()", coarsen._match),
-)
+PLACEMENT, STRATEGY = "placement", "strategy"
+
+# What has a function `warm_up` that compiles, and the kernel that it compiles last.
+_PARTS = {
+    PLACEMENT: (
+        ("rlplace.agents.search", "rlplace.agents.guided:search"),
+        ("rlplace.planners.best", "rlplace.planners.compiler.coarsen:_match"),
+    ),
+    STRATEGY: (
+        ("rlplace.strategy.evaluate", "rlplace.strategy.kernel:evaluate_packed"),
+        ("rlplace.simulator.api", "rlplace.simulator.fast:simulate_plans"),
+    ),
+}
 
 
 @cache
-def compile_ahead() -> bool:
-    """Starts a process for each set of kernels that was not compiled on this machine yet, once.
+def compile_ahead(space: str = PLACEMENT) -> bool:
+    """Starts a process for each set of kernels that was not compiled yet, once.
 
     Only a process that needs a kernel that is being compiled waits for it (`rlplace.compiled`). They end with this process at
     the latest.
 
+    Args:
+        space: What is planned, `PLACEMENT` or `STRATEGY`.
+
     Returns:
         Whether there is anything to compile.
     """
-    cold = [code for code, kernel in _PARTS if not is_compiled(kernel)]
+    kernels = [(module, *kernel.split(":")) for module, kernel in _PARTS[space]]
+    cold = [module for module, where, name in kernels if not is_compiled(getattr(import_module(where), name))]
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for code in cold:
-            _start(code)
+        for module in cold:
+            _start(f"from {module} import warm_up; warm_up()")
     return bool(cold)
 
 

@@ -5,23 +5,53 @@ empty, though, and would all compile the same for a minute. Here the first one k
 
 numba's cache notices changes of a kernel's own file and of enclosed values only. A kernel whose code comes from other files as
 well therefore encloses their `stamp_of`.
+
+What every command needs is compiled when the package is built (`tools/kernels.py`), for any processor of the architecture.
+It is taken where Python, numba and the kernel's sources are those of the build; else a kernel is compiled on its first use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 
 from rlplace.files import locked
 
 PATIENCE_S = 300.0
 """Seconds that a process waits for another one to compile, before it compiles as well."""
+
+AHEAD = Path(__file__).with_name("kernels")
+"""Where kernels lie that were compiled when the package was built."""
+
+
+class Ahead(FunctionCache):
+    """Kernels compiled when the package was built: known by what their file holds, not by its age."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        source = zlib.crc32(Path(inspect.getfile(function)).read_bytes())
+        self._cache_file = IndexDataCacheFile(str(AHEAD), f"{function.__module__}.{self._impl.filename_base}", source)
+        _forgive(self._cache_file)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        signature, (architecture, *_), code = super()._index_key(sig, codegen)
+        return signature, architecture, code
+
+
+class _Kept(FunctionCache):
+    """Kernels compiled on this machine, or else ahead."""
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super()._load_overload(sig, target_context)
+        return Ahead(self._py_func).load_overload(sig, target_context) if found is None else found
 
 
 def entry(function: Any = None, *, nogil: bool = False) -> Any:
@@ -33,7 +63,8 @@ def entry(function: Any = None, *, nogil: bool = False) -> Any:
     """
     if function is None:
         return lambda function: entry(function, nogil=nogil)
-    kernel = njit(cache=True, nogil=nogil, error_model="numpy", no_cfunc_wrapper=True)(function)
+    kernel = njit(nogil=nogil, error_model="numpy", no_cfunc_wrapper=True)(function)
+    kernel._cache = _Kept(function)
     lock = Path(kernel._cache.cache_path) / f"{kernel._cache._impl.filename_base}.lock"
     compile_now = kernel.compile
     _forgive(kernel._cache._cache_file)
@@ -84,5 +115,6 @@ def stamp_of(*modules: ModuleType) -> int:
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Whether an entry was compiled on this machine, by any process and for any arguments, since its file changed."""
-    return bool(kernel.signatures) or bool(kernel._cache._cache_file._load_index())
+    """Whether an entry was compiled, ahead or by any process of this machine, for any arguments, since its file changed."""
+    caches = (kernel._cache, Ahead(kernel.py_func))
+    return bool(kernel.signatures) or any(cache._cache_file._load_index() for cache in caches)

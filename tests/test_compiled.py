@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dis
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -12,13 +13,19 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.core.errors import TypingError
 
 from rlplace.agents import guided
+from rlplace.cluster.parse import parse
 from rlplace.compiled import entry, inner, is_compiled, stamp_of
-from rlplace.simulator import fast, loop, queues, records
+from rlplace.problem.generate import random_problem
+from rlplace.simulator import api, fast, loop, queues, records, simulate_many
+from rlplace.strategy import evaluate
+from tests.strategy.random_costs import random_costs, random_draft
+from tools.kernels import SETS
 
 MODULE = """
 import sys
@@ -68,6 +75,63 @@ def test_one_process_compiles_and_the_others_load(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     assert run_together(tmp_path, 3) == [["False", "0", "1"], ["False", "0", "1"], ["False", "1", "0"]]
     assert run_together(tmp_path, 1) == [["True", "0", "1"]]
+
+
+AHEAD = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from rlplace import compiled
+
+compiled.AHEAD = Path(sys.argv[1])
+
+import mine
+
+if sys.argv[2] == "build":
+    mine.total(np.ones(3))
+    [(signature, found)] = mine.total.overloads.items()
+    compiled.Ahead(mine.total.py_func).save_overload(signature, found)
+else:
+    known = compiled.is_compiled(mine.total)
+    assert mine.total(np.ones(3)) == float(sys.argv[2])
+    print(known, sum(mine.total.stats.cache_misses.values()), sum(mine.total.stats.cache_hits.values()))
+"""
+
+
+def test_what_was_compiled_ahead_is_known_by_its_source_and_serves_any_processor(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "ahead").mkdir()
+    runs = itertools.count()
+
+    def run(word, **environment):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / f"cache{next(runs)}"), **environment}
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+        command = [sys.executable, "-c", AHEAD, str(tmp_path / "ahead"), word]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600).stdout.split()
+
+    run("build", NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+    assert run("6.0") == ["True", "0", "1"]
+    os.utime(tmp_path / "mine.py", (0, 0))  # an installation keeps no times
+    assert run("6.0") == ["True", "0", "1"]
+    (tmp_path / "mine.py").write_text(MODULE.replace("2 * x", "3 * x"))
+    assert run("9.0") == ["False", "1", "0"]
+
+
+def test_what_the_build_compiles_is_what_planning_calls():
+    """A kernel that is called with other types than `warm_up` would be compiled on the first use all the same."""
+    rng, cluster = np.random.default_rng(0), parse("a100-80g:4")
+    evaluate.warm_up()
+    api.warm_up()
+    costs = random_costs(rng, cluster, 6, tied=True)
+    evaluate.Evaluator(costs, cluster).score(random_draft(rng, cluster, 6))
+    problem = random_problem(2, 12, 3, unlike=True)
+    simulate_many(problem, np.zeros((2, problem.num_groups), dtype=np.int32))
+    for name, (module, kernels) in SETS.items():
+        assert name in ("rlplace.strategy.evaluate", "rlplace.simulator.api")
+        for kernel in kernels:
+            assert len(getattr(import_module(module), kernel).signatures) == 1, kernel
 
 
 def test_a_compilation_that_fails_leaves_no_lock():

@@ -12,6 +12,7 @@ from rlplace.cli.common import (
     MICROBATCH,
     basis_words,
     capture_model,
+    compile_first,
     costs_of,
     note_old_reading,
     print_table,
@@ -55,6 +56,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     if batch is None and curve is None:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
+    compile_first("strategy")
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")

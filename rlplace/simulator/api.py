@@ -36,6 +36,14 @@ def default_priority(problem: Problem) -> NDArray[np.float64]:
     return lowering.compiled_priority(problem)
 
 
+def warm_up() -> None:
+    """Compiles the executor, or loads it, so that no time limit pays for it."""
+    from rlplace.problem.generate import random_problem
+
+    problem = random_problem(1, 4, 2)
+    simulate(problem, [0] * problem.num_groups)
+
+
 def simulate(
     problem: Problem,
     plan: PlacementPlan | Sequence[int] | NDArray[Any],

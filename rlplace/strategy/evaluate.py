@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,23 @@ from rlplace.strategy.packing import NO_TIES, Frame, Packer
 from rlplace.strategy.traffic import Traffic
 
 __all__ = ["Evaluation", "Evaluator"]
+
+
+def warm_up() -> None:
+    """Compiles the kernels of the block executor, or loads them: with empty arrays, so that nothing is evaluated."""
+    from rlplace.strategy.kernel import evaluate_packed, moved_s, place_blocks
+
+    def empty(dimensions: int, kind: type = np.float64) -> Any:
+        return np.empty((0,) * dimensions, dtype=kind)
+
+    rows, whole, chosen = empty(3), empty(1, np.int64), np.frombuffer(b"", dtype=np.uint8)
+    moved_s(empty(2), whole, rows, rows)
+    place_blocks(empty(2), empty(1), empty(2), chosen, chosen, whole, empty(2), 0, 0)
+    evaluate_packed(
+        rows, empty(2), whole, empty(2), whole, empty(2, np.int64), empty(2, np.int32), whole, rows, whole, whole, empty(1),
+        whole, whole, whole, chosen, chosen, empty(1), whole, whole, whole, empty(2), empty(1), empty(2), empty(2), empty(1),
+        empty(1),
+    )  # fmt: skip
 
 
 class Evaluator:

@@ -72,12 +72,18 @@ def pipeline(
         microbatches: int64 [L], passes.
     """
     lanes, places = row.shape
-    stages, most = len(stage_place), microbatches.max()
+    stages, most = len(stage_place), 0
+    for lane in range(lanes):
+        most = max(most, microbatches[lane])
     arrived = np.full((2, lanes * stages, most), -1.0)
     travelled = np.zeros((2, lanes * stages, most))
-    channels = way_channels.max() + 1 if len(way_channels) else 0
+    channels = 0
+    for e in range(len(way_channels)):
+        channels = max(channels, way_channels[e] + 1)
     channel_free = np.zeros(lanes * channels)
-    left = np.repeat(microbatches, stages)
+    left = np.empty(lanes * stages, dtype=np.int64)
+    for at in range(lanes * stages):
+        left[at] = microbatches[at // stages]
     together, missing = np.zeros(stages), np.full(stages, lanes, dtype=np.int64)  # lanes exchange gradients with one another
     position, ends = action_ptr[:-1].copy(), np.empty(len(works))
     first_gone, last_gone, on_way = action_ptr[:-1].copy(), action_ptr[:-1].copy(), np.zeros(len(works))
@@ -153,7 +159,10 @@ def pipeline(
                     )  # fmt: skip
                 continue
         ends[p] = next_end(y, actions, position[p], action_ptr[p + 1], arrived, lane * stages, stages, now)
-    return (position == action_ptr[1:]).all()
+    for p in range(len(works)):
+        if position[p] != action_ptr[p + 1]:
+            return False
+    return True
 
 
 @inner
@@ -283,14 +292,16 @@ def _compile(stamp):
             if stages > 1:
                 part = action_ptr[lane * count : (lane + 1) * count + 1]
                 held_bytes(y[first:], peaks, stages, leaving, actions, part, lane_microbatches[lane])
-                used[lane] += peaks
+                for p in range(count):
+                    used[lane, p] += peaks[p]
             for s in range(stages):
                 stage_s[s] = max(stage_s[s], busy[first + s])
             for p in range(count):
                 work = works[lane * count + p]
                 end, update = max(answers[p, c.END], work[c.END]), max(answers[p, c.UPDATE_S], work[c.UPDATE_S])
                 if work[c.COMPUTE] + work[c.TENSOR] > answers[p, c.COMPUTE] + answers[p, c.TENSOR]:
-                    answers[p] = work
+                    for column in range(c.ANSWER):
+                        answers[p, column] = work[column]
                 answers[p, c.END], answers[p, c.UPDATE_S] = end, update
                 for e in range(room_ptr[lane * count + p], room_ptr[lane * count + p + 1]):
                     over += max(0.0, used[lane, p] - room_bytes[e]) * room_count[e]

@@ -59,6 +59,8 @@ def test_what_is_cold_is_started_once(started, monkeypatch):
     monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "search")
     assert first_use.compile_ahead() and first_use.compile_ahead()
     assert started == ["from rlplace.planners.best import warm_up; warm_up()"]
+    assert first_use.compile_ahead(first_use.STRATEGY)
+    assert [code.split()[1] for code in started[1:]] == ["rlplace.strategy.evaluate", "rlplace.simulator.api"]
 
 
 def test_nothing_is_started_when_all_is_compiled(started, monkeypatch):

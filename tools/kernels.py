@@ -1,0 +1,59 @@
+"""Compiles ahead the kernels that every `rlplace place` needs, for any processor of this architecture, into rlplace/kernels.
+
+    python tools/kernels.py        what the package's build does; kernels that lie there and have the same sources stay
+
+A wheel ships them, an editable installation has them in its checkout. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SETS = {
+    "rlplace.strategy.evaluate": ("rlplace.strategy.kernel", ("evaluate_packed", "moved_s", "place_blocks")),
+    "rlplace.simulator.api": ("rlplace.simulator.fast", ("simulate_plans", "bottom_levels")),
+}
+"""Modules with a function `warm_up`, where the kernels are that it compiles, and their names."""
+
+
+def main() -> int:
+    """Each set in a process of its own; returns the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        any_processor = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": folder}
+        environment = {**os.environ, **any_processor, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-P", str(Path(__file__).resolve())]
+        jobs = [subprocess.Popen([*command, name], env=environment, cwd=folder) for name in SETS]
+        return max(job.wait() for job in jobs)
+
+
+def compile_set(name: str) -> None:
+    """Compiles a set where its kernels do not lie there yet, and keeps them."""
+    from rlplace.compiled import AHEAD, Ahead
+
+    AHEAD.mkdir(exist_ok=True)
+    import_module(name).warm_up()
+    where, kernels = SETS[name]
+    for kernel in (getattr(import_module(where), one) for one in kernels):
+        ahead = Ahead(kernel.py_func)
+        for signature, compiled in kernel.overloads.items():
+            if kernel.stats.cache_misses[signature]:
+                ahead.save_overload(signature, compiled)
+
+
+def build() -> None:
+    """What the build calls: without what kernels need it leaves them to the first use, and says so."""
+    shutil.rmtree(ROOT / "build" / "lib" / "rlplace" / "kernels", ignore_errors=True)
+    if main():
+        print("kernels were not compiled ahead; the first use compiles them", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(compile_set(sys.argv[1]) if len(sys.argv) > 1 else main())

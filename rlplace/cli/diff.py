@@ -52,9 +52,9 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference 
     from rlplace.evaluating.again import same_model
     from rlplace.explaining.comparison import Difference
     from rlplace.explaining.difference import placement_side
-    from rlplace.explaining.simulated_plan import run_plan
     from rlplace.explaining.strategy_difference import diff_strategies, strategy_side
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.simulator.simulated_plan import run_plan
 
     paths = (options.first, options.second)
     plans = [PlacementPlan.load(path) for path in paths]

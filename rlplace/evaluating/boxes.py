@@ -108,7 +108,7 @@ class Picture:
         for devices, boxes in shared.values():
             self._collectives(devices, boxes)
         for (here, there), boxes in ways.items():
-            self._packed(f"{self._names[here]} → {self._names[there]}", LINK, here, boxes)
+            self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, 0.0, there), boxes)
 
     def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
         """Draws the sums of gradients that parallel pipelines wait for together."""
@@ -116,13 +116,13 @@ class Picture:
 
     def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
         name = f"collective {among([self._names[device] for device in devices])}"
-        self._packed(name, COLLECTIVE, devices[0], [box for box in boxes if box.end_s > box.start_s])
+        self._packed(LaneRow(name, COLLECTIVE, devices[0], 0.0), [box for box in boxes if box.end_s > box.start_s])
 
-    def _packed(self, name: str, kind: str, device: int, boxes: list[Box]) -> None:
-        """The fewest rows of a name that hold the boxes without overlap."""
+    def _packed(self, row: LaneRow, boxes: list[Box]) -> None:
+        """The fewest rows like one that hold the boxes without overlap."""
         if boxes:
             start, end = np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])
-            rows = packed_rows(self._rows, name, kind, device, start, end).tolist()
+            rows = packed_rows(self._rows, row, start, end).tolist()
             self._boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
 
     def drawn(self) -> tuple[list[LaneRow], list[Box]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
 from rlplace.evaluating.boxes import OPS, Box, Picture
-from rlplace.plan.plan import make_plan
+from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.plan.rivals import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
@@ -23,6 +23,8 @@ from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import EXECUTOR
+from rlplace.simulator.path import path_parts, realised_path
+from rlplace.simulator.simulated_plan import SimulatedPlan
 from rlplace.simulator.timeline import Timeline
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.costs import kind_numbers
@@ -65,6 +67,8 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
     curves, lanes = _curves(ran, result, problem), _lanes(rows, boxes, result.step_time_s, problem)
+    slowest, its_line = ran[max(range(len(ran)), key=lambda i: alone[i].passes_s)]
+    run = SimulatedPlan(slowest.problem, _ordered(slowest), its_line)
     return ReportData(
         problem=problem,
         plan=asked.plan,
@@ -78,6 +82,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         executor=EXECUTOR,
         planners=_rivals(asked, result),
         measured=tuple(measured),
+        path=path_parts(run, realised_path(run, through_devices=True)),
     )
 
 
@@ -159,12 +164,15 @@ def _timeline(asked: Asked, result: Evaluation, lanes: Lanes) -> Timeline:
     )
 
 
+def _ordered(expanded: ExpandedDraft) -> PlacementPlan:
+    return make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
+
+
 def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
     """Bytes in use on every device of the cluster, as on the device that stands for it."""
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
     for expanded, line in ran:
-        plan = make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
-        for curve, devices in zip(memory_curves(expanded.problem, plan, line), expanded.stands_for, strict=True):
+        for curve, devices in zip(memory_curves(expanded.problem, _ordered(expanded), line), expanded.stands_for, strict=True):
             times = np.append(curve.time_s, result.step_time_s)
             for device in devices:
                 size = curve.in_use_bytes + problem.devices[device].reserved_bytes

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import unknown_name
-from rlplace.explaining.bounds import seconds_by_cause
-from rlplace.explaining.path import Link, realised_path
-from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_unchecked
 from rlplace.problem import Problem
+from rlplace.simulator.path import Link, realised_path, seconds_by_cause
+from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_unchecked
 from rlplace.text import ms
 
 SAME = 1e-9

@@ -7,36 +7,14 @@ plan could be at the most.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import TypeVar
 
 import numpy as np
 
-from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, Link, realised_path
-from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
-from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, location_of, stretches
+from rlplace.explaining.stretches import Stretch, channel_names, channel_pairs, stretches
 from rlplace.planners.common.bounds import largest_bound
-
-Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class PathPart:
-    """Seconds of the critical path with one cause on one device or link.
-
-    Attributes:
-        cause: One of `rlplace.explaining.path.CAUSES`.
-        where: Device, ``gpu0->gpu1``, or ``collectives``.
-        seconds: Sum over these links of the path.
-        links: Number of these links.
-    """
-
-    cause: str
-    where: str
-    seconds: float
-    links: int
+from rlplace.simulator.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, PathPart, path_parts, realised_path
+from rlplace.simulator.simulated_plan import SimulatedPlan, channel_holds
 
 
 @dataclass(frozen=True)
@@ -131,37 +109,13 @@ def step_bounds(run: SimulatedPlan) -> StepBounds:
     lower_s, name = largest_bound(run.problem)
     return StepBounds(
         step_time_s=run.step_s,
-        path=_parts(run, path),
+        path=path_parts(run, path),
         story=stretches(run, path),
         devices=device_loads(run),
         channels=channel_loads(run),
         lower_bound_s=lower_s,
         lower_bound=name,
     )
-
-
-def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
-    """Seconds of a path by cause, each rounded once."""
-    return _sums(path, lambda link: link.cause)
-
-
-def _parts(run: SimulatedPlan, path: tuple[Link, ...]) -> tuple[PathPart, ...]:
-    def key(link: Link) -> tuple[str, str]:
-        return link.cause, location_of(run, link)
-
-    seconds = _sums(path, key)
-    count: dict[tuple[str, str], int] = {}
-    for link in path:
-        count[key(link)] = count.get(key(link), 0) + 1
-    parts = [PathPart(cause, where, value, count[cause, where]) for (cause, where), value in seconds.items()]
-    return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
-
-
-def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
-    exact: dict[Key, Fraction] = {}
-    for link in path:  # differences of floats are summed without rounding
-        exact[key(link)] = exact.get(key(link), Fraction(0)) + Fraction(link.end_s) - Fraction(link.start_s)
-    return {name: float(value) for name, value in exact.items()}
 
 
 def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:

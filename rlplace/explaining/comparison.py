@@ -75,7 +75,7 @@ class Block:
     """Groups of one module that the plans have on different devices.
 
     Attributes:
-        module: Path of the module, see `rlplace.explaining.stretches.module_of`.
+        module: Path of the module, see `rlplace.simulator.path.module_of`.
         source: Device in the first plan.
         destination: Device in the second.
         groups: Their names.

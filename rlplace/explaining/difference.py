@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.explaining.alternatives import SAME
-from rlplace.explaining.bounds import seconds_by_cause
 from rlplace.explaining.comparison import PLACEMENT, Block, Difference, Side
-from rlplace.explaining.path import realised_path
-from rlplace.explaining.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
-from rlplace.explaining.stretches import module_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
+from rlplace.simulator.path import module_of, realised_path, seconds_by_cause
+from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
 
 MOST_BLOCKS = 64
 """Blocks whose effect is simulated; with more, the largest by time are."""

@@ -12,10 +12,10 @@ from rlplace.explaining.bounds import StepBounds, headline, step_bounds
 from rlplace.explaining.comparison import MOST_ROWS
 from rlplace.explaining.placement_what_if import placement_what_if
 from rlplace.explaining.relax import Relaxations, relax
-from rlplace.explaining.simulated_plan import run_plan
 from rlplace.explaining.what_if import AS_IS, CALLS, WhatIf, what_if_lines
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.simulator.simulated_plan import run_plan
 from rlplace.simulator.timeline import EXECUTOR
 from rlplace.text import gb, ms, percent, table
 

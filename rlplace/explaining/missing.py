@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rlplace.errors import InfeasibleError
-from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
+from rlplace.simulator.simulated_plan import SimulatedPlan
 from rlplace.text import bytes_text
 
 

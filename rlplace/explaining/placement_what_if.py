@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from rlplace.errors import InfeasibleError
 from rlplace.explaining import changes
 from rlplace.explaining.bounds import channel_loads, device_loads
-from rlplace.explaining.simulated_plan import SimulatedPlan, run_unchecked
 from rlplace.explaining.what_if import AS_IS, CALLS, Question, WhatIf, answers
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.problem import Problem
+from rlplace.simulator.simulated_plan import SimulatedPlan, run_unchecked
 
 
 def placement_what_if(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from rlplace.explaining import changes
 from rlplace.explaining.missing import GROUP, NOWHERE, OTHER, TOTAL, Shortage, Tester, Trial, find_shortage
-from rlplace.explaining.simulated_plan import run_unchecked
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
+from rlplace.simulator.simulated_plan import run_unchecked
 from rlplace.text import bytes_text, gb, ms, table
 
 MOST_DEVICES = 64

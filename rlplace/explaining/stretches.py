@@ -5,27 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlplace.explaining.path import CHANNEL, COLLECTIVE, COMPUTE, ORDER, TRANSFER, Link
-from rlplace.explaining.simulated_plan import SimulatedPlan
 from rlplace.problem import Problem
-
-
-def module_of(group_name: str) -> str:
-    """The module of a group: its path up to the first number, or all of it.
-
-    ``transformer.h.3`` of ``transformer.h.3.mlp.act#2``, ``lm_head`` of itself.
-    """
-    path = group_name.partition("@")[0].partition("#")[0]
-    parts = path.split(".")
-    for end, part in enumerate(parts, start=1):
-        if part.isdigit():
-            return ".".join(parts[:end])
-    return path
-
-
-def pair_name(problem: Problem, source: int, destination: int) -> str:
-    """``gpu0->gpu1``."""
-    return f"{problem.devices[source].name}->{problem.devices[destination].name}"
+from rlplace.simulator.path import CHANNEL, COLLECTIVE, COMPUTE, ORDER, TRANSFER, Link, location_of, pair_name
+from rlplace.simulator.simulated_plan import SimulatedPlan
 
 
 def channel_pairs(problem: Problem) -> dict[int, list[tuple[int, int]]]:
@@ -94,13 +76,6 @@ class Stretch:
     last: str
     blocker: str
     sentence: str
-
-
-def location_of(run: SimulatedPlan, link: Link) -> str:
-    """Location of a link of the path: device, pair of devices, or ``collectives``."""
-    if link.destination >= 0:
-        return pair_name(run.problem, link.device, link.destination)
-    return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
 
 
 def stretches(run: SimulatedPlan, path: Sequence[Link]) -> tuple[Stretch, ...]:

@@ -29,6 +29,8 @@ from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import EXECUTOR, Timeline, simulate
+from rlplace.simulator.path import PathPart, path_parts, realised_path
+from rlplace.simulator.simulated_plan import SimulatedPlan
 from rlplace.simulator.timeline import resident_by_device
 
 _TICKS = 1e8
@@ -79,6 +81,7 @@ class ReportData:
         executor: Name of the executor that simulated it.
         planners: Rows of the table of planners, may be empty.
         measured: Rows of predicted against measured, may be empty.
+        path: The critical path by cause and place, longest first; empty when the step does not complete.
     """
 
     problem: Problem
@@ -93,6 +96,7 @@ class ReportData:
     executor: str = EXECUTOR
     planners: tuple[PlannerRow, ...] = ()
     measured: tuple[MeasuredRow, ...] = ()
+    path: tuple[PathPart, ...] = ()
 
     @cached_property
     def groups_on_device(self) -> NDArray[np.int64]:
@@ -141,6 +145,15 @@ class ReportData:
         """Micro-batches of a strategy's step; 1 for a placement."""
         return 1 + int(self.lanes.microbatch.max(initial=0))
 
+    @cached_property
+    def time_of_group_s(self) -> NDArray[np.float64]:
+        """float64 [G], seconds that each group computes a step, all micro-batches added up."""
+        problem, spent = self.problem, np.zeros(self.problem.num_groups)
+        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.microbatches)
+        time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
+        np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
+        return spent
+
     def _ops(self) -> dict[str, Any]:
         shared, rest = front_coded(self.problem.op_names)
         group, phase = self.problem.op_group.tolist(), self.problem.op_phase.tolist()
@@ -149,10 +162,6 @@ class ReportData:
     def _groups(self) -> dict[str, Any]:
         problem = self.problem
         shared, rest = front_coded(problem.group_names)
-        spent = np.zeros(problem.num_groups)
-        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.microbatches)
-        time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
-        np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
         return {
             "shared": shared,
             "rest": rest,
@@ -161,7 +170,7 @@ class ReportData:
             "order": self.modules.order.tolist(),
             "block": list(self.modules.block),
             "block_names": list(self.modules.block_names),
-            "time_us": [float(f"{value * 1e6:.4g}") for value in spent.tolist()],
+            "time_us": [float(f"{value * 1e6:.4g}") for value in self.time_of_group_s.tolist()],
             "resident_bytes": problem.resident_bytes.tolist(),
             "ops": np.bincount(problem.op_group, minlength=problem.num_groups).tolist(),
         }
@@ -192,6 +201,7 @@ class ReportData:
                     "name": lanes.rows[i].name,
                     "kind": lanes.rows[i].kind,
                     "device": lanes.rows[i].device,
+                    "to": lanes.rows[i].to,
                     "boxes": int(counts[i]),
                 }
                 for i in shown
@@ -235,6 +245,7 @@ def report_data(
             f"report: the step has {problem.num_ops} ops, a page holds {MAX_OPS}; rlplace simulate --trace writes them all"
         )
     timeline = simulate(problem, plan)
+    run = SimulatedPlan(problem, plan, timeline)
     return ReportData(
         problem=problem,
         plan=plan,
@@ -247,4 +258,5 @@ def report_data(
         device_of_group=plan.device_of_group,
         planners=tuple(planners),
         measured=tuple(measured),
+        path=path_parts(run, realised_path(run)),
     )

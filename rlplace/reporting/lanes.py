@@ -5,6 +5,7 @@ The report and `render_mode` of the environments all draw these boxes.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from dataclasses import dataclass
 
@@ -40,12 +41,14 @@ class LaneRow:
         kind: `DEVICE`, `LINK` or `COLLECTIVE`.
         device: Number of the device, of the sender, or of the first participant.
         busy_s: Seconds in which something runs there.
+        to: Number of the device that receives; -1 but for links.
     """
 
     name: str
     kind: str
     device: int
     busy_s: float
+    to: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +122,13 @@ def pack(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> NDArray[np
 
 
 def packed_rows(
-    rows: list[LaneRow], name: str, kind: str, device: int, start_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    rows: list[LaneRow], row: LaneRow, start_s: NDArray[np.float64], end_s: NDArray[np.float64]
 ) -> NDArray[np.int32]:
-    """Adds as few rows of a name as hold the intervals without overlap: int32 [X], the row of each."""
+    """Adds as few rows like one as hold the intervals without overlap: int32 [X], the row of each."""
     lane, first = pack(start_s, end_s), len(rows)
     busy = np.bincount(lane, weights=end_s - start_s, minlength=1).tolist()
-    rows += [LaneRow(f"{name}, {more + 1}" if more else name, kind, device, busy_s) for more, busy_s in enumerate(busy)]
+    names = [f"{row.name}, {more + 1}" if more else row.name for more in range(len(busy))]
+    rows += [dataclasses.replace(row, name=name, busy_s=busy_s) for name, busy_s in zip(names, busy, strict=True)]
     return first + lane
 
 
@@ -148,7 +152,7 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> li
         producer = problem.tensor_producer[tensor]
         group = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[tensor])
         name = f"{problem.devices[source].name} → {problem.devices[destination].name}"
-        row = packed_rows(rows, name, LINK, source, start, end)
+        row = packed_rows(rows, LaneRow(name, LINK, source, 0.0, destination), start, end)
         once = np.full(len(here), -1, dtype=np.int32)
         size = problem.tensor_bytes[tensor]
         parts.append((row, start, end, producer, group.astype(np.int32), once, size))
@@ -167,7 +171,7 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
         where = [int(timeline.device_of_op[op]) for op in members]
         ops = np.flatnonzero(leader == number)
         name = "collective " + among([problem.devices[device].name for device in where])
-        row = packed_rows(rows, name, COLLECTIVE, where[0], timeline.start_s[ops], timeline.end_s[ops])
+        row = packed_rows(rows, LaneRow(name, COLLECTIVE, where[0], 0.0), timeline.start_s[ops], timeline.end_s[ops])
         parts.append(_op_boxes(problem, timeline, ops, row))
     return parts
 

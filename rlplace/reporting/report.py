@@ -74,8 +74,8 @@ def check_arguments(problem: Any, plan: Any, planners: Any) -> None:
 
 SCRIPTS = ("base.js", "timeline.js", "memory.js", "tree.js", "graph.js", "main.js")
 _SECTIONS = {
-    "timeline": "Timeline", "devices": "Devices", "graph": "Graph", "planners": "Planners", "measured": "Measured",
-    "about": "About",
+    "timeline": "Timeline", "path": "Critical path", "devices": "Devices", "graph": "Graph", "planners": "Planners",
+    "measured": "Measured", "about": "About",
 }  # fmt: skip
 
 
@@ -87,7 +87,9 @@ def render(data: ReportData) -> str:
     script = '(() => {\n"use strict";\n' + "\n".join(_text(name) for name in SCRIPTS) + "\n})();\n"
     parts = {
         "summary": sections.summary(data),
+        "path": sections.path(data),
         "devices": sections.devices(data),
+        "costliest": sections.costliest(data),
         "planners": sections.planners(data),
         "measured": sections.measured(data),
         "about": sections.about(data, __version__),

@@ -13,10 +13,20 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
+from rlplace.reporting.lanes import COLLECTIVE
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.simulator.path import CHANNEL, COMPUTE, ORDER, TRANSFER, module_of
+from rlplace.simulator.path import COLLECTIVE as PATH_COLLECTIVE
+from rlplace.simulator.path import DEVICE as BUSY
 from rlplace.text import bytes_text, percent, seconds_text
 
 _REASONS = 10
+_PARTS = 10
+
+_CAUSES = {
+    COMPUTE: "computing", TRANSFER: "moving data", PATH_COLLECTIVE: "communicating", BUSY: "waiting for a busy device",
+    CHANNEL: "waiting for a busy link", ORDER: "waiting for its turn",
+}  # fmt: skip
 
 
 def escape(value: Any) -> str:
@@ -56,6 +66,10 @@ def summary(data: ReportData) -> str:
     ]
     if plan.strategy is not None:  # collectives move most of what it moves
         figures[-1] = ("Between stages", *figures[-1][1:])
+    calls = np.isin(data.lanes.row, [i for i, row in enumerate(data.lanes.rows) if row.kind == COLLECTIVE])
+    if calls.any():
+        span_s = float((data.lanes.end_s[calls] - data.lanes.start_s[calls]).sum())
+        figures.append(("Collectives", f"{int(calls.sum()):,}", f"{seconds_text(span_s)} in all"))
     cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
     return "\n".join([*parts, f'<dl class="figures">{cells}</dl></section>'])
 
@@ -91,6 +105,7 @@ def devices(data: ReportData) -> str:
             "Blocks" if data.plan.strategy else "Groups": _cell(f"{data.groups_on_device[index]:,}"),
             "Busy": _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
             "Share of the step": _share(float(line.busy_s[index]) / step) if step else _cell("-"),
+            "Idle before, within, after": _cell(_idle(data, index)),
             "Resident": _cell(bytes_text(int(data.resident_bytes[index]))),
             "Peak": _cell(bytes_text(peak), "bad" if over else ""),
             "Memory": _cell("no limit" if limit is None else bytes_text(limit)),
@@ -101,6 +116,50 @@ def devices(data: ReportData) -> str:
     if step is None:
         note = "The step does not complete; peaks are what the groups hold all the time."
     return _section("devices", "Devices", _table("Devices", rows) + f'<p class="note">{note}</p>')
+
+
+def _idle(data: ReportData, device: int) -> str:
+    """Idle time of a device before its first op, between ops and after the last one."""
+    here, step = data.lanes.row == device, data.timeline.step_time_s
+    if not step or not here.any():
+        return "-"
+    first, last = float(data.lanes.start_s[here].min()), float(data.lanes.end_s[here].max())
+    within = last - first - float((data.lanes.end_s[here] - data.lanes.start_s[here]).sum())
+    return " + ".join(seconds_text(max(0.0, value)) for value in (first, within, step - last))
+
+
+def path(data: ReportData) -> str:
+    """The critical path by cause and place; nothing when the step does not complete."""
+    total_s = sum(part.seconds for part in data.path)
+    if not total_s:
+        return ""
+    rows = []
+    for part in data.path[:_PARTS]:
+        cells = {
+            "What": _cell(_CAUSES[part.cause]),
+            "Where": _cell(part.where),
+            "Time": _cell(seconds_text(part.seconds)),
+            "Share of the step": _share(part.seconds / total_s),
+            "Links": _cell(f"{part.links:,}"),
+        }
+        rows.append(("", cells))
+    rest_s = sum(part.seconds for part in data.path[_PARTS:])
+    note = "The chain of work, transfers and waits that makes the step as long as it is: its links add up to the step."
+    if rest_s:
+        note += f" Left out: {len(data.path) - _PARTS:,} parts of {percent(rest_s / total_s)} together."
+    return _section("path", "Critical path", _table("Critical path", rows) + f'<p class="note">{note}</p>')
+
+
+def costliest(data: ReportData) -> str:
+    """The module that computes longest, in a sentence."""
+    spent: dict[str, float] = {}
+    for name, seconds in zip(data.problem.group_names, data.time_of_group_s.tolist(), strict=True):
+        spent[module_of(name)] = spent.get(module_of(name), 0.0) + seconds
+    most = max(spent, key=lambda name: spent[name])
+    if not spent[most]:
+        return ""
+    share = percent(spent[most] / sum(spent.values()))
+    return f'<p class="lead">Costliest module: {escape(most)}, {seconds_text(spent[most])}, {share} of all work.</p>'
 
 
 def planners(data: ReportData) -> str:
@@ -216,11 +275,14 @@ def _noted(row: PlannerRow | MeasuredRow, cells: dict[str, Cell]) -> Row:
 
 
 def _table(label: str, rows: Sequence[Row]) -> str:
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0][1])
+    names = [escape(name) for name in rows[0][1]]
+    top = "".join(f'<th scope="col">{name}</th>' for name in names)
     body = []
     for kind, cells in rows:
         first, *others = cells.values()
-        line = f'<th scope="row">{first[0]}</th>' + "".join(f"<td{_class(kind)}>{text}</td>" for text, kind in others)
+        line = f'<th scope="row">{first[0]}</th>' + "".join(
+            f'<td{_class(kind)} data-label="{name}">{text}</td>' for name, (text, kind) in zip(names[1:], others, strict=True)
+        )
         body.append(f"<tr{_class(kind)}>{line}</tr>")
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{top}</tr></thead>'

@@ -12,11 +12,11 @@ from toys import memory_tight_pair, two_branches, unlike_pair
 import rlplace
 from rlplace.errors import InputError
 from rlplace.explaining.alternatives import alternatives, named_groups, weighty_groups
-from rlplace.explaining.simulated_plan import run_plan
 from rlplace.plan import make_plan
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from rlplace.simulator.simulated_plan import run_plan
 
 
 def choices(problem, devices, members, **fields):

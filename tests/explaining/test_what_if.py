@@ -14,12 +14,12 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.explaining import changes
 from rlplace.explaining.placement_what_if import placement_what_if
-from rlplace.explaining.simulated_plan import run_plan
 from rlplace.explaining.what_if import AS_IS
 from rlplace.plan import make_plan
 from rlplace.problem import Device, Links
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from rlplace.simulator.simulated_plan import run_plan
 
 
 def asked(problem, devices, calls=32, **fields):

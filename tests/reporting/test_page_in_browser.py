@@ -291,6 +291,25 @@ def test_colors_links_and_search(browser, page, piped):
     assert "%" in text_of(browser, "range"), "Enter goes to a box"
 
 
+def test_micro_batches_have_colours_and_numbers_and_transfers_arrows(browser, page, piped, tmp_path):
+    show(browser, page)
+    sent = int(np.count_nonzero(piped.lanes.size_bytes >= 0))
+    assert 0 < sent <= 240
+    assert browser.execute_script("return document.getElementById('lanes').dataset.arrows") == str(sent)
+    plain = colors_in(browser, "lanes")
+    click(browser, "links")
+    assert browser.execute_script("return document.getElementById('lanes').dataset.arrows") == "0"
+    numbered = dataclasses.replace(piped.lanes, microbatch=(np.arange(len(piped.lanes.row)) % 3).astype(np.int32))
+    path = tmp_path / "numbered.html"
+    path.write_text(render(dataclasses.replace(piped, lanes=numbered)), encoding="utf-8")
+    assert show(browser, path.as_uri()) == []
+    assert browser.execute_script("return document.getElementById('color').value") == "microbatch"
+    assert [text_of(browser, "legend")[i] for i in range(3)] == ["0", "1", "2"] and "backward" in text_of(browser, "legend")
+    found = colors_in(browser, "lanes")
+    category = [color.upper() for color in piped.to_dict()["colors"]["category"]]
+    assert all(found.get(color, 0) > 200 for color in category[:3]) and found != plain
+
+
 def test_memory_follows_the_timeline(browser, page, piped):
     show(browser, page)
     assert sum(colors_in(browser, "memory").values()) > 1000
@@ -363,7 +382,7 @@ def test_light_and_dark_can_be_read(browser, page):
     assert [entry for entry in browser.execute_script(CONTRAST) if entry[0] < 4.5] == []
 
 
-@pytest.mark.parametrize(("width", "height"), [(375, 667), (360, 640)])
+@pytest.mark.parametrize(("width", "height"), [(375, 667), (360, 640), (500, 900)])
 def test_a_phone_shows_all_of_it(browser, page, piped, width, height):
     assert show(browser, page, width=width, height=height, phone=True) == []
     assert browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]") == [width, width]
@@ -372,6 +391,12 @@ def test_a_phone_shows_all_of_it(browser, page, piped, width, height):
         .filter((element) => element.getBoundingClientRect().right > innerWidth + 0.5).length"""
     )
     assert wide == 0
+    cut = browser.execute_script(
+        """return [...document.querySelectorAll("th, td, dt, dd, p, li, nav, nav a, button, label")]
+        .filter((element) => element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).display !== "inline"
+          && element.closest("thead") === null && element.getClientRects().length).map((element) => element.textContent)"""
+    )
+    assert cut == []
     sizes = browser.execute_script(
         "return [...document.querySelectorAll('p, td, th, dt, dd, li')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
     )

@@ -28,6 +28,7 @@ function showLegends() {
     if (data.rows.some((row) => row.kind === "link")) items.push(legendItem(data.colors.transfer, "transfer"));
   } else if (lanes.color === "microbatch") {
     for (let m = 0; m < Math.min(data.microbatches, 24); m++) items.push(legendItem(category(m), String(m)));
+    items.push(legendItem("linear-gradient(#8c8c8c 72%, #444 72%)", "backward"));
     if (data.microbatches > 24) items.push(legendItem("transparent", `and ${data.microbatches - 24} more`));
   } else if (lanes.color === "module") {
     const names = data.groups.block_names;
@@ -48,6 +49,7 @@ function watchTools() {
   const choices = [["module", "Module"], ["phase", "Phase"], ["device", "Device"]];
   if (data.microbatches > 1) choices.splice(2, 0, ["microbatch", "Micro-batch"]);
   $("color").replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
+  if (data.microbatches > 1) $("color").value = lanes.color = "microbatch";
   $("color").addEventListener("change", () => { lanes.color = $("color").value; showLegends(); paintTime(); });
   $("in").addEventListener("click", () => zoom(0.5));
   $("out").addEventListener("click", () => zoom(2));

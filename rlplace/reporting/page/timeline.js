@@ -1,5 +1,5 @@
 // Rows of devices and links; draws only what is in view.
-const LEFT_WIDE = 132, LEFT_NARROW = 84, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18;
+const LEFT_WIDE = 132, LEFT_NARROW = 84, AXIS = 26, DEVICE_ROW = 30, LINK_ROW = 18, MAX_ARROWS = 240;
 const view = { from: 0, to: step };
 const left = () => (lanes.canvas.clientWidth < 560 ? LEFT_NARROW : LEFT_WIDE);
 
@@ -46,6 +46,11 @@ const lanes = {
     return group >= 0 ? groupNames[group] : "";
   },
 
+  boxText(row, i) { // what stands in it
+    const number = row.microbatch[i];
+    return this.color === "microbatch" && number >= 0 ? String(number) : this.boxName(row, i);
+  },
+
   paint() {
     const shown = this.shownRows();
     let y = AXIS;
@@ -79,6 +84,7 @@ const lanes = {
       this.paintRow(context, row, number, top + 2, tall, x0, plot, scale);
       context.restore();
     });
+    this.paintArrows(context, shown, x0, plot, scale);
     this.canvas.dataset.drawn = this.drawn;
     const share = step ? (100 * (view.to - view.from)) / step : 100;
     $("range").textContent = `${secondsText(view.from)} to ${secondsText(view.to)} of ${secondsText(step)}` + (share < 99.95 ? `, ${share < 0.1 ? share.toPrecision(1) : share.toFixed(1)} %` : "");
@@ -102,11 +108,17 @@ const lanes = {
       context.fillStyle = color;
       if (wide > 3) context.fillRect(a, top, wide - 0.6, tall);
       else context.fillRect(Math.floor(a), top, Math.max(1, Math.ceil(b) - Math.floor(a)), tall); // whole pixels: dense rows stay solid
+      if (this.color === "microbatch" && row.kind === "device" && data.ops.phase[row.op[i]] > 0) { // backward
+        context.fillStyle = "#000";
+        context.globalAlpha *= 0.3;
+        context.fillRect(a, top + tall * 0.72, Math.max(wide - (wide > 3 ? 0.6 : 0), 1), tall * 0.28);
+        context.globalAlpha = hit ? 1 : 0.13;
+      }
       edge = Math.max(edge, a + wide);
       this.drawn++;
       if (wide > 22 && tall > 12 && hit) {
         context.fillStyle = inkOn(color);
-        const name = this.boxName(row, i);
+        const name = this.boxText(row, i);
         const from = Math.max(a, x0), room = Math.min(b, x0 + plot) - from - 8;
         const whole = fitted(context, shortName(name, 2), room);
         context.fillText(whole.endsWith("…") ? fitted(context, shortName(name, 1), room) : whole, from + 4, top + tall / 2 + 0.5);
@@ -118,6 +130,38 @@ const lanes = {
         context.strokeRect(a, top, Math.max(wide, 2), tall);
       }
     }
+  },
+
+  paintArrows(context, shown, x0, plot, scale) { // from who sends to who receives, while there are few enough to tell apart
+    const sent = [];
+    for (const row of shown) {
+      if (row.kind !== "link") continue;
+      for (let i = 0; i < row.start.length; i++) if (row.end[i] >= view.from && row.start[i] <= view.to) sent.push([row, i]);
+    }
+    this.canvas.dataset.arrows = sent.length <= MAX_ARROWS ? sent.length : 0;
+    if (sent.length > MAX_ARROWS) return;
+    context.save();
+    context.beginPath();
+    context.rect(x0, AXIS, plot, context.canvas.height);
+    context.clip();
+    context.globalAlpha = 0.75;
+    context.strokeStyle = context.fillStyle = inks.ink;
+    context.lineWidth = 1;
+    for (const [row, i] of sent) {
+      const down = row.to > row.device, top = (device) => this.tops[device] + 2;
+      const x = x0 + (row.start[i] - view.from) * scale, to = x0 + (row.end[i] - view.from) * scale;
+      const y = top(row.device) + (down ? DEVICE_ROW - 4 : 0), end = top(row.to) + (down ? 0 : DEVICE_ROW - 4), tip = down ? -4 : 4;
+      context.beginPath();
+      context.moveTo(x, y);
+      context.lineTo(to, end);
+      context.stroke();
+      context.beginPath();
+      context.moveTo(to, end);
+      context.lineTo(to - 2.5, end + tip);
+      context.lineTo(to + 2.5, end + tip);
+      context.fill();
+    }
+    context.restore();
   },
 
   rowAt(y) {
@@ -156,7 +200,8 @@ const lanes = {
 
 function rowLabel(context, row, room) { // of a link both ends, each without its beginning where there is no room
   const ends = row.kind === "link" ? row.name.split(" → ") : [];
-  if (ends.length !== 2 || context.measureText(row.name).width <= room) return fitted(context, row.name, room);
+  const name = row.kind === "collective" && context.measureText(row.name).width > room ? row.name.replace("collective ", "") : row.name;
+  if (ends.length !== 2 || context.measureText(name).width <= room) return fitted(context, name, room);
   const half = (room - context.measureText(" → ").width) / 2;
   return ends.map((end) => {
     let text = end;

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from toys import fork_join, two_device_chain
 
 from rlplace.explaining.bounds import step_bounds
-from rlplace.explaining.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path
-from rlplace.explaining.simulated_plan import run_plan
 from rlplace.plan import make_plan
 from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
+from rlplace.simulator.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path
+from rlplace.simulator.simulated_plan import run_plan
 
 
 def path_of(problem, devices, **fields):
@@ -56,6 +56,14 @@ def check(run, path):
     assert bounds.lower_bound_s <= line.step_time_s * (1 + 1e-9)
 
 
+def through_devices(problem, devices):
+    """The chain through what kept devices busy covers the step as well, and nothing in it waits for a device."""
+    run = run_plan(problem, make_plan(problem, devices, planner="test"))
+    path = realised_path(run, through_devices=True)
+    check(run, path)
+    assert all(link.cause != DEVICE for link in path)
+
+
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_links_cover_the_step_where_ties_are_the_rule(seed):
@@ -65,6 +73,7 @@ def test_links_cover_the_step_where_ties_are_the_rule(seed):
         problem.group_device >= 0, problem.group_device, rng.integers(0, problem.num_devices, problem.num_groups)
     )
     check(*path_of(problem, devices))
+    through_devices(problem, devices)
 
 
 @settings(max_examples=15)
@@ -73,6 +82,7 @@ def test_links_cover_the_step_of_training_steps(seed, shape):
     problem = random_problem(seed, 12, 3, shape=shape, hosts=2, shared_parameters=2)
     devices = np.random.default_rng(seed).integers(0, 3, 12)
     check(*path_of(problem, devices))
+    through_devices(problem, devices)
 
 
 def test_a_chain_on_one_device_only_computes():

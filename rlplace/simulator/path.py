@@ -6,21 +6,28 @@ for some time; before that it waited for its channels; and it was there to be se
 the step belongs to exactly one link of the chain, and the links' seconds add up to the step.
 
 Waits are part of the chain, and what goes on during a wait is named but not followed: the chain follows what depends on what.
+With `through_devices` it also follows what kept a device busy, as is the custom for pipelines, whose ops have a fixed order.
 Where several inputs arrived in the same instant the first of them is followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.explaining.simulated_plan import SimulatedPlan, channel_holds
+from rlplace.problem import Problem
 from rlplace.problem.order import grouped
+from rlplace.simulator.simulated_plan import SimulatedPlan, channel_holds
+
+Key = TypeVar("Key")
 
 COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER = "compute", "transfer", "collective", "device busy", "link busy", "order"
+
 
 CAUSES = (COMPUTE, TRANSFER, COLLECTIVE, DEVICE, CHANNEL, ORDER)
 """Causes of the links of a chain: an op runs; a tensor moves; a collective runs; a ready op waits for its device; a
@@ -56,15 +63,19 @@ class Link:
         return self.end_s - self.start_s
 
 
-def realised_path(run: SimulatedPlan) -> tuple[Link, ...]:
+def realised_path(run: SimulatedPlan, *, through_devices: bool = False) -> tuple[Link, ...]:
     """The chain in order of time; links of no length are left out.
+
+    Args:
+        run: The simulated plan.
+        through_devices: Whether an op that found its device busy follows what the device did before.
 
     The first link begins at 0, each begins where the one before ends, and the last ends with the step. Empty when the step
     cannot complete.
     """
     if run.line.step_time_s is None or run.problem.num_ops == 0:
         return ()
-    return tuple(link for link in reversed(list(_Walk(run).back())) if link.end_s > link.start_s)
+    return tuple(link for link in reversed(list(_Walk(run, through_devices).back())) if link.end_s > link.start_s)
 
 
 Before = tuple[bool, int] | None
@@ -74,7 +85,7 @@ Before = tuple[bool, int] | None
 class _Walk:
     """Looks up what was before."""
 
-    def __init__(self, run: SimulatedPlan) -> None:
+    def __init__(self, run: SimulatedPlan, through_devices: bool) -> None:
         self.run, self.line, self.problem = run, run.line, run.problem
         problem = run.problem
         self.device = self.line.device_of_op
@@ -86,6 +97,11 @@ class _Walk:
             self.collective[list(collective.ops)] = index
         self.on_device = [self.by_start(self.device == d) for d in range(problem.num_devices)]
         self.channels = self.channel_uses()
+        self.previous = np.full(problem.num_ops, -1, dtype=np.int64)
+        for d in range(problem.num_devices if through_devices else 0):
+            ops = np.flatnonzero((self.device == d) & (self.collective < 0))
+            ops = ops[np.lexsort((self.line.end_s[ops], self.line.start_s[ops]))]
+            self.previous[ops[1:]] = ops[:-1]
 
     def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """Start, end and number of the ops that took a device's time, in order."""
@@ -172,6 +188,9 @@ class _Walk:
             arrived = self.made(tensor) if x is None else (float(self.line.transfer_end_s[x]), (True, x))
             if arrived[0] > best[0] or best[1] is None:
                 best = arrived
+        last = int(self.previous[op])
+        if last >= 0 and best[0] < self.line.end_s[last] <= self.line.start_s[op]:
+            return float(self.line.end_s[last]), (False, last)
         return best
 
 
@@ -199,3 +218,71 @@ def _cover(spans: list[tuple[float, float, int]], begin: float, end: float) -> l
     if at < end:
         pieces.append((at, end, -1))
     return pieces
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """Seconds of the critical path with one cause on one device or link.
+
+    Attributes:
+        cause: One of `CAUSES`.
+        where: Device, ``gpu0->gpu1``, or ``collectives``.
+        seconds: Sum over these links of the path.
+        links: Number of these links.
+    """
+
+    cause: str
+    where: str
+    seconds: float
+    links: int
+
+
+def location_of(run: SimulatedPlan, link: Link) -> str:
+    """Location of a link of the path: device, pair of devices, or ``collectives``."""
+    if link.destination >= 0:
+        return pair_name(run.problem, link.device, link.destination)
+    return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
+
+
+def pair_name(problem: Problem, source: int, destination: int) -> str:
+    """``gpu0->gpu1``."""
+    return f"{problem.devices[source].name}->{problem.devices[destination].name}"
+
+
+def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
+    """Seconds of a path by cause, each rounded once."""
+    return _sums(path, lambda link: link.cause)
+
+
+def path_parts(run: SimulatedPlan, path: Sequence[Link]) -> tuple[PathPart, ...]:
+    """The path by cause and place, longest first."""
+
+    def key(link: Link) -> tuple[str, str]:
+        return link.cause, location_of(run, link)
+
+    seconds = _sums(path, key)
+    count: dict[tuple[str, str], int] = {}
+    for link in path:
+        count[key(link)] = count.get(key(link), 0) + 1
+    parts = [PathPart(cause, where, value, count[cause, where]) for (cause, where), value in seconds.items()]
+    return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
+
+
+def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
+    exact: dict[Key, Fraction] = {}
+    for link in path:  # differences of floats are summed without rounding
+        exact[key(link)] = exact.get(key(link), Fraction(0)) + Fraction(link.end_s) - Fraction(link.start_s)
+    return {name: float(value) for name, value in exact.items()}
+
+
+def module_of(group_name: str) -> str:
+    """The module of a group: its path up to the first number, or all of it.
+
+    ``transformer.h.3`` of ``transformer.h.3.mlp.act#2``, ``lm_head`` of itself.
+    """
+    path = group_name.partition("@")[0].partition("#")[0]
+    parts = path.split(".")
+    for end, part in enumerate(parts, start=1):
+        if part.isdigit():
+            return ".".join(parts[:end])
+    return path

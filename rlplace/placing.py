@@ -208,6 +208,7 @@ def answer(
     calls: int | None = None,
     began_s: float | None = None,
     groups: int = 200,
+    progress: Callable[[int, float], None] | None = None,
     **limits: Any,
 ) -> Answer:
     """The whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
@@ -225,6 +226,7 @@ def answer(
         calls: Largest number of evaluations of the search.
         began_s: Moment on the monotonic clock from which the time limit counts.
         groups: Target number of groups of a placement.
+        progress: Called with the evaluations of the search so far and the seconds of the best.
         **limits: Seed, time limit, costs and host, for both the strategy and the placement.
     """
     from rlplace.branches import quicker_placement
@@ -242,7 +244,7 @@ def answer(
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     strategy = plan_strategy(
         first, cluster, batch, other=other, space=allowed_space(space, fixed, planner), why_not=why_not, only=only,
-        curve=curve, calls=calls, began_s=began_s, planner=answers(planner), **limits,
+        curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress, **limits,
     )  # fmt: skip
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:

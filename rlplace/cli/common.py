@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,16 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     from rlplace.cluster.parse import parse
 
     machine = parse(cluster or "host")
+    note_machine(cluster, machine)
     costs_of(options, machine)
     return price_model(capture_model(model, options, microbatch(options)), machine, options)
+
+
+def note_machine(cluster: str | None, machine: Cluster) -> None:
+    """Says what is planned for where no cluster was named."""
+    if cluster is None:
+        kinds = Counter(device.kind or device.name for device in machine.devices)
+        say(f"no --cluster: for this machine, {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
 
 
 def load_problem(path: str, options: argparse.Namespace) -> Priced:

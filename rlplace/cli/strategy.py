@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from rlplace.cli.common import (
     capture_model,
     compile_first,
     costs_of,
+    note_machine,
     note_old_reading,
     print_table,
     say,
@@ -51,6 +53,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
     machine = machine_of(options)
     costs = costs_of(options, machine)
+    note_machine(options.cluster, machine)
     curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
     batch = options.batch
     if batch is None and curve is None:
@@ -60,12 +63,24 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
-    return answer(
+    found = answer(
         captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch,
         facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
         groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
-        host=options.host_mode,
+        host=options.host_mode, progress=_progress if sys.stderr.isatty() else None,
     )  # fmt: skip
+    if sys.stderr.isatty():
+        print(_CLEARED, end="", file=sys.stderr, flush=True)
+    return found
+
+
+_CLEARED = "\r\x1b[K"
+
+
+def _progress(calls: int, best_s: float) -> None:
+    """Writes over one line of a terminal how far the search is."""
+    found = f", the best takes {ms(best_s)} ms" if math.isfinite(best_s) else ""
+    print(f"{_CLEARED}{calls} strategies simulated{found}", end="", file=sys.stderr, flush=True)
 
 
 def show_step(strategy: Strategy, predicted: Prediction) -> None:

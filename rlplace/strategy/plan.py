@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -57,6 +58,7 @@ def plan_strategy(
     host: str = "eager",
     curve: BatchCurve | None = None,
     planner: str = "strategy",
+    progress: Callable[[int, float], None] | None = None,
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
 
@@ -78,6 +80,7 @@ def plan_strategy(
         host: See `costs`.
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
         planner: Who answers, as the plan says it.
+        progress: See `Question`.
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
@@ -90,6 +93,7 @@ def plan_strategy(
     limit_s = math.inf if time_limit_s is None else time_limit_s
     ends_s = (time.monotonic() if began_s is None else began_s) + limit_s
     question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
+    question = dataclasses.replace(question, progress=progress)
     names = question.costs.names
     extra: dict[str, Any] = {}
     search_s = max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s)

@@ -16,6 +16,9 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.space import Space
 
+_TOLD = 32
+"""Evaluations between calls of `Question.progress`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Question:
@@ -28,6 +31,7 @@ class Question:
         devices: Which devices may be used; None: all.
         why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
+        progress: Called now and then with the evaluations so far and the seconds of the best that fits.
     """
 
     scores: Evaluator
@@ -35,6 +39,7 @@ class Question:
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None
     devices: tuple[int, ...] | None = None
+    progress: Callable[[int, float], None] | None = None
 
     @property
     def costs(self) -> BlockCosts:
@@ -193,6 +198,8 @@ class Tries:
         self._known[draft] = tried
         if self.best is None or tried.key < self.best.key:
             self.best = tried
+        if self.question.progress is not None and self.calls % _TOLD == 0:
+            self.question.progress(self.calls, self.best_s)
         return tried
 
 

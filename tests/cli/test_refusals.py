@@ -124,6 +124,6 @@ def test_refusals_are_one_line(capsys, monkeypatch, folder, line, words):
     assert last.startswith("rlplace: ") and words in last and len(last) < 300, err
     progress = [text for text in progress if not text.startswith("first use on this machine")]
     assert line in LATE or not progress, "nothing is begun first"
-    announced = ("no --batch", "building ", "captur", "op times ", "planning ", "simulating ")
+    announced = ("no --batch", "no --cluster", "building ", "captur", "op times ", "planning ", "simulating ")
     assert all(text.startswith(announced) for text in progress)
     assert sorted(folder.iterdir()) == before

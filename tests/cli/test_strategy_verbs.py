@@ -139,3 +139,17 @@ def test_compare_asks_strategies_and_planners_for_the_same_step(capsys: pytest.C
     assert rows["one device"]["step_time_s"] == pytest.approx(rows["single"]["step_time_s"], rel=1e-6)
     assert rows["strategy"]["step_time_s"] <= min(rows[kind]["step_time_s"] for kind in ("one device", "data parallel"))
     assert (rows["data parallel"]["replicas"], rows["tensor parallel"]["status"]) == (2, "ok")
+
+
+def test_the_search_says_how_far_it_is_and_what_it_plans_for(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    code, _, err = run(capsys, "place", "zoo:mlp", "--calls", "70")
+    assert code == 0
+    assert "no --cluster: for this machine, 1 x " in err
+    code, _, err = run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--calls", "70")
+    assert code == 0 and "no --cluster" not in err
+    told = [part for part in err.replace("\x1b[K", "").split("\r") if "strategies simulated" in part]
+    assert [int(part.split()[0]) for part in told[:2]] == [32, 64] and "the best takes" in told[-1]
+    assert err.endswith("\r\x1b[K"), "the line is cleared in the end"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    assert "strategies simulated" not in run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--calls", "70")[2]

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="C", help="KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml")
     parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")
     parser.add_argument("--agent", metavar="NAME", help="places groups: checkpoint name or folder (default)")
-    parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner (5)")
+    parser.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for the planner (5, with --calls no limit)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="micro-batches of a replica (chosen)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="how micro-batches take turns (chosen)")
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help='what may be chosen: auto (default, all that can run), all, or "tensor=1,2 sharding=0"; placement: groups instead',
     )
-    parser.add_argument("--calls", type=positive, metavar="N", help="strategies to evaluate at most")
+    parser.add_argument(
+        "--calls", type=positive, metavar="N", help="plans to simulate at most: the answer is then the same every time"
+    )
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     add_model_options(parser)
@@ -68,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
 
+    if options.time_limit is None and options.calls is None:
+        options.time_limit = 5.0
     if options.out:
         check_output(options.out)
     check_memory_options(options)
@@ -120,9 +124,10 @@ _OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity":
 
 def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """The best placement, and a function that prints it."""
+    from rlplace.comparing.measure import takes_calls
     from rlplace.placements import place_priced
 
-    for name in ("calls", "batch_curve", "microbatches", "schedule"):
+    for name in ("batch_curve", "microbatches", "schedule"):
         if getattr(options, name) is not None:
             raise InputError(
                 f"--{name.replace('_', '-')} is for whole strategies, these are placements ({reason}); leave it out"
@@ -131,8 +136,12 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     if options.planner == "agent":
         check_agent(agent)
         compile_first()
-    loaded = load(options.model, options.cluster, options)
     extra: dict[str, Any] = {"agent": agent} if options.planner == "agent" else {}
+    if options.calls is not None:
+        if not takes_calls(options.planner):
+            raise InputError(f"planner {options.planner} is no search, and simulates what it needs; leave --calls out")
+        extra["calls"] = options.calls
+    loaded = load(options.model, options.cluster, options)
     say(f"planning with {options.planner}")
     try:
         placed = place_priced(loaded, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra)

@@ -153,3 +153,19 @@ def test_the_search_says_how_far_it_is_and_what_it_plans_for(capsys, monkeypatch
     assert err.endswith("\r\x1b[K"), "the line is cleared in the end"
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     assert "strategies simulated" not in run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--calls", "70")[2]
+
+
+@pytest.mark.parametrize("space", ["auto", "placement"])
+def test_with_calls_and_a_seed_the_plan_is_the_same_to_the_bit(capsys, tmp_path, space):
+    arguments = ("zoo:mlp", "--cluster", "a100-80g:4", "--space", space, "--calls", "150", "--seed", "3")
+    texts = []
+    for name in "ab":
+        path = tmp_path / f"{name}.plan.json"
+        assert run(capsys, "place", *arguments, "--out", str(path))[0] == 0
+        texts.append(path.read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_planners_that_do_not_search_take_no_calls(capsys):
+    code, _, err = run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--planner", "heft", "--calls", "5")
+    assert code == 2 and "planner heft is no search" in err

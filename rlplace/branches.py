@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ from rlplace.strategy.kinds import KINDS
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 """Rates of a device, to weigh ops against each other."""
 
+NEAR = 1.1
+"""A placement that takes so many times as long as the strategy is refined by the agent."""
+
 
 def quicker_placement(
     plan: PlacementPlan,
@@ -27,20 +31,23 @@ def quicker_placement(
     *,
     seed: int = 0,
     time_limit_s: float | None = None,
+    calls: int | None = None,
     **pricing: Any,
 ) -> Placed | None:
     """A placement of the whole batch as one micro-batch that is quicker than a strategy; None where there is none.
 
     It is searched only where branches could make it quicker: the longest chain of ops takes less than the strategy's step.
-    The model must fit on one device, whose step gives the time of all ops.
+    The model must fit on one device, whose step gives the time of all ops. The agent refines the best one-shot placement where
+    that comes near the strategy.
 
     Args:
         plan: The strategy.
         graph: The model, captured.
         capture_at: Captures the model with a number of samples; None: only the graph's own batch has a placement.
         cluster: The devices.
-        seed: Seed of planner ``best``.
-        time_limit_s: Time limit of planner ``best``, in seconds.
+        seed: Seed of the planners.
+        time_limit_s: Seconds for each of the two.
+        calls: Simulations of the agent at most.
         **pricing: Arguments of `rlplace.price`.
     """
     assert plan.strategy is not None
@@ -53,12 +60,21 @@ def quicker_placement(
         if capture_at is None:
             return None
         graph = capture_at(batch)
+    priced, limits = Priced.of(graph, cluster, **pricing), {"seed": seed, "time_limit_s": time_limit_s}
     try:
-        placed = place_priced(Priced.of(graph, cluster, **pricing), planner="best", seed=seed, time_limit_s=time_limit_s)
+        placed = place_priced(priced, planner="best", **limits)  # type: ignore[arg-type]
+        if _step_s(placed) < NEAR * step_s:
+            counted = {} if calls is None else {"calls": calls}
+            placed = min(placed, place_priced(priced, planner="agent", **limits, **counted), key=_step_s)  # type: ignore[arg-type]
     except InfeasibleError:
         return None
+    return placed if _step_s(placed) < step_s else None
+
+
+def _step_s(placed: Placed) -> float:
+    """Of the plan op by op; inf where it does not fit."""
     finest = placed.plan.predicted.op_level or placed.plan.predicted
-    return placed if finest.feasible and finest.step_s < step_s else None
+    return finest.step_s if finest.feasible else math.inf
 
 
 def longest_share(graph: OpGraph) -> float:

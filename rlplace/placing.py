@@ -249,7 +249,7 @@ def answer(
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
-    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, **limits))
+    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:

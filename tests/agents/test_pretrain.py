@@ -1,5 +1,6 @@
 """Pre-training: what the loss asks for, what a step reads, and that a fit can stop and go on anywhere."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.labels import Labels, collect_labels
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.planner import load_agent
 from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.problem.generate import random_problem
@@ -146,3 +148,24 @@ def test_the_window_of_files_is_bounded_and_moves():
     assert pretrain._window(paths, 0, 4) != windows[0]
     assert pretrain._window(paths[:5], 700, 3) == paths[:5]
     assert pretrain._read.cache_info().maxsize < 2 * pretrain._WINDOW
+
+
+def test_the_shipped_agent_knows_which_moves_gain(tmp_path):
+    """Its first choice has half of the best gain on random steps; with random weights next to nothing."""
+    paths = []
+    for number, shape in enumerate(("wavefront", "branchy", "layered", "wavefront", "branchy", "layered")):
+        problem = random_problem(900 + number, num_groups=40, num_devices=4, shape=shape, memory_factor=1.6)
+        labels = collect_labels(Case("x", "x", problem), states=24, moves=64, seed=number)
+        paths.append(tmp_path / f"{number}.safetensors")
+        labels.save(paths[-1])
+    shipped = load_agent("default").checkpoint.network
+    known = captured_gain(shipped, paths)
+    others = []
+    for seed in range(3):
+        other, stream = copy.deepcopy(shipped), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=stream) * 0.3)
+        others.append(captured_gain(other, paths))
+    assert known[1] > 0.5 and known[16] > 0.85
+    assert all(known[rank] > max(other[rank] for other in others) + gap for rank, gap in ((1, 0.2), (4, 0.2)))

@@ -216,7 +216,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint, checked."""
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
-    check_keys(config, _REQUIRED, {"progress", "weights"}, str(path))
+    check_keys(config, _REQUIRED, {"weights"}, str(path))
     if config["environment"] != ENVIRONMENT:
         raise InputError(f"{path}: environment {show(config['environment'])} is not {ENVIRONMENT}, which agents are trained in")
     if config["features"] != list(FEATURES):
@@ -229,7 +229,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
     where = f"{folder / 'config.json'}: network"
     sizes = config["network"]
-    check_keys(sizes, {"hidden", "second"}, {"layers"}, where)
-    whole_number(sizes.get("layers", 0), f"{where}.layers (of message passing, which is gone)", 0, 0)
+    check_keys(sizes, {"hidden", "second"}, (), where)
     hidden, second = (whole_number(sizes[name], f"{where}.{name}", 1, MAX_HIDDEN) for name in ("hidden", "second"))
     return NetworkConfig(hidden, second)

@@ -102,7 +102,6 @@ def place(
         InfeasibleError: No plan fits.
         InputError: Nothing is left to choose from; the message says what to relax.
     """
-    batch = options.pop("global_batch", batch)  # its name before
     if batch is not None:
         whole_number(batch, "place: batch", 1, MOST_SAMPLES)
     if isinstance(target, Problem):

@@ -67,14 +67,3 @@ def stages_a_device(layout: str, device_of_stage: Sequence[int]) -> int:
     laps = len(device_of_stage) // max(1, len(devices))
     wanted = {ONE: devices, LOOP: devices * laps, V: devices + devices[::-1]}[layout]
     return laps if list(device_of_stage) == wanted else 0
-
-
-def renamed_schedule(name: str, device_of_group: Sequence[int], stage_of_group: Sequence[int] | None) -> str:
-    """The schedule that plan files of version 1 call `name`; their zero_bubble is `zbv` where the stages make a v."""
-    if name == "interleaved":
-        return "interleaved_1f1b"
-    if name != "zero_bubble":
-        return name
-    place = dict(zip(device_of_group if stage_of_group is None else stage_of_group, device_of_group, strict=False))
-    chain = [place[stage] for stage in sorted(place)]
-    return "zbv" if stages_a_device(V, chain) and not stages_a_device(LOOP, chain) else ZERO_BUBBLE

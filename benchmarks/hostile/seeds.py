@@ -213,13 +213,6 @@ def _plans(folder: Path, problem: Any) -> None:
         "op_times": {"l4": {"scaled": 1.0}},
     }  # fmt: skip
     dataclasses.replace(make_plan(problem, half, planner="best"), source=source).save(folder / "sourced.plan.json")
-    older = {
-        "format": "rlplace.plan", "version": 1, "planner": "best", "seed": 0, "problem": problem.fingerprint,
-        "device_of_group": [0] * problem.num_groups, "replicas": [[0], [1]], "recompute": [[0], [1]],
-        "optimizer_sharding": True,
-        "groups": [{"name": name, "modules": ["m"], "ops": ["m/op"]} for name in problem.group_names],
-    }  # fmt: skip
-    (folder / "older.plan.json").write_text(json.dumps(older))
 
 
 def _graph_and_costs(folder: Path) -> None:

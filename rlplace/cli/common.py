@@ -44,9 +44,7 @@ MICROBATCH = 8
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that every verb with a MODEL takes."""
     group = parser.add_argument_group("model options")
-    group.add_argument(
-        "--batch", "--global-batch", dest="batch", type=positive, metavar="N", help="samples of a step, everything together"
-    )
+    group.add_argument("--batch", type=positive, metavar="N", help="samples of a step, everything together")
     group.add_argument("--microbatch", type=positive, metavar="N", help=f"samples of a micro-batch ({MICROBATCH})")
     group.add_argument("--seq", type=positive, default=_SIZES["seq"], metavar="N", help="sequence length (512)")
     group.add_argument("--dtype", choices=DTYPES, default=_SIZES["dtype"], help="parameters and compute (fp32)")
@@ -74,15 +72,6 @@ def microbatch(options: argparse.Namespace) -> int:
 
     samples = samples_of_pass(options.batch, options.microbatch)
     return MICROBATCH if samples is None else samples
-
-
-def note_old_reading(options: argparse.Namespace) -> None:
-    """Says once what ``--batch`` means beside ``--microbatches``: it was the samples of a micro-batch before."""
-    several = (getattr(options, "microbatches", None) or 1) > 1
-    if several and options.batch is not None and options.microbatch is None and not getattr(options, "noted", False):
-        options.noted = True
-        size = options.batch
-        say(f"note: --batch {size} are the samples of a step; micro-batches of {size} samples are --microbatch {size}")
 
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:

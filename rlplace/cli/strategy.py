@@ -16,7 +16,6 @@ from rlplace.cli.common import (
     compile_first,
     costs_of,
     note_machine,
-    note_old_reading,
     print_table,
     say,
 )
@@ -48,7 +47,6 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     from rlplace.placing import FIXED, PER_DEVICE, allowed_space, answer, default_batch
     from rlplace.strategy.efficiency import BatchCurve
 
-    note_old_reading(options)
     fixed = {name: getattr(options, name) for name in FIXED}
     allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
     machine = machine_of(options)

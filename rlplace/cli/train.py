@@ -107,6 +107,5 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[s
     earlier = training.get("hyperparameters")
     if not isinstance(earlier, dict):
         raise InputError(f"{out / 'config.json'}: holds no hyperparameters to resume with")
-    known = {key: value for key, value in earlier.items() if (key, value) not in (("environment", "refinement"), ("layers", 0))}
-    merged = {**known, **{key: value for key, value in changes.items() if value is not None}}
+    merged = {**earlier, **{key: value for key, value in changes.items() if value is not None}}
     return TrainConfig.load(**merged), options.problems or str(training.get("problem_set", "")).split()

@@ -29,9 +29,8 @@ SCHEMA = (
     "num_groups INTEGER NOT NULL, num_ops INTEGER NOT NULL, json BLOB NOT NULL)",
     "CREATE TABLE trials (id INTEGER PRIMARY KEY AUTOINCREMENT, uid BLOB NOT NULL UNIQUE, plan_key TEXT NOT NULL, "
     "problem TEXT NOT NULL, site TEXT NOT NULL, run TEXT NOT NULL, anchor INTEGER NOT NULL, status TEXT NOT NULL, "
-    "microbatches INTEGER NOT NULL, schedule TEXT NOT NULL, mode TEXT NOT NULL, engine TEXT NOT NULL, "
-    "began_at REAL NOT NULL, setup_s REAL NOT NULL, predicted_s REAL, device_of_group TEXT NOT NULL, priority TEXT, "
-    "step_s TEXT NOT NULL, places TEXT NOT NULL, reason TEXT NOT NULL)",
+    "mode TEXT NOT NULL, engine TEXT NOT NULL, began_at REAL NOT NULL, setup_s REAL NOT NULL, predicted_s REAL, "
+    "device_of_group TEXT NOT NULL, step_s TEXT NOT NULL, places TEXT NOT NULL, reason TEXT NOT NULL)",
     "CREATE INDEX trials_by_key ON trials (plan_key)",
     "CREATE INDEX trials_by_problem ON trials (problem, site)",
     "CREATE INDEX trials_by_run ON trials (run)",

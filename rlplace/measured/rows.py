@@ -15,9 +15,6 @@ from rlplace.records import build, plain
 COLUMNS = Trial.__struct_fields__
 """Columns of the table `trials`, in the order of the values of `trial_to_row`."""
 
-ONE_PASS = {"microbatches": 1, "schedule": "list", "priority": None}
-"""Further columns, the same in all rows that are read: trials of older files whose steps ran otherwise are left alone."""
-
 _LISTS = {"device_of_group": MAX_GROUPS, "step_s": MAX_STEPS, "places": 16 * DEVICES}
 """Columns of JSON text, and how many values they may hold."""
 
@@ -72,8 +69,7 @@ def trial_from_row(row: Iterable[Any], where: str) -> Trial:
 
 def plan_key(trial: Trial) -> str:
     """Digest of what has to agree for two trials to be of the same plan under the same conditions."""
-    microbatches, schedule, priority = ONE_PASS.values()
-    key = (trial.problem, trial.site, trial.device_of_group, microbatches, schedule, trial.mode, priority)
+    key = (trial.problem, trial.site, trial.device_of_group, trial.mode)
     return hashlib.sha256(canonical_json(key).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rlplace.errors import InputError, show, whole_number
 from rlplace.files import canonical_json, parse_json
 from rlplace.measured.database import open_database, reported, writing
-from rlplace.measured.rows import COLUMNS, ONE_PASS, plan_key, trial_from_row, trial_to_row
+from rlplace.measured.rows import COLUMNS, plan_key, trial_from_row, trial_to_row
 from rlplace.measured.site import Site
 from rlplace.measured.trial import MAX_GROUPS, MAX_NAME, Fingerprint, Name, Trial
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
@@ -163,11 +163,11 @@ class TrialStore:
 
     def _add(self, trial: Trial, *, running: bool) -> int:
         row, trial = _checked(trial, running=running)
-        columns = ("uid", "plan_key", *ONE_PASS, *COLUMNS)
+        columns = ("uid", "plan_key", *COLUMNS)
         text = f"INSERT INTO trials ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         with self._writing() as database:
             self._check_known(trial, self._where)
-            return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial), *ONE_PASS.values(), *row)).lastrowid or 0)
+            return int(database.execute(text, (uuid.uuid4().bytes, plan_key(trial), *row)).lastrowid or 0)
 
     def _check_known(self, trial: Trial, where: str) -> None:
         """Refuses a trial whose problem or cluster the store does not know, or whose plan is not for its problem."""
@@ -223,7 +223,7 @@ def _checked(trial: Trial, *, running: bool) -> tuple[tuple[Any, ...], Trial]:
 
 
 def _all(conditions: Iterable[str]) -> str:
-    return " AND ".join((*conditions, "microbatches = 1 AND schedule = 'list' AND priority IS NULL"))
+    return " AND ".join(("1", *conditions))
 
 
 def _inflate(blob: Any) -> str:

@@ -23,27 +23,6 @@ FORMAT = "rlplace.plan"
 VERSION = 2
 
 
-@dataclass(frozen=True)
-class Older:
-    """Settings beside a placement in files older than strategies; `rlplace.runtime.distributed.as_strategy` converts it.
-
-    Attributes:
-        microbatches: Passes over the ops per step.
-        schedule: Order of the micro-batches; None: whatever is ready.
-        stage_of_group: Stage of each group; empty: each device is a stage.
-        replicas: Replica r maps the plan's device i to device ``replicas[r][i]`` of the cluster; empty: there is one.
-        recompute: Segments (lists of group numbers) whose forward runs again before their backward.
-        optimizer_sharding: Whether each replica keeps and updates only its share of the optimizer state.
-    """
-
-    microbatches: int = 1
-    schedule: str | None = None
-    stage_of_group: tuple[int, ...] = ()
-    replicas: tuple[tuple[int, ...], ...] = ()
-    recompute: tuple[tuple[int, ...], ...] = ()
-    optimizer_sharding: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class PlacementPlan:
     """How a training step is run: by a whole strategy, or with the groups of a problem placed one by one.
@@ -56,11 +35,10 @@ class PlacementPlan:
         device_of_group: int32 [G]; empty in a whole strategy, as are all that follow but groups, source and prediction.
         priority: Optional float64 [N]; a device starts the ready op of highest priority.
         order: Optional, per device the exact sequence of its op numbers; excludes `priority`.
-        samples: Samples of a step; None where that is not known (files of version 1).
+        samples: Samples of a step; None where that is not known.
         groups: Per group ``{"name", "modules", "ops"}``: the part of the model that it holds.
         source: Where the problem came from, so that a verb can rebuild it.
         strategy: The whole strategy; None in a placement plan.
-        older: Settings that only files of version 1 have beside a placement.
         predicted: Predicted step time and memory.
     """
 
@@ -74,7 +52,6 @@ class PlacementPlan:
     groups: Sequence[Mapping[str, Any]] | None = None
     source: Mapping[str, Any] | None = None
     strategy: Strategy | None = None
-    older: Older | None = None
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -94,7 +71,7 @@ class PlacementPlan:
         """Reads a plan; with `problem`, also checks that it fits.
 
         Raises:
-            InputError: Malformed file, newer version, or a plan for another problem.
+            InputError: Malformed file, another version, or a plan for another problem.
         """
         from rlplace.plan.file import plan_from_dict
 
@@ -120,7 +97,6 @@ class PlacementPlan:
         """The plan as plain JSON data, defaults left out."""
         from rlplace.plan.file import plan_to_dict
 
-        refuse_older(self)
         return {"format": FORMAT, "version": VERSION, **plan_to_dict(self)}
 
     @property
@@ -171,26 +147,12 @@ def require_placement(plan: PlacementPlan, where: str, instead: str) -> None:
         raise InputError(f"{where}: it is a whole strategy, which places no groups of a problem; {instead}")
 
 
-def refuse_older(plan: PlacementPlan) -> None:
-    """Refuses a plan with settings that are part of strategies now, where there is no model to convert it for."""
-    if plan.strategy is None and plan.older is not None:
-        older = plan.older
-        words = [f"{older.microbatches} micro-batches"] if older.microbatches > 1 else []
-        words += [f"schedule {older.schedule}"] if older.schedule is not None else []
-        words += [word for word in ("replicas", "recompute", "optimizer_sharding") if getattr(older, word)]
-        raise InputError(
-            f"plan: it asks for {' and '.join(words)}, which placements no longer do; place the model again with --batch, or "
-            "run the file on its model ('rlplace run'), which converts it where its stages are whole blocks"
-        )
-
-
 def check_plan(plan: PlacementPlan, problem: Problem) -> None:
     """Refuses a plan that was made for another problem or that does not have its shape.
 
     Memory, null times and links are not checked here: the simulator reports them as infeasible.
     """
     require_placement(plan, "plan", "run it on its model ('rlplace run'), or plan the problem")
-    refuse_older(plan)
     if plan.problem != problem.fingerprint:
         raise InputError(
             f"plan is for problem {plan.problem[:12]}, this problem is {problem.fingerprint[:12]}; "

@@ -27,7 +27,7 @@ from rlplace.planners.common.search import MoveMaker, Search
 
 @dataclass(frozen=True)
 class LocalSearchSettings:
-    """Parameters of the search, tuned on the validation split; see docs/planners/local_search.md.
+    """Parameters of the search, tuned on the validation split; see docs/planners/heuristics.md.
 
     Attributes:
         tries: Guided moves tried from one assignment before random ones.

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.plan.device_map import device_of_op, plan_groups
-from rlplace.plan.plan import PlacementPlan, refuse_older, require_placement
+from rlplace.plan.plan import PlacementPlan, require_placement
 from rlplace.runtime.distributed.joint.assign import planned_devices
 from rlplace.runtime.held import tensors_in
 
@@ -26,7 +26,6 @@ def check_plan_runs_here(plan: PlacementPlan) -> None:
         raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
     instead = "one process for each of its devices runs it: rlplace.distribute, or 'rlplace run', under torchrun"
     require_placement(plan, "apply: plan", instead)
-    refuse_older(plan)
     planned_devices(plan)
 
 

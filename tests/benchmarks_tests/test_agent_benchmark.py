@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 from pathlib import Path
@@ -215,3 +216,26 @@ def test_the_published_tables_of_fine_tuning_are_those_of_the_rows(capsys: pytes
     page = (ROOT / "docs/results.md").read_text()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 21 and all(f"\n{line}\n" in page for line in lines)
+
+
+def test_the_published_table_of_the_agent_is_that_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(gzip.decompress((ROOT / "benchmarks/agent/rows.jsonl.gz").read_bytes()))
+    store = Store({}, path, report=True)
+    found = tables.ratio_tables(store, ["64 calls", "256 calls", "1024 calls", "4096 calls"])
+    lines = {text.splitlines()[0].split(" | ")[0].strip("| "): text.splitlines() for text in found}
+    named = {
+        "local_search": "local search",
+        "agent seed0": "agent, training 0 of today",
+        "agent seed1": "agent, training 1 of today",
+        "ablation: shipped": "**agent**, shipped weights",
+    }
+    page, checked = (ROOT / "docs/results.md").read_text().splitlines(), 0
+    for line in lines["over annealing, all, 72 cases"]:
+        name, _, figures = line.strip("| ").partition(" | ")
+        if name in named:
+            assert f"| {named[name]} | {figures} |" in page
+            checked += 1
+    [branchy] = [line for line in lines["over annealing, branchy, 41 cases"] if "ablation: shipped" in line]
+    assert f"| the same on the 41 branchy cases: agent, shipped | {branchy.split(' | ', 1)[1].strip('| ')} |" in page
+    assert checked == len(named)

@@ -93,7 +93,7 @@ CASES = [
     (f"{EXPLAIN} --batch 4", "leave --batch=4 out"),
     ("explain x.problem.json --group group3", "--group goes with a plan file"),
     ("explain x.problem.json --problem x.problem.json", "--problem goes with a plan file"),
-    ("explain x.problem.json --global-batch 8", "leave --batch out"),
+    ("explain x.problem.json --batch 8", "leave --batch out"),
     ("diff one.plan.json two.plan.json" + 3 * " --problem x.problem.json", "at most twice"),
     ("diff one.plan.json foreign.plan.json --problem x.problem.json", "give --problem twice"),
 ]

@@ -126,7 +126,7 @@ def test_a_cost_file_that_cannot_be_used(extra, tmp_path, capsys):
 def test_branches_side_by_side_beat_every_strategy(capsys, tmp_path):
     """Random cells: a placement of one micro-batch is quicker, so it is the answer, in Python too."""
     words = ["place", "zoo:nasnet", "--cluster", "a100-80g:4", "--batch", "8", "--calls", "30", "--granularity", "200"]
-    code, out, _ = run(capsys, *words, "--time-limit", "300", "--out", tmp_path / "x.plan.json")
+    code, out, _ = run(capsys, *words, "--out", tmp_path / "x.plan.json")
     placed = PlacementPlan.load(tmp_path / "x.plan.json")
     assert code == 0 and placed.strategy is None and "branches side by side: the best strategy takes" in out
     takes_ms = float(out.split("the best strategy takes ")[1].split(" ms")[0])

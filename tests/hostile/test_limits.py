@@ -128,14 +128,13 @@ def test_names(seeds, tmp_path, file, old):
 
 
 def test_micro_batches(seeds, tmp_path):
-    text = (seeds / "told.plan.json").read_text()
+    text = (seeds / "chain.plan.json").read_text()
     for count, fits in ((limits.MICROBATCHES, True), (limits.MICROBATCHES + 1, False), (0, False)):
-        path = tmp_path / "x.plan.json"
-        old = '"batch": 1, "microbatch": [1], "microbatches": [1]'
-        path.write_text(text.replace(old, f'"batch": {max(count, 1)}, "microbatch": [1], "microbatches": [{count}]'))
+        path, old = tmp_path / "x.plan.json", '"batch": 8, "microbatch": [4], "microbatches": [2]'
+        assert old in text
+        path.write_text(text.replace(old, f'"batch": {max(4 * count, 1)}, "microbatch": [4], "microbatches": [{count}]'))
         if fits:
-            older = PlacementPlan.load(path).older
-            assert older is not None and older.microbatches == count
+            assert PlacementPlan.load(path).strategy.pipelines[0].microbatches == (count,)
         else:
             refused(lambda path=path: PlacementPlan.load(path), r"microbatches\[0\]: expected a whole number in 1\.\.65536")
 

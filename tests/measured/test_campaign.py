@@ -1,6 +1,5 @@
 """Campaigns: what is measured, what is remembered, what it costs, and what a cluster that changes does to it."""
 
-import msgspec
 import numpy as np
 import pytest
 from simulated_cluster import Clock, SimulatedCluster, random_plans
@@ -330,16 +329,6 @@ def test_clusters_problems_and_modes_never_mix(cluster, tmp_path):
         for number, (campaign, timer, problem, options) in enumerate(campaigns):
             again = Campaign(problem, timer, store=store, run=f"run{number}", **options)
             assert measured(again) == measured(campaign) and len(again.trials) == 1 == sum(timer.runs.values())
-
-
-def test_steps_of_several_micro_batches_in_older_files_are_left_alone(cluster, tmp_path):
-    with open_store(tmp_path / "trials") as store:
-        campaign = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
-        trial = campaign.measure(PLANS[0])
-        store.add(msgspec.structs.replace(trial, device_of_group=tuple(PLANS[1].tolist())))
-        store._database.execute("UPDATE trials SET microbatches = 4, schedule = '1f1b' WHERE id = 2")
-        again = Campaign(PROBLEM, cluster(), store=store, site=SITE.fingerprint, run="a")
-        assert [found.device_of_group for found in again.trials] == [key(PLANS[0])]
 
 
 def test_a_cluster_that_the_store_does_not_know(cluster, tmp_path):

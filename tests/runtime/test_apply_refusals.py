@@ -10,7 +10,7 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError, MissingError
-from rlplace.plan.plan import Older, make_plan
+from rlplace.plan.plan import make_plan
 from rlplace.runtime.apply import apply
 
 
@@ -29,10 +29,6 @@ def plan_of(model, devices=(0, 0, 0), **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"older": Older(4)}, "it asks for 4 micro-batches, which placements no longer do"),
-        ({"older": Older(schedule="1f1b")}, "it asks for schedule 1f1b"),
-        ({"older": Older(replicas=((0,), (1,)))}, "it asks for replicas"),
-        ({"older": Older(recompute=((0,), (2,)))}, "it asks for recompute"),
         ({"groups": None}, "made from a problem file"),
         ({"groups": [{"name": "g"}] * 3}, "its groups name no ops"),
         ({"groups": [{"name": "g", "modules": ["0"], "ops": []}]}, "1 groups, but device_of_group has 3"),

@@ -187,7 +187,7 @@ def test_a_batch_curve_chooses_the_batch(gpt2: tuple[nn.Module, dict]) -> None:
 
 def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.plan.json"
-    words = ["place", GPT2, "--cluster", CLUSTER, "--seq", "64", "--global-batch", "32", "--calls", "60"]
+    words = ["place", GPT2, "--cluster", CLUSTER, "--seq", "64", "--batch", "32", "--calls", "60"]
     assert main([*words, "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
     plan = rlplace.PlacementPlan.load(out)

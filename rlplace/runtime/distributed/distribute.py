@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,7 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.problem import Problem
-from rlplace.runtime.distributed.as_strategy import strategy_of_plan
-from rlplace.runtime.distributed.execution.batches import check_first_batches, check_same_graph, samples_of
+from rlplace.runtime.distributed.execution.batches import check_first_batches, check_same_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
 from rlplace.runtime.distributed.job import faults
@@ -97,9 +95,6 @@ def distribute(
     where = own_device(device, "distribute")
     if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
-    if plan.strategy is None and plan.older is not None:
-        args, kwargs = micro_batch(plan, example_inputs)
-        plan = replace(plan, strategy=strategy_of_plan(plan, model, samples_of((args, kwargs))))
     if plan.strategy is not None:
         if replayed is not None:
             raise InputError("distribute: strategies are run by torch's own parts, which do not sleep; leave replayed= out")

@@ -121,7 +121,7 @@ def part_text(plan: PlacementPlan, device: int | None) -> str:
 
 
 def devices_of(plan: PlacementPlan) -> int:
-    """How many devices one replica of a plan uses."""
+    """How many devices a placement uses."""
     return int(plan.device_of_group.max(initial=0)) + 1
 
 

@@ -19,7 +19,7 @@ from rlplace.measured.campaign import Campaign, PlanFailed
 from rlplace.measured.race import Race
 from rlplace.measured.store import TrialStore
 from rlplace.measured.trial import Budget
-from rlplace.plan.plan import Older, make_plan
+from rlplace.plan.plan import make_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job import faults, job
 from rlplace.runtime.distributed.job.live import job_site, open_service
@@ -124,8 +124,7 @@ def serve_all(path):
     found["replayed"] = replayed(make_plan(problem, chain, planner="t"), Race(repeats=2))
     replayed.release()
     try:
-        older = dataclasses.replace(make_plan(problem, chain, planner="t"), older=Older(2, "looped_bfs"))
-        chained(older, Race(repeats=1))
+        chained(dataclasses.replace(make_plan(problem, chain, planner="t"), device_of_group=chain + 1), Race(repeats=1))
     except PlanFailed as error:
         found["refused"] = (error.status, str(error))
     found["after"] = chained(make_plan(problem, chain, planner="t"), Race(repeats=1))

@@ -136,7 +136,7 @@ def test_rank_0_asks_and_the_others_serve(tmp_path):
     assert first["computed"].predicted_s > 0 and len(first["computed"].places) == 2
     assert len(first["lost"].step_s) == 1  # it is given up after one step
     status, reason = first["refused"]
-    assert status == "refused" and "runs as a whole strategy" in reason
+    assert status == "refused" and "uses 3 devices, but there are 2 processes" in reason
     assert len(first["after"].step_s) == 1  # the ranks are still together
     # The sleeping takes as long as the slower problem says, not as long as the plan's own.
     replayed = first["replayed"]

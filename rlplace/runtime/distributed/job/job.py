@@ -6,7 +6,7 @@ import contextlib
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import MissingError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.as_strategy import strategy_of_plan
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
 from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, train_step
@@ -164,8 +163,6 @@ def train(
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
     loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
-    if plan.strategy is None and plan.older is not None:
-        plan = replace(plan, strategy=strategy_of_plan(plan, loaded.module, recipe.batch))
     model = distribute(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
     )

@@ -27,11 +27,7 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def processes_needed(plan: PlacementPlan) -> int:
     """One for every device up to the last that a placement uses; one for every device of a strategy."""
-    if plan.strategy is not None:
-        return len(plan.strategy.devices)
-    if plan.older is not None and plan.older.replicas:
-        return 1 + max(device for row in plan.older.replicas for device in row)
-    return devices_of(plan)
+    return devices_of(plan) if plan.strategy is None else len(plan.strategy.devices)
 
 
 def check_strategy(plan: PlacementPlan, verb: str) -> None:

@@ -20,7 +20,7 @@ FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 """Rates of a device, to weigh ops against each other."""
 
 NEAR = 1.1
-"""A placement that takes so many times as long as the strategy is refined by the agent."""
+"""A placement that takes so many times as long as the strategy is worth a search."""
 
 
 def quicker_placement(
@@ -37,8 +37,8 @@ def quicker_placement(
     """A placement of the whole batch as one micro-batch that is quicker than a strategy; None where there is none.
 
     It is searched only where branches could make it quicker: the longest chain of ops takes less than the strategy's step.
-    The model must fit on one device, whose step gives the time of all ops. The agent refines the best one-shot placement where
-    that comes near the strategy.
+    The model must fit on one device, whose step gives the time of all ops. Where the best one-shot placement comes near the
+    strategy, the agent refines it, and `bipartition` places backward passes apart.
 
     Args:
         plan: The strategy.
@@ -46,7 +46,7 @@ def quicker_placement(
         capture_at: Captures the model with a number of samples; None: only the graph's own batch has a placement.
         cluster: The devices.
         seed: Seed of the planners.
-        time_limit_s: Seconds for each of the two.
+        time_limit_s: Seconds for each of the three.
         calls: Simulations of the agent at most.
         **pricing: Arguments of `rlplace.price`.
     """
@@ -60,12 +60,14 @@ def quicker_placement(
         if capture_at is None:
             return None
         graph = capture_at(batch)
-    priced, limits = Priced.of(graph, cluster, **pricing), {"seed": seed, "time_limit_s": time_limit_s}
+    priced = Priced.of(graph, cluster, **pricing)
+    limits: dict[str, Any] = {"seed": seed, "time_limit_s": time_limit_s}
     try:
-        placed = place_priced(priced, planner="best", **limits)  # type: ignore[arg-type]
+        placed = place_priced(priced, planner="best", **limits)
         if _step_s(placed) < NEAR * step_s:
             counted = {} if calls is None else {"calls": calls}
-            placed = min(placed, place_priced(priced, planner="agent", **limits, **counted), key=_step_s)  # type: ignore[arg-type]
+            others = [("agent", limits | counted), ("bipartition", limits)]
+            placed = min(placed, *(place_priced(priced, planner=name, **options) for name, options in others), key=_step_s)
     except InfeasibleError:
         return None
     return placed if _step_s(placed) < step_s else None

@@ -1,0 +1,49 @@
+"""The default answer against every planner that can answer at once, on models, clusters and batches drawn at random."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import rlplace
+from rlplace.errors import RlplaceError
+from rlplace.planners import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT
+from rlplace.zoo import load_model
+
+MODELS = (
+    "hf:gpt2,n_layer=3,n_embd=128,n_head=4,vocab_size=512",
+    "hf:t5,num_layers=2,num_decoder_layers=2,d_model=64,d_ff=128,vocab_size=256",
+    "zoo:inception",
+    "zoo:lstm",
+    "zoo:mlp",
+    "zoo:moe_toy",
+    "zoo:nasnet",
+)
+CLUSTERS = ("a100-80g:4", "a100-80g:2+t4:2", "rtx4090:2", "v100:4", "h100:2x2,ib=400g")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_default_answer_is_never_behind_a_planner_that_answers_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    model, cluster, batch = rng.choice(MODELS), rng.choice(CLUSTERS), rng.choice((4, 8))
+    loaded = load_model(model, batch=batch, seq=32)
+
+    def step_s(**options: object) -> float:
+        try:
+            plan = rlplace.place(
+                loaded.module, cluster, batch=batch, example_inputs=loaded.example_inputs, loss=loaded.loss, time_limit_s=None,
+                **options,
+            )  # fmt: skip
+        except RlplaceError:
+            return float("inf")
+        figures = plan.predicted if plan.strategy is not None else plan.predicted.op_level or plan.predicted
+        return figures.step_s
+
+    answer_s = step_s(calls=300)
+    asked = {name: {} for name in (*ONE_SHOT, *NEEDS_SPLIT)} | {name: {"calls": 300} for name in OF_STRATEGIES}
+    behind = {
+        name: answer_s / found for name, options in asked.items() if (found := step_s(planner=name, **options)) < answer_s
+    }
+    assert answer_s < float("inf") and all(ratio < 1 + 1e-9 for ratio in behind.values()), (model, cluster, batch, behind)

@@ -125,10 +125,10 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
 
 
 def note_machine(cluster: str | None, machine: Cluster) -> None:
-    """Says what is planned for where no cluster was named."""
-    if cluster is None:
-        kinds = Counter(device.kind or device.name for device in machine.devices)
-        say(f"no --cluster: for this machine, {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
+    """Says what is planned for: the first line, before anything that takes time."""
+    kinds = Counter(device.kind or device.name for device in machine.devices)
+    words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    say(f"planning for {words}" if cluster is not None else f"no --cluster: planning for this machine, {words}")
 
 
 def load_problem(path: str, options: argparse.Namespace) -> Priced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -61,16 +62,18 @@ def quicker_placement(
             return None
         graph = capture_at(batch)
     priced = Priced.of(graph, cluster, **pricing)
-    limits: dict[str, Any] = {"seed": seed, "time_limit_s": time_limit_s}
-    try:
-        placed = place_priced(priced, planner="best", **limits)
-        if _step_s(placed) < NEAR * step_s:
-            counted = {} if calls is None else {"calls": calls}
-            others = [("agent", limits | counted), ("bipartition", limits)]
-            placed = min(placed, *(place_priced(priced, planner=name, **options) for name, options in others), key=_step_s)
-    except InfeasibleError:
-        return None
-    return placed if _step_s(placed) < step_s else None
+    found: list[Placed] = []
+
+    def ask(planner: str, **budget: int) -> None:
+        with contextlib.suppress(InfeasibleError):
+            found.append(place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **budget))
+
+    ask("best")
+    if found and _step_s(found[0]) < NEAR * step_s:
+        ask("agent", **({} if calls is None else {"calls": calls}))
+        ask("bipartition")
+    placed = min(found, key=_step_s, default=None)
+    return placed if placed is not None and _step_s(placed) < step_s else None
 
 
 def _step_s(placed: Placed) -> float:

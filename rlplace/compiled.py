@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,9 @@ class Ahead(FunctionCache):
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         source = zlib.crc32(Path(inspect.getfile(function)).read_bytes())
-        self._cache_file = IndexDataCacheFile(str(AHEAD), f"{function.__module__}.{self._impl.filename_base}", source)
+        # Without the line, so that an edit overwrites the kernel of before.
+        name = f"{function.__module__}.{function.__name__}.{sys.implementation.cache_tag}"
+        self._cache_file = IndexDataCacheFile(str(AHEAD), name, source)
         _forgive(self._cache_file)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
@@ -116,5 +119,5 @@ def stamp_of(*modules: ModuleType) -> int:
 
 def is_compiled(kernel: Any) -> bool:
     """Whether an entry was compiled, ahead or by any process of this machine, for any arguments, since its file changed."""
-    caches = (kernel._cache, Ahead(kernel.py_func))
-    return bool(kernel.signatures) or any(cache._cache_file._load_index() for cache in caches)
+    here = kernel.signatures or kernel._cache._cache_file._load_index()
+    return bool(here or Ahead(kernel.py_func)._cache_file._load_index())

@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 import rlplace
+from tools.kernels import SETS
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("rlplace", "envs", "agents", "checkpoints", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+SOURCES = (
+    "rlplace", "envs", "agents", "checkpoints", "tools", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md",
+    "MANIFEST.in",
+)  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -86,6 +90,10 @@ def test_the_wheel_holds_every_module_and_its_data(installed):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert (installed / package / path.relative_to(ROOT / top)).is_file(), f"{path} is not in the wheel"
     assert not (installed / "envs").exists() and not (installed / "agents").exists()
+    kernels = {
+        path.name.partition(f".{sys.implementation.cache_tag}.")[0] for path in (installed / "rlplace/kernels").iterdir()
+    }
+    assert kernels == {f"{module}.{name}" for module, names in SETS.values() for name in names}
 
 
 @pytest.mark.slow

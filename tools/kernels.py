@@ -8,7 +8,6 @@ A wheel ships them, an editable installation has them in its checkout. Needs no 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,6 @@ def compile_set(name: str) -> None:
 
 def build() -> None:
     """What the build calls: without what kernels need it leaves them to the first use, and says so."""
-    shutil.rmtree(ROOT / "build" / "lib" / "rlplace" / "kernels", ignore_errors=True)
     if main():
         print("kernels were not compiled ahead; the first use compiles them", file=sys.stderr)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
@@ -61,24 +62,32 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
-    found = answer(
-        captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch,
-        facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
-        groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
-        host=options.host_mode, progress=_progress if sys.stderr.isatty() else None,
-    )  # fmt: skip
-    if sys.stderr.isatty():
-        print(_CLEARED, end="", file=sys.stderr, flush=True)
-    return found
+    with _progress_line() as progress:
+        return answer(
+            captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner,
+            batch=batch, facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
+            groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
+            host=options.host_mode, progress=progress,
+        )  # fmt: skip
 
 
-_CLEARED = "\r\x1b[K"
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[int, float], None] | None]:
+    """What writes over one line of a terminal how far a search is, and clears it in the end; None without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
 
+    def write(text: str) -> None:
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-def _progress(calls: int, best_s: float) -> None:
-    """Writes over one line of a terminal how far the search is."""
-    found = f", the best takes {ms(best_s)} ms" if math.isfinite(best_s) else ""
-    print(f"{_CLEARED}{calls} strategies simulated{found}", end="", file=sys.stderr, flush=True)
+    def tell(calls: int, best_s: float) -> None:
+        write(f"{calls} strategies simulated" + (f", the best takes {ms(best_s)} ms" if math.isfinite(best_s) else ""))
+
+    try:
+        yield tell
+    finally:
+        write("")
 
 
 def show_step(strategy: Strategy, predicted: Prediction) -> None:

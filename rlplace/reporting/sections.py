@@ -15,17 +15,15 @@ from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.lanes import COLLECTIVE
 from rlplace.reporting.tables import MeasuredRow, PlannerRow
-from rlplace.simulator.path import CHANNEL, COMPUTE, ORDER, TRANSFER, module_of
-from rlplace.simulator.path import COLLECTIVE as PATH_COLLECTIVE
-from rlplace.simulator.path import DEVICE as BUSY
+from rlplace.simulator import path as chain
 from rlplace.text import bytes_text, percent, seconds_text
 
 _REASONS = 10
 _PARTS = 10
 
 _CAUSES = {
-    COMPUTE: "computing", TRANSFER: "moving data", PATH_COLLECTIVE: "communicating", BUSY: "waiting for a busy device",
-    CHANNEL: "waiting for a busy link", ORDER: "waiting for its turn",
+    chain.COMPUTE: "computing", chain.TRANSFER: "moving data", chain.COLLECTIVE: "communicating",
+    chain.DEVICE: "waiting for a busy device", chain.CHANNEL: "waiting for a busy link", chain.ORDER: "waiting for its turn",
 }  # fmt: skip
 
 
@@ -154,7 +152,8 @@ def costliest(data: ReportData) -> str:
     """The module that computes longest, in a sentence."""
     spent: dict[str, float] = {}
     for name, seconds in zip(data.problem.group_names, data.time_of_group_s.tolist(), strict=True):
-        spent[module_of(name)] = spent.get(module_of(name), 0.0) + seconds
+        module = chain.module_of(name)
+        spent[module] = spent.get(module, 0.0) + seconds
     most = max(spent, key=lambda name: spent[name])
     if not spent[most]:
         return ""

@@ -181,7 +181,7 @@ class _Walk:
         return (0.0, None) if maker < 0 else (float(self.line.end_s[maker]), (False, maker))
 
     def ready(self, op: int) -> tuple[float, Before]:
-        """When an op had all that it needs, and what came last."""
+        """When an op had all that it needs, its device included where the chain goes through devices, and what came last."""
         best: tuple[float, Before] = (0.0, None)
         for tensor in self.input[self.input_ptr[op] : self.input_ptr[op + 1]].tolist():
             x = self.arrival.get((tensor, int(self.device[op])))

@@ -15,7 +15,7 @@ from rlplace.errors import RlplaceError
 from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.search import Answer, search
-from rlplace.strategy.tries import Question
+from rlplace.strategy.tries import Progress, Question
 
 
 def batches(smallest: int, devices: int) -> list[int]:
@@ -24,7 +24,12 @@ def batches(smallest: int, devices: int) -> list[int]:
 
 
 def search_batches(
-    question: Question, curve: BatchCurve, *, calls: int | None = None, time_limit_s: float | None = None
+    question: Question,
+    curve: BatchCurve,
+    *,
+    calls: int | None = None,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Question, Answer, tuple[Mapping[str, Any], ...]]:
     """The batch with the shortest time to the target, its strategies, and what every batch takes.
 
@@ -33,6 +38,7 @@ def search_batches(
         curve: Epochs by batch.
         calls: Evaluations at most, for all batches together.
         time_limit_s: Seconds at most, likewise.
+        progress: Told how far the search at each batch is.
 
     Raises:
         InputError: Nothing is left to choose from, at any batch.
@@ -44,7 +50,8 @@ def search_batches(
         asked = dataclasses.replace(question, batch=size)
         share = None if calls is None else max(1, calls // len(sizes))
         try:
-            answer = search(asked, calls=share, time_limit_s=None if time_limit_s is None else time_limit_s / len(sizes))
+            limit_s = None if time_limit_s is None else time_limit_s / len(sizes)
+            answer = search(asked, calls=share, time_limit_s=limit_s, progress=progress)
         except RlplaceError as error:
             found.append((math.inf, asked, error))
         else:

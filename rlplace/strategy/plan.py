@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -32,7 +31,7 @@ from rlplace.strategy.op_level import OpLevel
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
 from rlplace.strategy.space import Space
-from rlplace.strategy.tries import Question, Tried
+from rlplace.strategy.tries import Progress, Question, Tried
 
 SEARCH_PART, LEAST_PART = 0.85, 0.5
 """Of the time that is left, for the search before the check op by op; and of the whole limit, what the search gets at least."""
@@ -58,7 +57,7 @@ def plan_strategy(
     host: str = "eager",
     curve: BatchCurve | None = None,
     planner: str = "strategy",
-    progress: Callable[[int, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
 
@@ -80,7 +79,7 @@ def plan_strategy(
         host: See `costs`.
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
         planner: Who answers, as the plan says it.
-        progress: See `Question`.
+        progress: Told how far the search is.
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
@@ -93,14 +92,15 @@ def plan_strategy(
     limit_s = math.inf if time_limit_s is None else time_limit_s
     ends_s = (time.monotonic() if began_s is None else began_s) + limit_s
     question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
-    question = dataclasses.replace(question, progress=progress)
     names = question.costs.names
     extra: dict[str, Any] = {}
     search_s = max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s)
     if curve is None:
-        answer = search(question, calls=calls, time_limit_s=search_s)
+        answer = search(question, calls=calls, time_limit_s=search_s, progress=progress)
     else:
-        question, answer, extra["batches"] = search_batches(question, curve, calls=calls, time_limit_s=search_s)
+        question, answer, extra["batches"] = search_batches(
+            question, curve, calls=calls, time_limit_s=search_s, progress=progress
+        )
     finer = OpLevel(question, ends_s)
     answer = finer.checked(answer)
     source = {

@@ -23,7 +23,7 @@ from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
 from rlplace.strategy.stages import try_stages
-from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.tries import OutOfBudgetError, Progress, Question, Tried, Tries
 from rlplace.strategy.uniform import Option, Options
 from rlplace.strategy.uniform_order import by_sets, try_rivals, try_uniform
 from rlplace.strategy.unlike import try_unlike
@@ -84,19 +84,22 @@ class Answer:
     reasons: dict[str, int]
 
 
-def search(question: Question, *, calls: int | None = None, time_limit_s: float | None = None) -> Answer:
+def search(
+    question: Question, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
+) -> Answer:
     """The best strategies that fit.
 
     Args:
         question: What is asked.
         calls: Evaluations at most.
         time_limit_s: Seconds at most.
+        progress: Told how far it is.
 
     Raises:
         InputError: The space, or what can run, leaves no strategy; says which key to relax.
         InfeasibleError: None fits.
     """
-    tries = Tries(question, calls=calls, time_limit_s=time_limit_s)
+    tries = Tries(question, calls=calls, time_limit_s=time_limit_s, progress=progress)
     tries.timed = False
     balance = Balance(question.costs, question.cluster)
     options, rivals, rest = by_sets(question, balance)

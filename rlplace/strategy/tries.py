@@ -17,7 +17,10 @@ from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.space import Space
 
 _TOLD = 32
-"""Evaluations between calls of `Question.progress`."""
+"""Evaluations between calls of `Progress`."""
+
+Progress = Callable[[int, float], None]
+"""Called now and then with the evaluations so far and the seconds of the best that fits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,6 @@ class Question:
         devices: Which devices may be used; None: all.
         why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
-        progress: Called now and then with the evaluations so far and the seconds of the best that fits.
     """
 
     scores: Evaluator
@@ -39,7 +41,6 @@ class Question:
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None
     devices: tuple[int, ...] | None = None
-    progress: Callable[[int, float], None] | None = None
 
     @property
     def costs(self) -> BlockCosts:
@@ -104,8 +105,16 @@ class Tries:
         timed: Whether the clock may end the search.
     """
 
-    def __init__(self, question: Question, *, calls: int | None = None, time_limit_s: float | None = None) -> None:
+    def __init__(
+        self,
+        question: Question,
+        *,
+        calls: int | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self.question = question
+        self._progress = progress
         self.calls = 0
         self.best: Tried | None = None
         self.reasons: dict[str, int] = {}
@@ -189,6 +198,8 @@ class Tries:
             if not self.left():
                 raise OutOfBudgetError
             self.calls += 1
+            if self._progress is not None and self.calls % _TOLD == 0:
+                self._progress(self.calls, self.best_s)
             try:
                 tried = Tried(draft, *self.question.scores.score(draft))
             except InputError as error:  # the schedule cannot run so many stages or micro-batches
@@ -198,8 +209,6 @@ class Tries:
         self._known[draft] = tried
         if self.best is None or tried.key < self.best.key:
             self.best = tried
-        if self.question.progress is not None and self.calls % _TOLD == 0:
-            self.question.progress(self.calls, self.best_s)
         return tried
 
 

@@ -123,6 +123,12 @@ def _shapes(value: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def uncalled(captured: Captured, blocks: Iterable[str]) -> list[str]:
+    """Those of the blocks that the forward does not call, such as the tower of images of a step with words alone."""
+    called = {str(node.target) for node in captured.graph.nodes if node.op == "call_module"}
+    return [path for path in blocks if path in captured.units and path not in called]
+
+
 def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
     """By unit, what it returns by the shapes of its arguments, and what it is first called with.
 

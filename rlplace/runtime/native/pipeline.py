@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import stage as stages
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
@@ -24,6 +25,8 @@ from rlplace.runtime.native.capture import Captured
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
+
+_DENSE = torch.contiguous_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +94,35 @@ def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
     return value.grad_fn is not None
 
 
+@contextlib.contextmanager
+def _graphs_kept() -> Iterator[None]:
+    """Inside, the second half of a split backward keeps its graph until the micro-batch has ended.
+
+    Torch goes back for groups of weights one after the other and frees what each went through. Where a stage hands on a value
+    and something made of it (an encoder's output, and a decoder's first layer), groups share a part of their ways.
+    """
+    before = stages.stage_backward_weight
+    stages.stage_backward_weight = partial(before, retain_graph=True)
+    try:
+        yield
+    finally:
+        stages.stage_backward_weight = before
+
+
 class _Stage(pipelining.PipelineStage):
-    """Tells the module which micro-batch runs."""
+    """Tells the module which micro-batch runs, and sends gradients as the process group wants them."""
 
     submod: StageModule
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.at = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.contiguous()
+        return ops
 
 
 class _UnlikeStage(_Stage):
@@ -209,7 +233,9 @@ class PipelineRun:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
         losses: list[torch.Tensor] = []
         target = torch.arange(len(passes))
-        with forward_autocast(self._place.device) as region, self._running(recorded, passes, loss, region):
+        several = any(sum(value.requires_grad for value in stage.given) > 1 for stage in recorded.stages)
+        keeps = _graphs_kept() if several else contextlib.nullcontext()
+        with forward_autocast(self._place.device) as region, keeps, self._running(recorded, passes, loss, region):
             self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
 
@@ -260,7 +286,7 @@ class PipelineRun:
             # A split backward detaches what was handed on, which torch does not do with views.
             trained = [value for value in taken if value.requires_grad]
             values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
-            return tuple(value.clone() if value._is_view() else value for value in values)
+            return tuple(value.clone(memory_format=_DENSE) if value._is_view() else value.contiguous() for value in values)
 
         for number, root in self._roots.items():
             root.body, root.run = recorded.bodies[number], partial(run, number)

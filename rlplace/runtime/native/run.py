@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -19,7 +20,7 @@ from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
 from rlplace.runtime.native.blocks import tied_names, units
-from rlplace.runtime.native.capture import Captured, capture, observe
+from rlplace.runtime.native.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.mesh import Place, check_same, find_place
@@ -62,8 +63,8 @@ def prepare(
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
     layouts = find_layouts(found, observe(model, example_inputs, found)[1]) if laid_out else None
-    facts = model_facts(model, layouts)
-    if (reason := why_not(strategy, facts, torch.__version__)) is not None:
+    facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
+    if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
         raise InputError("native: output_dtype would cast what stages of a pipeline hand on; leave it out")
@@ -77,7 +78,7 @@ def prepare(
         batching=batching or Batching("global", (), "mean"),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        return _pipelined(model, strategy, example_inputs, layouts, place, meta, make, mixed_precision)
+        return _pipelined(model, strategy, example_inputs, layouts, facts.blocks, place, meta, make, mixed_precision)
     stage = strategy.stages[0]
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
@@ -92,6 +93,7 @@ def _pipelined(
     strategy: Strategy,
     example_inputs: Batch,
     layouts: ModelLayouts | None,
+    blocks: Collection[str],
     place: Place,
     meta: nn.Module,
     make: Callable[..., StrategyModel],
@@ -104,6 +106,9 @@ def _pipelined(
     captured, stages = _cut(model, example_inputs, pipeline, dtype)
     ties = Ties(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
+    if 0 in bodies:  # what no forward calls is trained by nobody, and kept for checkpoints
+        for path in uncalled(captured, blocks):
+            bodies[0].add_submodule(path, captured.units[path].to(place.device))
     ties.part(bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
     for module in captured.units.values():

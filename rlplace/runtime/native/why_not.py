@@ -50,6 +50,7 @@ class ModelFacts:
         blocks: Paths of the blocks that a strategy has to name.
         batch_norm: A module computes statistics over the samples of its process.
         sync_norm: A module computes statistics over all processes of the job.
+        scalar: Name of a parameter without dimensions; empty where there is none.
         no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
         no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
         tensor: Of its layouts.
@@ -58,6 +59,7 @@ class ModelFacts:
     blocks: tuple[str, ...] = ()
     batch_norm: bool = False
     sync_norm: bool = False
+    scalar: str = ""
     no_cut: str | None = None
     no_samples: str | None = None
     tensor: TensorFacts = TensorFacts()
@@ -138,6 +140,9 @@ def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> It
         yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
     if level > 1 and len(set(pipeline.microbatches)) > 1:
         yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
+    wrapped = any(stage.sharding or several or stage.axis("tensor") > 1 for stage in pipeline.stages if stage.data_degree > 1)
+    if facts.scalar and wrapped:
+        yield f"fully_shard and replicate take no scalar parameter, such as {facts.scalar}; make it a tensor of one element"
     if facts.batch_norm and pipeline.data_degree > 1:
         yield (
             "BatchNorm computes its statistics per replica, which is another model; convert it with "

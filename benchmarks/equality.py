@@ -159,14 +159,14 @@ def _plain(kind: str, model: nn.Module) -> dict[str, Any]:
             value = KINDS[kind].loss(model(**batch), batch)
             value.backward()  # type: ignore[no-untyped-call]
         if not found:
-            found = {"loss": value.item(), "gradient": _gradients(model)}
+            found = {"loss": value.item(), "gradient": gradients(model)}
         if times > 1:
             found["norm"] = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM).item()
         optimizer.step()
     return found | {"trained": _values(model)}
 
 
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any) -> dict[str, torch.Tensor]:
     named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
     return {name: value.grad.clone() for name, value in named if value.grad is not None}
 
@@ -176,14 +176,14 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in (*named, *model.named_buffers())}
 
 
-def _difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float) -> float:
+def difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float) -> float:
     """Largest over what this process holds, relative to the largest element of a tensor, or to `floor` where that is more."""
     if missing := own.keys() - wanted.keys():
         raise AssertionError(f"the plain model has no {sorted(missing)[:3]}")
     largest = 0.0
     for name, value in own.items():
         other = wanted[name]
-        most = max(float(other.abs().max()), floor)
+        most = max(float(other.abs().max()) if other.numel() else 0.0, floor)
         if isinstance(value, DTensor):
             value, other = value.to_local(), own_part(other.to(value.device), value).to_local()
         if value.numel():
@@ -211,11 +211,11 @@ def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[st
                 raise AssertionError(f"no gradient: {missing[:3]}")
             found["loss"] = abs(value - plain["loss"]) / abs(plain["loss"])
             most = max(float(gradient.abs().max()) for gradient in plain["gradient"].values())
-            found["gradient"] = _difference(_gradients(native), plain["gradient"], 1e-8 * most)
+            found["gradient"] = difference(gradients(native), plain["gradient"], 1e-8 * most)
         if times > 1:
             found["norm"] = abs(native.clip_grad_norm_(LARGEST_NORM).item() - plain["norm"]) / plain["norm"]
         optimizer.step()
-    return found | {"trained": _difference(_values(native), plain["trained"], RATE)}
+    return found | {"trained": difference(_values(native), plain["trained"], RATE)}
 
 
 def _worker(

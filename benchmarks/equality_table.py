@@ -10,25 +10,22 @@ from benchmarks.equality_models import KINDS
 _HEAD = """# Equal to the plain model
 
 {kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
-and are compared with the plain model on the whole batch: the loss and every gradient of the first step, parameters and
-buffers after three steps of AdamW. In {clipped} cells, the newer ones, the third step adds the gradients of two runs up and
-clips them, to the same norm. `python -m benchmarks.equality` runs it (`--missing` goes on where it stopped, `--table` writes
-this page); rows are in `benchmarks/equality.jsonl`.
+and are compared with the plain model: loss and gradients of the first step, parameters and buffers after three steps of AdamW.
+In {clipped} cells the third step also accumulates two gradients and clips them. `python -m benchmarks.equality` runs it
+(`--missing` runs the cells left, `--table` writes this page); rows are in `benchmarks/equality.jsonl`.
 
-A figure is the largest difference of any gradient / any trained parameter or buffer, relative to the largest element of its
-tensor. Gradients that are nothing but rounding, such as those of the bias of keys, are compared with 1e-8 of the model's
-largest, and what they train with the learning rate. Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2,
-distilbert and t5 have tied weights; mixtral computes experts as batched products; resnet has GroupNorm, since BatchNorm over
-replicas is refused ([native](native.md)); models have no dropout here; a batch is eight samples of eight positions.
+A figure is the largest difference of a gradient / a trained parameter or buffer, relative to the largest element of its tensor;
+gradients that are nothing but rounding are compared with 1e-8 of the model's largest, what they train with the learning rate.
+Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2, distilbert and t5 have tied weights; resnet has
+GroupNorm ([why](native.md#what-is-refused)); there is no dropout; a batch is eight samples of eight positions.
 
 {summary}
 
-What the columns are, on eight processes: `replicate` 8 copies; `FSDP` 8 shares at levels 1, 2, 3; `hybrid` 2 copies of 4
-shares, level 1 plain and 3 otherwise; `TP` groups of 4, 2 copies; `TP+SP` groups of 2, 4 copies, with sequence parallelism;
-`TP+SP+FSDP` groups of 2, 4 shares, level 3; `PP gpipe` and `PP 1f1b` 4 stages, 2 copies; `PP zbv` and `PP interleaved` 4
-stages on 2 places, 4 copies; `PP+FSDP` 4 stages of 2 shares; `PP zbv+FSDP` 4 stages on 2 places of 4 shares; `PP+TP+FSDP` 2
-stages, groups of 2, 2 shares; `PP zbv+TP+SP` 4 stages on 2 places, groups of 2 with sequence parallelism, 2 copies.
-An empty cell has not been run.
+Strategies: `replicate` 8 copies; `FSDP` 8 shares, by level; `hybrid` 2 copies of 4 shares, level 1 plain, else 3; `TP` groups
+of 4, 2 copies; `TP+SP` groups of 2, 4 copies; `TP+SP+FSDP` groups of 2, 4 shares, level 3; `PP gpipe`, `PP 1f1b` 4 stages, 2
+copies; `PP zbv`, `PP interleaved` 4 stages on 2 places, 4 copies; `PP+FSDP` 4 stages of 2 shares; `PP zbv+FSDP` 4 stages on 2
+places of 4 shares; `PP+TP+FSDP` 2 stages, groups of 2, 2 shares; `PP zbv+TP+SP` 4 stages on 2 places, groups of 2, 2 copies. An
+empty cell has not been run.
 """
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 STEPS = ("trained", "captured", "placed", "equal")
+WAYS = {"shares": "that share parameters", "stages": "as two stages"}
+"""Of `benchmarks/types_runs.py`, by their names."""
 
 _HEAD = """# Model types of transformers
 
@@ -41,15 +43,23 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     rows = list(rows)
     counts = [sum(row["reached"] in STEPS[at:] for row in rows) for at in range(len(STEPS))]
     names = ("train", "are captured", "are placed", "run their placement with equal loss and gradients")
+    counts += [sum(_equal(row, way) for row in rows) for way in WAYS]
+    names += tuple(f"run over two processes {text} with equal loss and gradients" for text in WAYS.values())
     shares = (f"{n} {name} ({n / max(1, counts[0]):.1%})" for name, n in zip(names[1:], counts[1:], strict=True))
     return f"Of {len(rows)} types that were tried {counts[0]} train; of these " + ", ".join(shares) + "."
+
+
+def _equal(row: Mapping[str, Any], way: str) -> bool:
+    """Whether a type ran over two processes like this; a reason is a text."""
+    return isinstance(row.get("runs", {}).get(way), float)
 
 
 def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
     """The page."""
     text = (
         "each is shrunk to two layers of little width, trained a step on a CPU with dropout off, captured, planned as a whole "
-        "strategy for two A100s, and a placement that spreads its ops over two devices is applied."
+        "strategy for two A100s, and a placement that spreads its ops over two devices is applied. `python -m "
+        "benchmarks.types_runs` runs plans over two processes: parameters in shares (FSDP), and a pipeline of two stages."
     )
     head = _HEAD.format(known=known, version=version, text=text, summary=summary(rows.values()))
     if len(rows) < known:
@@ -58,7 +68,8 @@ def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str
             "of\n`tests/zoo/test_types.py`. The command goes on with the others.\n"
         )
     trained = [rows[kind] for kind in sorted(rows) if rows[kind]["reached"]]
-    lines = ["| type | class | captured by | placed | applied |", "|---|---|---|---|---|", *map(_line, trained)]
+    names = ("type", "class", "captured by", "placed", "applied", *WAYS)
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *map(_line, trained)]
     reasons: dict[str, list[str]] = {}
     for kind in sorted(rows):
         if not rows[kind]["reached"]:
@@ -72,7 +83,9 @@ def _line(row: Mapping[str, Any]) -> str:
     applied = "equal" if reached == "equal" else why if reached == "placed" else ""
     placed = "yes" if reached in STEPS[2:] else why if reached == "captured" else ""
     method = row.get("method") or why
-    return f"| {row['type']} | {row['class']} | {method} | {placed} | {applied} |"
+    said = (_short(str(row.get("runs", {}).get(way, "")), row["type"]).replace("|", "/") for way in WAYS)
+    runs = ["equal" if _equal(row, way) else why for way, why in zip(WAYS, said, strict=True)]
+    return f"| {row['type']} | {row['class']} | {method} | {placed} | {applied} | {' | '.join(runs)} |"
 
 
 def _short(why: str, kind: str) -> str:

@@ -17,11 +17,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)) + "\n"
-
-
 def either(names: Iterable[str]) -> str:
     """The names as a choice: "a", "a or b", "a, b or c"."""
     *most, last = names

@@ -11,12 +11,16 @@ from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budge
 from benchmarks.agent.store import Store
 from rlplace.means import interval, wins_ties_losses
 from rlplace.planners.attempt import OK
-from rlplace.text import markdown
 
 WORSE = 1e-9
 """Relative amount above the floor from which a plan is worse than it."""
 
 RESAMPLES = 10_000
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)) + "\n"
 
 
 def report(store: Store) -> str:

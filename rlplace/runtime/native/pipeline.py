@@ -101,12 +101,12 @@ def _graphs_kept() -> Iterator[None]:
     Torch goes back for groups of weights one after the other and frees what each went through. Where a stage hands on a value
     and something made of it (an encoder's output, and a decoder's first layer), groups share a part of their ways.
     """
-    before = stages.stage_backward_weight
-    stages.stage_backward_weight = partial(before, retain_graph=True)
+    before = stages.stage_backward_weight  # type: ignore[attr-defined]
+    stages.stage_backward_weight = partial(before, retain_graph=True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        stages.stage_backward_weight = before
+        stages.stage_backward_weight = before  # type: ignore[attr-defined]
 
 
 class _Stage(pipelining.PipelineStage):

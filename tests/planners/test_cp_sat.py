@@ -177,6 +177,7 @@ def test_large_problems_are_refused_with_the_limit():
 def test_an_interrupt_ends_the_planner():
     """The solver holds the interpreter for seconds; Ctrl-C must not turn into an answer."""
     code = (
+        "import ortools.sat.python.cp_model\n"  # what is interrupted is the solver, not its import
         "from rlplace.planners import get_planner\n"
         "from rlplace.problem.generate import random_problem\n"
         "problem = random_problem(3, 40, 3, shape='layered')\n"

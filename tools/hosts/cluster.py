@@ -104,7 +104,7 @@ def measure_cluster(
         command = [sys.executable, "-m", "rlplace", "measure", "--links", "--json", "--out", str(out)]
         command += ["--repeats", str(repeats), "--time-limit", str(time_limit_s)]
         with launch(hosts, command, sink=keep) as job:
-            job.wait(10 * time_limit_s + 120)
+            job.wait(10 * time_limit_s + 480)
             job.check()
         measured = Cluster.load(out)
     latency, bandwidth = _fit(json.loads("\n".join(said)), hosts.spec.hosts)

@@ -140,8 +140,8 @@ def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> It
         yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
     if level > 1 and len(set(pipeline.microbatches)) > 1:
         yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
-    wrapped = any(stage.sharding or several or stage.axis("tensor") > 1 for stage in pipeline.stages if stage.data_degree > 1)
-    if facts.scalar and wrapped:
+    copied = (stage for stage in pipeline.stages if stage.data_degree > 1)
+    if facts.scalar and any(stage.sharding or several or stage.axis("tensor") > 1 for stage in copied):
         yield f"fully_shard and replicate take no scalar parameter, such as {facts.scalar}; make it a tensor of one element"
     if facts.batch_norm and pipeline.data_degree > 1:
         yield (

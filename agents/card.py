@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import sb3_contrib
 import torch
-from safetensors.torch import save as save_tensors
 
 import rlplace
-from rlplace.agents.checkpoint import Checkpoint, save_checkpoint
-from rlplace.agents.network import PlacerNetwork
 
 
 def versions() -> dict[str, str]:
@@ -58,42 +53,6 @@ def _text_of(name: str, environment: str, training: Mapping[str, Any], *lines: s
     versions = ", ".join(f"{key} {value}" for key, value in training["versions"].items())
     head = (f"# Agent {name}", "", f"- environment: {environment}")
     return "\n".join([*head, *lines, f"- versions: {versions}", "- license: Apache-2.0", ""])
-
-
-def weights_sha256(network: PlacerNetwork) -> str:
-    """SHA-256 of a network's weights, by which networks are told apart."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in sorted(network.state_dict().items())}
-    return hashlib.sha256(save_tensors(weights)).hexdigest()
-
-
-def save_tuned(folder: str | Path, network: PlacerNetwork, parent: Checkpoint, *, learned: Mapping[str, Any]) -> None:
-    """Writes a checkpoint folder.
-
-    Args:
-        folder: Folder of the new agent.
-        network: The fine-tuned network.
-        parent: The checkpoint that it was fine-tuned from.
-        learned: Facts of the fine-tuning for the card: numbers and text.
-    """
-    before = list(parent.training.get("lineage", []))
-    line = {"name": parent.name, "weights_sha256": weights_sha256(parent.network)}
-    training = {
-        **{key: value for key, value in parent.training.items() if key not in ("lineage", "tuned", "versions")},
-        "versions": versions(),
-        "lineage": [*before, line],
-        "tuned": dict(learned),
-    }
-    ancestors = " -> ".join(each["name"] for each in training["lineage"])
-    card = _text_of(
-        Path(folder).name,
-        parent.environment,
-        training,
-        f"- fine-tuned from: {ancestors}",
-        f"- weights of {parent.name}: sha256 {line['weights_sha256']}",
-        *(f"- {key.replace('_', ' ')}: {_text(value)}" for key, value in training["tuned"].items()),
-        f"- before: problems {training.get('problem_set', 'unknown')}, seed {training.get('seed', 'unknown')}",
-    )
-    save_checkpoint(folder, network, environment=parent.environment, training=training, card=card)
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from rlplace.agents.network import NetworkConfig, PlacerNetwork
 from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
+from rlplace.tensors import check, fill, read_tensors
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 2
@@ -114,38 +114,8 @@ def check_sizes(sizes: NetworkConfig, features: Sequence[str], path: Path, paylo
     """
     weights = read_tensors(path, payload)
     with torch.device("meta"):
-        _check(PlacerNetwork(sizes, features=features).state_dict(), weights, path)
+        check(PlacerNetwork(sizes, features=features).state_dict(), weights, path)
     return weights
-
-
-def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Loads weights from the file `path` into a module after checking every name, shape and value."""
-    _check(module.state_dict(), weights, path)
-    module.load_state_dict(weights)
-
-
-def _check(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path) -> None:
-    for key in [*expected, *weights]:
-        if key not in weights or key not in expected:
-            raise InputError(f"{path}: weight {key[:80]!r} is {'missing' if key not in weights else 'not expected'}")
-        if weights[key].shape != expected[key].shape:
-            shapes = tuple(weights[key].shape), tuple(expected[key].shape)
-            raise InputError(f"{path}: weight {key!r} has shape {shapes[0]}, the config asks for {shapes[1]}")
-        if weights[key].dtype != expected[key].dtype:
-            raise InputError(f"{path}: weight {key!r} is of {weights[key].dtype}, not of {expected[key].dtype}")
-        if not torch.isfinite(weights[key]).all():
-            raise InputError(f"{path}: weight {key!r} holds values that are not finite")
-        if key == "scale" and not (weights[key] > 0).all():
-            raise InputError(f"{path}: weight 'scale' holds values that are not positive")
-
-
-def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
-    """Reads a safetensors file, or its contents where they are read already."""
-    payload = read_bytes(path) if payload is None else payload
-    try:
-        return load_tensors(payload)
-    except Exception as error:  # safetensors raises its own type for every kind of damage
-        raise InputError(f"{path}: not a safetensors file: {show(str(error), 200)}") from None
 
 
 def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:

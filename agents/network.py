@@ -28,6 +28,8 @@ HEURISTIC = {
     "saved": 0.5,
     # Construction: earliest finish.
     "finish_delay": -8.0,
+    # The next run: the largest expected improvement.
+    "expected_gain": 20.0,
 }
 """Start of the linear part by name of the feature; other features start at 0."""
 

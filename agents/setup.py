@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint
+from rlplace.agents.learn import fit_moves, price_moves
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import Search, warm_up
-from rlplace.agents.tuning.learn import fit_moves, price_moves
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number

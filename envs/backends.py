@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.simulator import Simulator
-
-if TYPE_CHECKING:
-    from rlplace.measured.campaign import Campaign
 
 _SIMULATORS = 32  # most that are kept
 
@@ -72,50 +68,36 @@ class MeasuredBackend(SimulatedBackend):
     """Real step times as reward.
 
     Memory is checked in the simulator first, so that no plan known not to fit is run. A plan that fails for real gets the
-    reward of one that needs twice a device's memory: bad, but finite.
+    reward of one that needs twice a device's memory: bad, but finite. What was measured is not measured again.
     """
 
-    def __init__(self, source: Campaign | Sequence[Campaign] | Callable[[PlacementPlan], float]) -> None:
+    def __init__(self, measure: Callable[[PlacementPlan], float]) -> None:
         """Says how plans are measured.
 
         Args:
-            source: A campaign, or one for each problem: they race and remember plans, re-time the best one and keep a budget,
-                after which `evaluate` raises `rlplace.measured.trial.BudgetSpent`. Or a function that runs a plan and
-                returns its step time in seconds, called every time (`rlplace.runtime.measure.step_timer` makes one); it
-                raises `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
+            measure: Runs a plan and returns its step time in seconds (`rlplace.runtime.measure.step_timer` makes one for this
+                process, `rlplace.runtime.distributed.job.live.open_service` for the processes of a job); it raises
+                `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
         """
         super().__init__()
-        self._measure: Callable[[PlacementPlan], float] | None = None
-        self._campaigns: dict[str, Campaign] = {}
-        if callable(source):
-            self._measure = source
-            return
-        for campaign in source if isinstance(source, Sequence) else [source]:
-            self._campaigns[campaign.problem.fingerprint] = campaign
+        self._measure = measure
+        self._known: dict[tuple[str, bytes], float] = {}
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
-        """Measures one plan, unless the simulator says that it does not fit.
-
-        Raises:
-            InputError: There is no campaign for the problem.
-            BudgetSpent: The campaign may measure nothing more.
-        """
+        """Measures one plan, unless the simulator says that it does not fit."""
         simulated = super().evaluate(instance, device_of_group)
         if not simulated.feasible:
             return simulated
-        seconds = self._seconds(instance, device_of_group)
+        key = instance.problem.fingerprint, np.asarray(device_of_group, dtype=np.int32).tobytes()
+        if key not in self._known:
+            self._known[key] = self._seconds(instance, device_of_group)
+        seconds = self._known[key]
         return Evaluation(simulated.step_time_s, 1.0) if seconds == math.inf else Evaluation(seconds, 0.0)
 
     def _seconds(self, instance: Instance, device_of_group: NDArray[np.int32]) -> float:
         """Measured step time; inf when the plan failed."""
-        if self._measure is None:
-            campaign = self._campaigns.get(instance.problem.fingerprint)
-            if campaign is None:
-                raise InputError(f"MeasuredBackend: no campaign measures {instance.problem.name!r}; give it one")
-            return campaign.seconds(campaign.measure(device_of_group))
-        plan = make_plan(instance.problem, device_of_group, planner="measured")
         try:
-            return float(self._measure(plan))
+            return float(self._measure(make_plan(instance.problem, device_of_group, planner="measured")))
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
                 return math.inf

@@ -102,7 +102,8 @@ def _register_environments() -> None:
     """Idempotent; the entry points are strings, so that nothing heavy is imported."""
     import gymnasium
 
-    for name, entry in (("Placement", "placement:PlacementEnv"), ("Refinement", "refinement:RefinementEnv")):
+    entries = {"Placement": "placement:PlacementEnv", "Refinement": "refinement:RefinementEnv", "Cluster": "cluster:ClusterEnv"}
+    for name, entry in entries.items():
         if f"rlplace/{name}-v0" not in gymnasium.registry:
             gymnasium.register(f"rlplace/{name}-v0", entry_point=f"rlplace.envs.{entry}")
 

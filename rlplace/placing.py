@@ -229,26 +229,41 @@ def answer(
         **limits: Seed, time limit, costs and host, for both the strategy and the placement.
     """
     from rlplace.branches import quicker_placement
-    from rlplace.graph.rescale import two_captures
     from rlplace.strategy.plan import plan_strategy
+
+    alone = None if capture_at is not None else graph
+    if batch is None:
+        batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
+    strategy = plan_strategy(
+        cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
+        **what_may_be(graph, capture_at, space=space, fixed=fixed, planner=planner, facts=facts), **limits,
+    )  # fmt: skip
+    restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
+    if restricted or curve is not None or answers(planner) == planner:
+        return Answer(strategy)
+    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
+
+
+def what_may_be(
+    graph: OpGraph,
+    capture_at: Callable[[int], OpGraph] | None,
+    *,
+    space: Space | str | None,
+    fixed: Mapping[str, Any],
+    planner: str,
+    facts: Callable[[], ModelFacts] | None,
+) -> dict[str, Any]:
+    """Arguments of `rlplace.strategy.plan.ask` that the model and the space give; those of `answer`."""
+    from rlplace.graph.rescale import two_captures
 
     why_not, only = None, None
     if space != EVERYTHING:
         from rlplace.runtime.native.why_not import judge
 
         why_not, only = judge(facts() if facts is not None else None)
-    alone = None if capture_at is not None else graph
-    if batch is None:
-        batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
-    strategy = plan_strategy(
-        first, cluster, batch, other=other, space=allowed_space(space, fixed, planner), why_not=why_not, only=only,
-        curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress, **limits,
-    )  # fmt: skip
-    restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
-    if restricted or curve is not None or answers(planner) == planner:
-        return Answer(strategy)
-    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
+    allowed = allowed_space(space, fixed, planner)
+    return {"graph": first, "other": other, "space": allowed, "why_not": why_not, "only": only}
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:

@@ -221,6 +221,7 @@ def test_the_walk_finds_what_a_kernel_holds() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_index_of_older_sources_counts_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signatures may name a class that is gone."""

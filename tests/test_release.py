@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_module_and_its_data(installed):
     assert kernels == {f"{module}.{name}" for module, names in SETS.values() for name in names}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_works_without_the_repository(installed, tmp_path):
     where = python(

@@ -25,6 +25,7 @@ def test_a_hugging_face_model_is_placed_and_trains(tmp_path):
     assert len(losses) == 5 and losses[-1] < losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_placer_learns_from_graphs_of_ones_own(tmp_path):
     out = run("own_graphs.py", str(tmp_path), cwd=tmp_path)

@@ -153,7 +153,7 @@ def make_seeds(folder: Path) -> None:
     problem = _problems(folder)
     _plans(folder, problem)
     _graph_and_costs(folder)
-    _measured(folder, problem)
+    _measured(folder)
     _agent(folder, problem)
     _comparison(folder)
     _records(folder)
@@ -248,31 +248,21 @@ def _strategies(folder: Path, graph: Any) -> None:
         dataclasses.replace(whole, strategy=Strategy(8, pipelines)).save(folder / f"{name}.plan.json")
 
 
-def _measured(folder: Path, problem: Any) -> None:
+def _measured(folder: Path) -> None:
     from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
-    from rlplace.measured.site import Site
-    from rlplace.measured.store import TrialStore
-    from rlplace.measured.trial import Trial
+    from rlplace.measured.log import Ended, Run, RunLog
 
     _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
-    place = PlaceTiming(0, "a", 0.1, 0.02, 0.0, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
-    timing = PlanTiming("p", "9f", "4a", "heft", "joint_graph", "computed", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
+    place = PlaceTiming(0, "a", 0.1, 0.02, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
+    timing = PlanTiming("p", "9f", "4a", "heft", "joint_graph", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
     PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")
     for number, curve in enumerate(CURVES):
         _write(folder / f"curve{number}.curve.json", "batch_curve", curve)
-    site = Site("lab", {"device": "cpu", "processes": 2})
-    with TrialStore(folder / "trials.sqlite") as store:
-        store.add_problem(problem)
-        store.add_site(site)
-        for number in range(4):
-            plan = tuple((number >> group) & 1 for group in range(problem.num_groups))
-            store.add(
-                Trial(
-                    problem=problem.fingerprint, site=site.fingerprint, device_of_group=plan,
-                    status="done", step_s=(0.1, 0.2), places=(place,), predicted_s=0.12, engine="joint_graph", setup_s=0.5,
-                    began_at=1000.0 + number, run="first",
-                )
-            )  # fmt: skip
+    log = RunLog(folder / "lab.runs.jsonl")
+    for number in range(3):
+        strategy = {"batch": 8, "microbatch": [4], "microbatches": [2], "stages": [{"blocks": ["a", "b"], "devices": [number]}]}
+        run = Run("q", "lab", strategy, ("cpu", "cpu"), (0, 0), (1.0, 0.5), 0.1, 0.5, 0.12, 0.9)
+        log.end(log.begin(run), Ended("done", (0.1, 0.2), 0.4) if number else Ended("crashed", reason="it"))
 
 
 def _agent(folder: Path, problem: Any) -> None:

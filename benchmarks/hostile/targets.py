@@ -217,15 +217,13 @@ def _timings(path: Path, seeds: Path) -> None:
     json.dumps(timings.to_dict(), allow_nan=False)
 
 
-def _trials(path: Path, seeds: Path) -> None:
-    from rlplace.measured.store import TrialStore
+def _runs(path: Path, seeds: Path) -> None:
+    from rlplace.measured.log import read_runs, shared
 
-    with TrialStore(path, create=False) as store:
-        for trial in store.trials(include_running=True):
-            _check(math.isfinite(trial.median_s) or not trial.step_s, "a median is not finite")
-        for name in store.problems():
-            problem = store.problem(name)
-            _simulated(problem, [max(0, int(d)) for d in problem.group_device])
+    runs = read_runs(path)
+    for run in runs:
+        _check(run.median_s is None or math.isfinite(run.median_s), "a median is not finite")
+    _check(all(not run.reason for run in shared(runs)), "a reason is shared")
 
 
 def _curve(path: Path, seeds: Path) -> None:
@@ -346,7 +344,7 @@ TARGETS: dict[str, Target] = {
     "costs": Target(JSON, ("lab.cost.json",), _costs),
     "measurement": Target(JSON, ("mlp.measure.json",), _measurement),
     "timings": Target(JSON, ("job.timings.json",), _timings),
-    "trials": Target(BYTES, ("trials.sqlite",), _trials, 0.5),
+    "runs": Target(BYTES, ("lab.runs.jsonl",), _runs, 0.5),
     "batch curve": Target(JSON, tuple(f"curve{n}.curve.json" for n in range(3)), _curve),
     "comparison lines": Target(LINES, ("rows.jsonl",), _rows, 0.5),
     "cases": Target(JSON, ("cases/cases.json", "cases/toy.problem.json"), _cases),

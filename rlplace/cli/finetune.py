@@ -1,169 +1,174 @@
-"""``rlplace finetune``: learn from measured step times, live on a cluster or from a file."""
+"""``rlplace finetune``: runs strategies on a real cluster, learns what the cluster is like, and ends with the best that ran."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
+import time
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import add_model_options, natural, positive, print_json, rate, say
+from rlplace.cli.common import (
+    MICROBATCH,
+    add_model_options,
+    capture_model,
+    compile_first,
+    costs_of,
+    natural,
+    note_machine,
+    positive,
+    print_json,
+    print_table,
+    rate,
+    say,
+    seconds,
+)
+from rlplace.cli.strategy import machine_of
 from rlplace.errors import InputError
+from rlplace.plan.strategy import uniform_words
+from rlplace.text import ms
 
 if TYPE_CHECKING:
-    from rlplace.agents.checkpoint import Checkpoint
-    from rlplace.agents.tuning.offline import Measurements
-    from rlplace.comparing.closing import Skills
+    from rlplace.cluster import Cluster
+    from rlplace.measured.log import Run
+    from rlplace.measured.residual import Residual
+    from rlplace.measured.session import Session
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.strategy.tries import Question
 
-HELP = "learn from measured step times"
-EXAMPLE = (
-    "examples: torchrun --nproc-per-node 4 -m rlplace finetune hf:gpt2 --cluster c.toml --out mine; "
-    "rlplace finetune --measurements finetune.sqlite --out mine"
-)
-
-_STORE = "finetune.sqlite"
+HELP = "run strategies on a real cluster and learn from them"
+EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="under torchrun: measure plans of this model; without it learn from a file"
-    )
-    parser.add_argument(
-        "--measurements", nargs="+", metavar="FILE.sqlite",
-        help=f"files to learn from; with a MODEL the one file that measurements go to and that is gone on with ({_STORE})",
-    )  # fmt: skip
-    parser.add_argument("--agent", default="default", metavar="NAME", help="what to fine-tune: a name or a folder (default)")
-    parser.add_argument("--out", metavar="DIR", help="folder of the new agent")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    learn = parser.add_argument_group("learning")
-    learn.add_argument("--fit-steps", type=positive, default=600, metavar="N", help="steps of the fit (600)")
-    learn.add_argument("--rehearse", type=natural, default=16, metavar="N", help="cases of the training stream kept alive (16)")
-    learn.add_argument(
-        "--skills", type=natural, default=0, metavar="N",
-        help="compare the agent before and after on N cases of the test split, 72 for all (0)",
-    )  # fmt: skip
-    _add_live(parser)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="as for rlplace place; left out with --export-runs")
+    add("--cluster", metavar="C", help="the devices of the runs; host (default)")
+    add("--runs", type=positive, default=5, metavar="N", help="strategies to run (5)")
+    add("--launch", metavar="COMMAND", help="how a plan is run, with {plan} and {timings}; default: torchrun on this machine")
+    add("--timeout", type=rate, default=600.0, metavar="S", help="seconds after which a run counts as crashed (600)")
+    add("--device", default="cpu", metavar="D", help="cpu (default) or cuda, for runs on this machine")
+    add("--log", metavar="FILE", help="file of runs, *.runs.jsonl: what it holds counts, and the session goes on from there")
+    add("--site", default="", metavar="TEXT", help="tells clusters apart that are planned for alike")
+    add("--rule", default="improvement", metavar="NAME", help="chooses runs: improvement (default), calibrate, thompson, list")
+    add("--space", metavar="S", help="what may be chosen, as for rlplace place")
+    add("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner's first answer (5)")
+    add("--seed", type=natural, default=0, metavar="N", help="seed (0)")
+    add("--residual", metavar="NAME", help="start from what is known to be wrong elsewhere: default, or a folder")
+    add("--from", dest="others", nargs="+", default=[], metavar="FILE", help="runs of others, *.runs.jsonl, to learn from")
+    add("--out", metavar="P.plan.json", help="where the best plan that ran goes")
+    add("--export-runs", metavar="FILE", help="write the runs of --log for others: no names of machines or modules, no code")
     add_model_options(parser)
-
-
-def _add_live(parser: argparse.ArgumentParser) -> None:
-    live = parser.add_argument_group("with a MODEL, under torchrun")
-    add = live.add_argument
-    add("--cluster", metavar="C", help="the devices of the job, one process each")
-    add("--plans", type=positive, default=60, metavar="N", help="most plans to measure (60)")
-    add("--max-steps", type=positive, metavar="N", help="most steps to time (no limit)")
-    add("--minutes", type=rate, metavar="M", help="most minutes of measuring (no limit)")
-    add("--repeats", type=positive, default=5, metavar="N", help="timed steps of a plan that is not given up (5)")
-    add("--calls", type=positive, default=2048, metavar="N", help="simulator calls of a proposal (2048)")
-    add("--replay", nargs="?", const="", metavar="C", help="sleep instead of computing, as long as ops take on this cluster")
-    add("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
-    add("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
-    add("--run", dest="run_name", metavar="NAME", help="name of the run, to go on with it (model and cluster)")
-    add("--label", default="", metavar="TEXT", help="tells clusters apart that look alike")
-    add("--best-plan", metavar="P.plan.json", help="where the fastest plan goes")
-    add("--report", metavar="R.md", help="where the report goes")
-    add("--timeout", type=rate, default=600.0, metavar="S", help="how long a rank may stand still while others wait (600)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    if options.model:
-        from rlplace.cli import finetune_live
+    from rlplace.files import check_output
+    from rlplace.measured.log import RunLog, write_shared
 
-        if options.measurements and len(options.measurements) > 1:
-            raise InputError("finetune: with a MODEL, measurements go to one file")
-        return finetune_live.run(options, (options.measurements or [_STORE])[0])
-    if not options.measurements:
-        raise InputError("finetune: name a MODEL to measure (under torchrun), or --measurements FILE to learn from")
-    if options.cluster or options.replay is not None:
-        raise InputError("finetune: --cluster and --replay go with a MODEL; the file knows its clusters")
-    return _offline(options)
-
-
-def _offline(options: argparse.Namespace) -> int:
-    import torch
-
-    from rlplace.agents.checkpoint import load_checkpoint
-    from rlplace.agents.tuning.offline import measurements_of
-    from rlplace.measured.store import TrialStore
-
-    if not options.out:
-        raise InputError("finetune: --out DIR names the folder of the new agent")
-    torch.set_num_threads(1)
-    checkpoint = load_checkpoint(options.agent)
-    check_new(options.out, options.agent)
-    sets = []
-    for path in options.measurements:
-        with TrialStore(path, create=False) as store:
-            sets += measurements_of(store)
-    facts = teach(options, checkpoint, sets)
-    if options.json:
-        print_json({"agent": options.out, **facts})
-    else:
-        print_tuned(options.out, facts)
+    for output in (options.out, options.log, options.export_runs):
+        if output:
+            check_output(output)
+    if options.export_runs and not options.log:
+        raise InputError("finetune: --export-runs writes the runs of a file; name it with --log")
+    if options.model is None and not options.export_runs:
+        raise InputError("finetune: name a MODEL whose strategies are run")
+    log = RunLog(options.log)
+    if options.model is not None:
+        _session(options, log)
+    if options.export_runs:
+        write_shared(options.export_runs, log.runs)
+        say(f"wrote {options.export_runs}")
     return 0
 
 
-def teach(options: argparse.Namespace, checkpoint: Checkpoint, sets: Sequence[Measurements]) -> dict[str, Any]:
-    """Fine-tunes an agent on measurements, saves the new one and returns the facts of its card."""
-    from rlplace.agents.card import save_tuned
-    from rlplace.agents.tuning.offline import finetune_offline
+def _session(options: argparse.Namespace, log: Any) -> None:
+    from rlplace.measured.launch import launcher, local_command
+    from rlplace.measured.session import Session
 
-    learned = finetune_offline(
-        checkpoint, sets, steps=options.fit_steps, rehearse=options.rehearse, seed=options.seed,
-        report=say,
-    )  # fmt: skip
-    facts = dict(learned.facts)
-    skills = compare(checkpoint, dataclasses.replace(checkpoint, network=learned.network), options.skills)
-    if skills is not None:
-        facts["skills"] = dataclasses.asdict(skills)
-    save_tuned(options.out, learned.network, checkpoint, learned=facts)
-    say(f"saved the agent in {options.out}")
-    return facts
-
-
-def check_new(out: str, agent: str) -> None:
-    """Refuses to write over what the agent comes from, or where nothing can be written."""
-    from pathlib import Path
-
-    from rlplace.files import check_folder
-
-    check_folder(out)
-    if Path(agent).is_dir() and Path(agent).resolve() == Path(out).resolve():
-        raise InputError(f"finetune: {out} is the agent that is fine-tuned; give the new one another folder")
+    machine = machine_of(options)
+    command = options.launch or local_command(machine, options.device)
+    launch = launcher(command, machine, timeout_s=options.timeout)
+    note_machine(options.cluster, machine)
+    question, plan = _planned(options, machine)
+    say("choosing what may be worth a run")
+    session = Session(
+        question, plan, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, residual=residual_of(options)
+    )
+    if session.belief.ran:
+        say(f"{len(session.belief.ran)} runs of {options.log} are known")
+    ran: list[tuple[PlacementPlan, Run]] = []
+    for each in session.runs(options.runs):
+        ran.append(each)
+        say(f"run {len(ran)}: {_said(each[1])}, {uniform_words(_strategy(each[0]))}")
+    _finish(options, session, ran)
 
 
-def compare(before: Checkpoint, after: Checkpoint, count: int) -> Skills | None:
-    """The zero-shot table before and after on the first cases of the test split; None without cases."""
-    if not count:
+def residual_of(options: argparse.Namespace) -> Residual | None:
+    """What corrects the cost model, by the options; None where they name nothing."""
+    if not options.residual and not options.others:
         return None
-    from rlplace.agents.problems.splits import test_cases
-    from rlplace.comparing.closing import compare_skills
+    from rlplace.measured.log import read_runs
+    from rlplace.measured.residual import Residual
 
-    cases = test_cases(progress=say)
-    step = max(1, len(cases) // count)
-    chosen = cases[::step][:count]  # of all families
-    say(f"placing {len(chosen)} cases of the test split before and after")
-
-    def tell(done: int) -> None:
-        if done % 12 == 0:
-            say(f"{done}/{len(chosen)} cases")
-
-    return compare_skills(before, after, chosen, progress=tell)
+    residual = Residual.load(options.residual or "default")
+    return residual.told([run for path in options.others for run in read_runs(path)])
 
 
-def print_tuned(out: str, facts: dict[str, Any]) -> None:
-    """Prints what was learned."""
-    print(f"learned from {facts['plans']} plans of {', '.join(facts['problems'])}")
-    pairs = zip(facts["prediction_error_before"], facts["prediction_error_after"], strict=True)
-    errors = ", ".join(f"{100 * before:.1f} % -> {100 * after:.1f} %" for before, after in pairs)
-    print(f"error of predicted step times, before and after calibration: {errors}")
-    skills = facts.get("skills")
-    if skills and skills["cases"]:
-        print(
-            f"old skills, {skills['cases']} unseen cases at {skills['calls']} calls, step time over best: "
-            f"{skills['before']:.4f} before, {skills['after']:.4f} after; {skills['worse']} worse and "
-            f"{skills['better']} better by 1 %, worst {skills['worst']:.3f}"
-        )
-    print(f"use it with: rlplace place MODEL --cluster C --agent {out}")
+def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:
+    """The question, and the planner's answer."""
+    from rlplace.placing import CLASSICAL, FIXED, answer, default_batch, what_may_be
+    from rlplace.strategy.plan import ask
+
+    fixed = {name: getattr(options, name, None) for name in FIXED}
+    costs, batch = costs_of(options, machine), options.batch or default_batch(machine)
+    compile_first("strategy")
+    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}
+    plan = answer(
+        captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
+        facts=captured.facts, began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
+    ).strategy  # fmt: skip
+    may_be = what_may_be(
+        captured.graph, captured.capture_at, space=options.space, fixed=fixed, planner=CLASSICAL, facts=captured.facts
+    )
+    return ask(cluster=machine, batch=batch, **may_be, **pricing), plan
+
+
+def _strategy(plan: PlacementPlan) -> Any:
+    assert plan.strategy is not None
+    return plan.strategy
+
+
+def _said(run: Run) -> str:
+    """What became of a run."""
+    if run.median_s is None:
+        return f"{run.status.replace('_', ' ')} ({run.reason})"
+    return f"{ms(run.median_s)} ms, {ms(run.expected_s)} were expected"
+
+
+def _finish(options: argparse.Namespace, session: Session, ran: list[tuple[PlacementPlan, Run]]) -> None:
+    plan, best = session.best()
+    if options.out:
+        plan.save(options.out)
+        say(f"wrote {options.out}")
+    left = session.left_to_gain()
+    if options.json:
+        rest = None if left is None else {"strategy": _strategy(left[0]).to_dict(), "expected_s": left[1]}
+        keys = ("strategy", "status", "median_s", "expected_s", "reason")
+        rows = [{key: getattr(run, key) for key in keys} for _, run in ran]
+        print_json({"best": plan.to_dict(), "step_s": best.step_s, "runs": rows, "left": rest})
+        return
+    shown = [_row(*each) for each in ran]
+    print_table(["priced ms", "expected ms", "measured ms", "fits", "<strategy"], shown)
+    print(f"the best that ran takes {ms(best.step_s)} ms: {_words(plan)}")
+    if left is not None:
+        print(f"the most promising that did not run is expected to take {ms(left[1])} ms: {_words(left[0])}")
+
+
+def _row(plan: PlacementPlan, run: Run) -> list[str]:
+    measured = run.status.replace("_", " ") if run.median_s is None else ms(run.median_s)
+    return [ms(run.predicted_s), ms(run.expected_s), measured, f"{100 * run.fits:.0f} %", _words(plan)]
+
+
+def _words(plan: PlacementPlan) -> str:
+    return uniform_words(_strategy(plan))

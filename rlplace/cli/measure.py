@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind or plan (25)")
     parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing (120)")
     plans = parser.add_argument_group("with --plans")
-    plans.add_argument("--replay", action="store_true", help="sleep as long as predicted instead of computing")
     plans.add_argument("--problem", metavar="X.problem.json", nargs="+", help="problems of the plans (built again from them)")
     plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")
     plans.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before timing (2)")

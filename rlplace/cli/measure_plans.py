@@ -60,8 +60,6 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     plans = [(path, PlacementPlan.load(path)) for path in options.plans]
-    if options.replay and any(plan.strategy is not None for _, plan in plans):
-        raise InputError("measure: --replay goes with plans that place groups; leave it out, or the whole strategies")
     recipe = recipe_of(plans[0][1])
     for path, plan in plans:
         if replace(recipe_of(plan), batch=recipe.batch) != recipe:
@@ -71,7 +69,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
             raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
     problems = _problems(options, [plan for _, plan in plans])
     limits = {"warmup": options.warmup, "repeats": options.repeats}
-    timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, replay=options.replay, **limits)
+    timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device, options)
     for path, plan in plans:
@@ -127,7 +125,6 @@ def _environment(device: torch.device, options: argparse.Namespace) -> dict[str,
         "threads": torch.get_num_threads(),
         "processes": dist.get_world_size(),
         "backend": str(dist.get_backend()),
-        "mode": "replayed" if options.replay else "computed",
     }
 
 
@@ -135,7 +132,7 @@ def _show(timings: PlanTimings) -> None:
     rows = []
     for plan in timings.plans:
         busy = "/".join(f"{100 * place.busy_s / plan.median_s:.0f}" for place in plan.places)
-        peak = max((place.peak_memory_bytes or 0 for place in plan.places), default=0)
+        peak = max((peak or 0 for peak in plan.peak_memory_bytes), default=0)
         error = "-" if plan.error is None else f"{100 * plan.error:+.1f} %"
         rows.append(
             [
@@ -156,7 +153,7 @@ def _show(timings: PlanTimings) -> None:
 
         with contextlib.suppress(RlplaceError):
             value = rank_correlation([p for p, _ in compared], [m for _, m in compared])
-            print(f"rank correlation {value:.3f}, mean error {100 * _mean_error(timings):.1f} %, {timings.plans[0].mode}")
+            print(f"rank correlation {value:.3f}, mean error {100 * _mean_error(timings):.1f} %")
 
 
 def _mean_error(timings: PlanTimings) -> float:

@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="plans to simulate at most: the answer is then the same every time"
     )
+    parser.add_argument("--residual", metavar="NAME", help="correct step times by runs elsewhere: default, or a folder")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     add_model_options(parser)
@@ -127,7 +128,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     from rlplace.comparing.measure import takes_calls
     from rlplace.placements import place_priced
 
-    for name in ("batch_curve", "microbatches", "schedule"):
+    for name in ("batch_curve", "microbatches", "schedule", "residual"):
         if getattr(options, name) is not None:
             raise InputError(
                 f"--{name.replace('_', '-')} is for whole strategies, these are placements ({reason}); leave it out"

@@ -12,7 +12,6 @@ from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.plan import PlacementPlan
-    from rlplace.problem import Problem
     from rlplace.reporting.data import ReportData
     from rlplace.reporting.tables import MeasuredRow
 
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=seconds, default=2.0, metavar="S", help="seconds per planner (2)")
     parser.add_argument(
         "--measurements", metavar="FILE", action="append",
-        help="measured step times: a *.timings.json of rlplace measure --plans, or a trial file of rlplace finetune",
+        help="measured step times: a *.timings.json of rlplace measure --plans",
     )  # fmt: skip
 
 
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         plan,
         options.out,
         planners=[] if names == [NONE] else names,
-        measurements=_measured(options.measurements or (), problem, plan),
+        measurements=_measured(options, plan),
         seed=options.seed,
         time_limit_s=options.time_limit,
         progress=lambda name: say(f"planning with {name}"),
@@ -70,16 +69,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
     """The report of a whole strategy."""
-    from rlplace.cost.timings import PlanTimings
     from rlplace.evaluating.page import strategy_page
     from rlplace.files import write_text
     from rlplace.reporting.report import render
-    from rlplace.reporting.tables import measured_rows
 
     if options.problem:
         raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
-    measured = [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
-    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=measured)
+    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=_measured(options, plan))
     write_text(options.out, render(data))
     return data
 
@@ -103,44 +99,9 @@ def _show(options: argparse.Namespace, data: ReportData) -> int:
     return 0
 
 
-def _measured(paths: list[str] | tuple[()], problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
-    """The rows of timings files and trial files, in the order given."""
+def _measured(options: argparse.Namespace, plan: PlacementPlan) -> list[MeasuredRow]:
+    """The rows of timings files, in the order given."""
     from rlplace.cost.timings import PlanTimings
     from rlplace.reporting.tables import measured_rows
 
-    rows: list[MeasuredRow] = []
-    for path in paths:
-        if _is_database(path):
-            rows += _trials(path, problem, plan)
-        else:
-            rows += measured_rows(PlanTimings.load(path), plan)
-    return rows
-
-
-def _is_database(path: str) -> bool:
-    from rlplace.files import open_regular
-
-    try:
-        with open_regular(path) as stream:
-            return stream.read(16) == b"SQLite format 3\x00"
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _trials(path: str, problem: Problem, plan: PlacementPlan) -> list[MeasuredRow]:
-    from rlplace.measured.store import TrialStore
-    from rlplace.reporting.tables import MeasuredRow
-
-    with TrialStore(path, create=False) as store:
-        trials = store.trials(problem=problem.fingerprint)
-    mine = tuple(plan.device_of_group.tolist())
-    plain = not plan.order
-    return [
-        MeasuredRow(
-            name=f"trial {number}" + (", anchor" if trial.anchor else ""),
-            this=plain and trial.device_of_group == mine,
-            timing=trial,
-            note="" if trial.status == "done" else " ".join(f"{trial.status.replace('_', ' ')}. {trial.reason}".split()),
-        )
-        for number, trial in enumerate(trials, 1)
-    ]
+    return [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]

@@ -8,10 +8,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
     MICROBATCH,
+    Captured,
     basis_words,
     capture_model,
     compile_first,
@@ -63,12 +64,31 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:
-        return answer(
+        found = answer(
             captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner,
             batch=batch, facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
             groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
             host=options.host_mode, progress=progress,
         )  # fmt: skip
+    return found if not options.residual else _corrected(found.strategy, captured, machine, costs, fixed, options)
+
+
+def _corrected(
+    plan: PlacementPlan, captured: Captured, machine: Cluster, costs: Any, fixed: Any, options: argparse.Namespace
+) -> Answer:
+    """The answer that a residual makes of a plan; placements, which it knows nothing of, are no rivals."""
+    from rlplace.measured.corrected import corrected
+    from rlplace.measured.residual import Residual
+    from rlplace.placing import Answer, what_may_be
+    from rlplace.strategy.plan import ask
+
+    residual = Residual.load(options.residual)
+    assert plan.strategy is not None
+    may_be = what_may_be(
+        captured.graph, captured.capture_at, space=options.space, fixed=fixed, planner=options.planner, facts=captured.facts
+    )
+    question = ask(cluster=machine, batch=plan.strategy.batch, costs=costs, host=options.host_mode, **may_be)
+    return Answer(corrected(question, plan, residual, options.residual))
 
 
 @contextlib.contextmanager
@@ -132,9 +152,19 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     show_devices(predicted, machine)
     cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
     checked = "" if predicted.executor == "blocks" else ", the first ones again op by op"
+    _show_residual(predicted)
     print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):
         print(f"op times: {basis}")
+
+
+def _show_residual(predicted: Prediction) -> None:
+    """What a residual says of the step, and where it should not be relied on."""
+    if about := predicted.extra.get("residual"):
+        interval = f"{ms(about['low_s'])} to {ms(about['high_s'])} ms in nine of ten"
+        print(f"corrected by residual {about['name']}: {ms(about['step_time_s'])} ms, {interval}; the rivals are not corrected")
+        if about["strange"]:
+            print(f"rely on it little: {about['strange']}")
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -15,9 +15,6 @@ from rlplace.records import Record, Whole, build, plain
 
 FORMAT = "rlplace.plan_timings"
 VERSION = 1
-Mode = Literal["computed", "replayed"]
-"""Whether the ops of a step ran, or slept for their predicted time while real tensors crossed the real links."""
-
 Seconds = Annotated[float, Meta(ge=0, lt=1e18)]
 
 
@@ -29,7 +26,6 @@ class PlaceTiming(Record, frozen=True):
         host: Name of its machine.
         busy_s: Forward and backward passes.
         wait_s: Waiting for other processes.
-        reduce_s: Summing gradients of replicas and ties, waiting included.
         update_s: Optimizer updates.
         peak_memory_bytes: Largest allocation of the device in any step; None where the device does not report it.
         predicted_busy_s: Simulated time of passes and updates.
@@ -40,7 +36,6 @@ class PlaceTiming(Record, frozen=True):
     host: str
     busy_s: Seconds
     wait_s: Seconds
-    reduce_s: Seconds
     update_s: Seconds
     peak_memory_bytes: Whole | None = None
     predicted_busy_s: Seconds | None = None
@@ -64,11 +59,12 @@ class PlanTiming(Record, frozen=True):
         problem: Fingerprint of its problem.
         planner: Name of its planner.
         engine: Name of the engine that ran it.
-        mode: Whether ops ran or slept, see `Mode`.
         step_s: Seconds of every timed step, warm-up left out: the slowest process counts.
         places: One entry a process that the plan uses, by rank.
         setup_s: Time from the plan to the first step.
         predicted_s: Simulated step time; None without the problem.
+        peak_memory_bytes: By process that the plan uses, the largest allocation in any step; None where the device is silent.
+        pace_s: Likewise, seconds of a matrix product that is the same on all, while all take it.
     """
 
     name: str
@@ -76,11 +72,12 @@ class PlanTiming(Record, frozen=True):
     problem: str
     planner: str
     engine: str
-    mode: Mode
     step_s: Annotated[tuple[Annotated[float, Meta(gt=0, lt=1e18)], ...], Meta(min_length=1)]
     places: tuple[PlaceTiming, ...]
     setup_s: Seconds
     predicted_s: Seconds | None = None
+    peak_memory_bytes: tuple[Whole | None, ...] = ()
+    pace_s: tuple[Annotated[float, Meta(gt=0, lt=1e18)], ...] = ()
 
     @property
     def median_s(self) -> float:

@@ -1,1 +1,1 @@
-"""What plans took on real clusters: trials, their store, and what is learned from them; docs/finetune.md."""
+"""What strategies take on real clusters: candidates, what runs tell, and what runs next; docs/finetune.md."""

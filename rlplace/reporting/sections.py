@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.cost.timings import spread_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
@@ -196,20 +195,17 @@ def measured(data: ReportData) -> str:
         cells = {
             "Plan": _cell(row.name),
             "Engine": _cell(row.timing.engine or "-"),
-            "Ops": _cell(row.timing.mode),
             "Steps": _cell(str(len(row.timing.step_s))),
-            "Measured": _cell(seconds_text(row.measured_s)),
-            "Spread": _cell("-" if row.measured_s is None else percent(spread_of(row.timing.step_s))),
+            "Measured": _cell(seconds_text(row.timing.median_s)),
+            "Spread": _cell(percent(row.timing.spread)),
             "Predicted": _cell(seconds_text(row.timing.predicted_s)),
-            "Error": _cell("-" if row.error is None else f"{100 * row.error:+.1f} %"),
+            "Error": _cell("-" if row.timing.error is None else f"{100 * row.timing.error:+.1f} %"),
         }
         rows.append(_noted(row, cells))
     body = _table("Predicted against measured step times", rows)
-    errors = [abs(row.error) for row in data.measured if row.error is not None]
+    errors = [abs(row.timing.error) for row in data.measured if row.timing.error is not None]
     notes = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     notes.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
-    if any(row.timing.mode == "replayed" for row in data.measured):
-        notes.append("Replayed: ops slept as long as predicted while real tensors crossed the real links.")
     body += f'<p class="note">{escape(" ".join(notes))}</p>'
     mine = next((row for row in data.measured if row.this and row.timing.places), None)
     if mine is not None:
@@ -226,7 +222,6 @@ def _places(row: MeasuredRow) -> str:
             "Busy": seconds_text(place.busy_s),
             "Predicted busy": seconds_text(place.predicted_busy_s),
             "Waiting": seconds_text(place.wait_s),
-            "Adding up gradients": seconds_text(place.reduce_s),
             "Update": seconds_text(place.update_s),
             "Peak": "-" if place.peak_memory_bytes is None else bytes_text(place.peak_memory_bytes),
             "Predicted peak": "-" if place.predicted_peak_bytes is None else bytes_text(place.predicted_peak_bytes),
@@ -269,7 +264,8 @@ Row = tuple[str, dict[str, Cell]]
 
 def _noted(row: PlannerRow | MeasuredRow, cells: dict[str, Cell]) -> Row:
     """A row with its remarks in a last column; the row of the report's plan is marked."""
-    note = ". ".join(part for part in ("this plan" if row.this else "", row.note) if part)
+    said = row.note if isinstance(row, PlannerRow) else ""
+    note = ". ".join(part for part in ("this plan" if row.this else "", said) if part)
     return "this" if row.this else "", {**cells, "": _cell(note, "text")}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
 from rlplace.simulator import Timeline, simulate
-
-if TYPE_CHECKING:
-    from rlplace.measured.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -56,25 +52,11 @@ class MeasuredRow:
         name: Name for display.
         this: Whether it is the plan of the report.
         timing: Measured and predicted times.
-        note: Reason why it failed.
     """
 
     name: str
     this: bool
-    timing: PlanTiming | Trial
-    note: str = ""
-
-    @property
-    def measured_s(self) -> float | None:
-        """Median step; None when it failed."""
-        return self.timing.median_s if self.timing.step_s else None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, minus 1."""
-        if self.measured_s is None or self.timing.predicted_s is None:
-            return None
-        return self.timing.predicted_s / self.measured_s - 1.0
+    timing: PlanTiming
 
 
 def planner_rows(

@@ -1,6 +1,5 @@
-"""Fine-tuning on one problem and on many: never worse than the start; the table at the end of a training; what did not fit."""
+"""Fine-tuning on one problem and on many: never worse than the start; the table at the end of a training."""
 
-import dataclasses
 import time
 
 import numpy as np
@@ -8,22 +7,22 @@ import pytest
 import torch
 from toys import TOYS, memory_tight_pair
 
+from rlplace.agents import learn
 from rlplace.agents import setup as adapting
 from rlplace.agents.cases import Case
 from rlplace.agents.pretrain import ranking_loss
-from rlplace.agents.tuning import learn
-from rlplace.agents.tuning.belief import with_less_room
 from rlplace.cli.compare_table import print_summaries
 from rlplace.comparing.closing import compare_agent
 from rlplace.envs import make_instance
 from rlplace.errors import InfeasibleError
-from rlplace.measured.trial import Trial
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["refinement"])
 def test_never_worse_than_the_floor(agents, name):
     problem = random_problem(3, num_groups=24, num_devices=4, memory_factor=1.8)
@@ -115,35 +114,3 @@ def test_the_table(tmp_path, make_checkpoint, capsys):
     print_summaries(every, "title")
     text = capsys.readouterr().out
     assert "title, makespan of one step" in text and "3/4" in text and "nan" not in text
-
-
-PROBLEM = random_problem(5, 10, 2, memory_factor=4.0)
-
-
-def trial(plan, status):
-    steps = (1.0,) if status == "done" else ()
-    return Trial(PROBLEM.fingerprint, "", tuple(map(int, plan)), status, step_s=steps)
-
-
-ALL_ON = [np.full(10, device, dtype=np.int32) for device in (0, 1)]
-
-
-def test_nothing_failed_nothing_changes():
-    assert with_less_room(PROBLEM, [trial(ALL_ON[0], "done"), trial(ALL_ON[1], "crashed")]) is PROBLEM
-
-
-@pytest.mark.parametrize("device", [0, 1])
-def test_the_failed_plan_no_longer_fits(device):
-    smaller = with_less_room(PROBLEM, [trial(ALL_ON[device], "out_of_memory")])
-    assert not simulate(smaller, ALL_ON[device]).feasible
-    assert smaller.devices[1 - device] == PROBLEM.devices[1 - device]
-    unlimited = dataclasses.replace(PROBLEM, devices=tuple(dataclasses.replace(d, memory_bytes=None) for d in PROBLEM.devices))
-    limited = with_less_room(unlimited, [trial(ALL_ON[device], "out_of_memory")])
-    assert limited.devices[device].memory_bytes is not None and limited.devices[1 - device].memory_bytes is None
-
-
-def test_what_has_worked_still_fits():
-    almost = ALL_ON[0].copy()
-    almost[np.argmin(PROBLEM.resident_bytes)] = 1
-    smaller = with_less_room(PROBLEM, [trial(ALL_ON[0], "out_of_memory"), trial(almost, "done")])
-    assert simulate(smaller, almost).feasible

@@ -131,6 +131,7 @@ def test_hostile_weights_do_no_harm(make_network):
         assert search.best == Score(*Simulator(instance.problem).evaluate(search.best_plan))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
     """Compiles the loop anew around a simulator that tells every call to Python."""

@@ -9,6 +9,7 @@ from numba import njit
 from rlplace.agents import guided
 from rlplace.agents.network import HEURISTIC, STOP_LOGIT, NetworkConfig, PlacerNetwork
 from rlplace.envs import make_instance
+from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
@@ -33,7 +34,7 @@ def test_an_untrained_network_is_the_heuristic(features):
 
 
 def test_every_heuristic_feature_exists():
-    assert set(HEURISTIC) <= {*FEATURES, *CONSTRUCTION_FEATURES}
+    assert set(HEURISTIC) <= {*FEATURES, *CONSTRUCTION_FEATURES, *ClusterEnv.FEATURES}
 
 
 def test_logits_follow_the_order_of_candidates(make_network):

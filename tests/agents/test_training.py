@@ -9,12 +9,13 @@ import torch
 from rlplace.agents import checkpoint, gather, ppo
 from rlplace.agents import train as training
 from rlplace.agents.cases import Case
-from rlplace.agents.checkpoint import load_checkpoint, read_tensors
+from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
+from rlplace.tensors import read_tensors
 
 
 def given(*problems):

@@ -203,21 +203,6 @@ def test_other_settings_weights_and_problems_are_refused(tmp_path: Path) -> None
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
-def test_the_published_tables_of_fine_tuning_are_those_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.finetune.rank import read_rows
-    from benchmarks.finetune.report import report
-
-    rows = read_rows(ROOT / "benchmarks/finetune/measured")
-    assert len({(row["cluster"], row["model"], row["seed"]) for row in rows}) == len(rows) == 36
-    for cell in rows:
-        assert all(facts["plans"] <= 32 for facts in cell["facts"].values())
-        assert all(len(steps) >= 20 for steps in cell["judged_s"].values())
-    report(rows)
-    page = (ROOT / "docs/results.md").read_text()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(lines) == 21 and all(f"\n{line}\n" in page for line in lines)
-
-
 def test_the_published_table_of_the_agent_is_that_of_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.decompress((ROOT / "benchmarks/agent/rows.jsonl.gz").read_bytes()))

@@ -1,4 +1,4 @@
-"""``rlplace compare`` and ``finetune``: tables, JSON, CSV, resuming, Ctrl-C, a live campaign under a real torchrun."""
+"""``rlplace compare``: tables, JSON, CSV, resuming, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import command
 import pytest
-from launch import forked, start
 
-from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.cli.main import main
-from rlplace.measured.store import TrialStore
 from rlplace.problem.generate import random_problem
 
 QUICK = ["--planners", "single,heft,annealing", "--calls", "16"]
@@ -143,64 +138,3 @@ def test_interrupting_keeps_what_was_done(problems, tmp_path):
     data = json.loads(out)
     assert not data["complete"] and [row["planner"] for row in data["rows"]] == ["best", "heft"]
     assert '"heft"' in path.read_text()
-
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "finetune"
-MODEL = "zoo:moe_toy,width=64,layers=2,experts=4"
-LIVE = [MODEL, "--batch", "8", "--granularity", "12", "--cluster", "lab.toml", "--replay", "lab_true.toml", "--repeats", "2"]
-LIVE += ["--calls", "256", "--fit-steps", "40", "--rehearse", "1", "--measurements", "m.sqlite", "--out", "tuned"]
-
-
-def launch(folder):
-    """A live campaign on three processes; returns the running job."""
-    for name in ("lab.toml", "lab_true.toml"):
-        (folder / name).write_text((EXAMPLES / name).read_text())
-    return start(3, "-m", "rlplace", "finetune", *LIVE, "--plans", 6, cwd=folder, start_new_session=True)
-
-
-def measured(path):
-    if not path.exists():
-        return []
-    with TrialStore(path) as store:
-        return store.trials(include_running=True)
-
-
-@pytest.mark.slow
-def test_a_campaign_is_interrupted_goes_on_and_teaches(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "m.sqlite"
-    job = launch(tmp_path)
-    try:
-        deadline = time.monotonic() + 600
-        while len([trial for trial in measured(path) if trial.timed]) < 3 and time.monotonic() < deadline:
-            time.sleep(0.3)
-        os.killpg(job.pid, signal.SIGINT)
-        _, err = job.communicate(timeout=600)
-    finally:
-        job.kill()
-    assert "the same command goes on from there" in err, err
-    before = measured(path)
-    assert len(before) >= 3 and all(trial.timed for trial in before)  # nothing was lost, nothing is half done
-
-    words = [*LIVE, "--plans", "6", "--json", "--report", "report.md", "--best-plan", "best.plan.json"]
-    code, out, err = forked(3, "-m", "rlplace", "finetune", *words, cwd=tmp_path)
-    assert code == 0, err
-    found = json.loads("".join(out))
-    trials = measured(path)
-    assert trials[: len(before)] == before
-    own = [trial for trial in trials if not trial.anchor]
-    assert len(own) == 6 == found["plans"] and len({trial.device_of_group for trial in own}) == 6
-    assert set(found["device_factors"]) == {*"abc"}  # what they are is a matter of time, and found on its own clock elsewhere
-    assert found["best_step_s"] <= found["untuned_step_s"] * 1.1
-    assert json.loads((tmp_path / "best.plan.json").read_text())["placement"]["device_of_group"] == found["device_of_group"]
-    assert "error of predicted step times" in (tmp_path / "report.md").read_text()
-    tuned = load_checkpoint(tmp_path / "tuned")
-    assert [line["name"] for line in tuned.training["lineage"]] == ["default"]
-
-    monkeypatch.chdir(tmp_path)
-    words = ["--measurements", "m.sqlite", "--agent", "tuned", "--out", "again", "--fit-steps", "40"]
-    assert main(["finetune", *words, "--rehearse", "1", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["plans"] == 6 and again["rehearsed_cases"] == 1
-    assert [line["name"] for line in load_checkpoint(tmp_path / "again").training["lineage"]] == ["default", "tuned"]
-    assert main(["finetune", *words[:2], "--agent", "tuned", "--out", "tuned"]) == 2
-    assert "give the new one another folder" in capsys.readouterr().err

@@ -74,11 +74,9 @@ def test_hostile_input_is_refused_in_one_line(changes, message):
 
 
 def timings():
-    place = PlaceTiming(0, "a", 0.06, 0.03, 0.0, 0.008, 812, 0.058, 790)
-    bare = PlaceTiming(1, "b", 0.05, 0.04, 0.0, 0.008)
-    plan = PlanTiming(
-        "x", "f" * 64, "e" * 64, "heft", "joint_graph", "computed", (0.1, 0.2, 0.12, 0.11), (place, bare), 0.8, 0.12
-    )
+    place = PlaceTiming(0, "a", 0.06, 0.03, 0.0, 812, 0.058, 790)
+    bare = PlaceTiming(1, "b", 0.05, 0.04, 0.0)
+    plan = PlanTiming("x", "f" * 64, "e" * 64, "heft", "joint_graph", (0.1, 0.2, 0.12, 0.11), (place, bare), 0.8, 0.12)
     return PlanTimings("hf:gpt2", {"torch": "2.13", "threads": 1}, (plan,))
 
 
@@ -101,6 +99,7 @@ def test_figures_of_timings():
         (lambda d: d.pop("plans"), "plans"),
         (lambda d: d.update(environment=[1]), "environment"),
         (lambda d: d["plans"][0].update(mode="guessed"), "mode"),
+        (lambda d: d["plans"][0].update(peak_memory_bytes=[-1]), "peak_memory_bytes"),
         (lambda d: d["plans"][0].update(step_s=[]), "step_s"),
         (lambda d: d["plans"][0].update(step_s=[0.0]), r"step_s\[0\]: expected a number above 0"),
         (lambda d: d["plans"][0].update(step_s=[float("1e400")]), "step_s|NaN|finite|number"),

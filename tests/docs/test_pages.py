@@ -15,6 +15,8 @@ from rlplace.cli.main import build_parser
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
+FIRST = ("README.md", "docs/quickstart.md", "docs/finetune.md", "docs/runtime/run.md", "docs/runtime/native.md")
+"""What people try first: run in CI; all others before a release."""
 PARTS = 6
 
 
@@ -44,10 +46,11 @@ def test_links_lead_to_files(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", ["first", *(pytest.param(part, marks=pytest.mark.long) for part in range(PARTS))])
 def test_pages_run(part, tmp_path):
     """A process for several pages, as importing torch takes longer than most of them."""
-    names, words = sorted(RUNNABLE, key=started)[part::PARTS], []
+    others = sorted((name for name in RUNNABLE if name not in FIRST), key=started)
+    names, words = [name for name in RUNNABLE if name in FIRST] if part == "first" else others[part::PARTS], []
     for number, name in enumerate(names):
         folder = tmp_path / str(number)
         folder.mkdir()

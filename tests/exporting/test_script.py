@@ -59,6 +59,7 @@ def plan_of(model, strategy, graph=None):
     return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
 
 
+MORE = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("copies", "hybrid, gathered once", "stages, tensor")
 
 
@@ -80,7 +81,7 @@ def results(tmp_path_factory):
     return run_cases
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=MORE) for name in CASES])
 def test_a_script_trains_as_its_plan(name, results):
     (printed, own), *others = (result[name] for result in results(name in QUICK))
     assert [losses for losses, _ in others] == [[]] * 3
@@ -124,6 +125,7 @@ def test_what_a_script_cannot_say_is_refused(name):
         rlplace.export(plan_of(*case), "script")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_verb_writes_what_torchrun_starts(tmp_path, capsys):
     (tmp_path / "own.py").write_text(

@@ -145,7 +145,6 @@ def test_a_lock_keeps_others_out_and_is_not_waited_for_for_ever(tmp_path):
 
 PLAN = ["simulate", "{s}/toy.problem.json", "{s}/ordered.plan.json"]
 TOY = ["{s}/toy.problem.json"]
-LEARN = ["--measurements", "{s}/trials.sqlite", "--fit-steps", "1", "--rehearse", "0"]
 TRAIN = ["train", "--problems", *TOY, "--cases", "1", "--fit-steps", "0", "--steps", "0", "--test", *TOY, "--calls", "1"]
 QUICK = {
     "place": ["place", *TOY, "--planner", "heft", "--out", "{o}/p.plan.json"],
@@ -157,7 +156,6 @@ QUICK = {
 LONGER = {
     "capture": ["capture", "zoo:mlp", "--cluster", "l4:2", "--batch", "2", "--out", "{o}/x.problem.json"],
     "measure": ["measure", "zoo:mlp", "--step", "--batch", "2", "--repeats", "1", "--out", "{o}/m.measure.json"],
-    "finetune": ["finetune", *LEARN, "--out", "{o}/tuned"],
     "train": [*TRAIN, "--out", "{o}/run"],
 }
 VERBS = QUICK | LONGER
@@ -181,7 +179,7 @@ def told(lines):
 @pytest.mark.parametrize("name", VERBS)
 def test_where_nothing_can_be_written_is_said_before_any_work(name, seeds, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
-    where = {"under a file": tmp_path / "file"} | ({} if name in ("finetune", "train") else {"nowhere": tmp_path / "none"})
+    where = {"under a file": tmp_path / "file"} | ({} if name == "train" else {"nowhere": tmp_path / "none"})
     for out in where.values():
         code, lines = run(name, seeds, out, capsys)
         assert code == 2
@@ -193,8 +191,6 @@ def test_where_nothing_can_be_written_is_said_before_any_work(name, seeds, tmp_p
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_no_room_for_the_result(name, seeds, tmp_path, capsys):
     """Files may not grow beyond some bytes, as where a disk is full or a quota used up; what was there stays."""
-    if name == "finetune":
-        seeds = shutil.copytree(seeds, tmp_path / "seeds")  # SQLite's journal is written beside the file
     out = tmp_path / "out"
     out.mkdir()
     target = out / VERBS[name][-1].removeprefix("{o}/")

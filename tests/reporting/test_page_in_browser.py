@@ -96,9 +96,7 @@ def piped():
         PlannerRow("heft", False, 0.3, 26.6, True, 0.8, 4, 0.1),
         PlannerRow(HOSTILE, True, 0.4, 20.0, True, None, 4, None),
     ]
-    timings = [
-        PlanTiming("", "", "", "", "joint", "computed", (0.3 + 0.1 * i,) * 10, (), 0.0, 0.33 + 0.08 * i) for i in range(3)
-    ]
+    timings = [PlanTiming("", "", "", "", "joint", (0.3 + 0.1 * i,) * 10, (), 0.0, 0.33 + 0.08 * i) for i in range(3)]
     measured = [MeasuredRow(f"plan{i}", i == 0, timing) for i, timing in enumerate(timings)]
     return report_data(problem, plan, planners=planners, measured=measured)
 

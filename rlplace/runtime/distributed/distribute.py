@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.problem import Problem
 from rlplace.runtime.distributed.execution.batches import check_first_batches, check_same_graph
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
 from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
@@ -23,7 +22,6 @@ from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.replay import ReplayEngine
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
@@ -37,8 +35,8 @@ if TYPE_CHECKING:
 
     from rlplace.runtime.distributed.strategy_model import StrategyModel
 
-JOINT_GRAPH, REPLAY = "joint_graph", "replay"
-"""What runs placements, and what only sleeps."""
+JOINT_GRAPH = "joint_graph"
+"""What runs placements."""
 
 
 def distribute(
@@ -53,7 +51,6 @@ def distribute(
     reduction: str = "mean",
     whole: Collection[str] = (),
     seed: int = 0,
-    replayed: Problem | None = None,
     graphs: Graphs | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> DistributedModel:
@@ -74,12 +71,11 @@ def distribute(
         reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
         seed: Seed of dropout and other random ops.
-        replayed: The problem of the plan, or one with the same groups, whose op times are slept instead of computing.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
         mixed_precision: Torch's policy of what parameters are gathered and gradients reduced in. Weights, gradients and
             optimizer state keep the model's dtype.
 
-    `replayed` and `graphs` are for placements, `mixed_precision` is for strategies.
+    `graphs` are for placements, `mixed_precision` is for strategies.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -96,8 +92,6 @@ def distribute(
     if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
     if plan.strategy is not None:
-        if replayed is not None:
-            raise InputError("distribute: strategies are run by torch's own parts, which do not sleep; leave replayed= out")
         options = {"batching": batching, "loss": loss, "seed": seed, "mixed_precision": mixed_precision}
         return _by_strategy(model, plan, plan.strategy, example_inputs, where, options)
     if mixed_precision is not None:
@@ -120,8 +114,6 @@ def distribute(
     # What nobody reads is on the plan's first device.
     owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(model)}
     own = own_tree(model, owners, ranks.rank, ranks.device)
-    if replayed is not None and replayed.num_groups != len(plan.device_of_group):
-        raise InputError("distribute: replayed= has other groups than the plan; price the same groups for it")
 
     def traced(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
         return trace(meta, args, kwargs, None if target is None and with_target else loss, target)
@@ -130,10 +122,9 @@ def distribute(
         if graph is not first:
             check_same_graph(graph, ranks)
         where, held = build_joint(graph, plan, ranks.device, owners), tensors_in(own)
-        return Engine(where, ranks, held) if replayed is None else ReplayEngine(where, ranks, held, plan, replayed)
+        return Engine(where, ranks, held)
 
-    report = JOINT_GRAPH if replayed is None else REPLAY
-    placed = PlacedModel(meta, own, owners, ranks, batching, traced, engine_for, seed, report)
+    placed = PlacedModel(meta, own, owners, ranks, batching, traced, engine_for, seed, JOINT_GRAPH)
     check_first_batches(placed, ranks, share)
     return placed
 

@@ -111,6 +111,7 @@ def test_plain_loop(folders, monkeypatch, capsys):
         torch.testing.assert_close(values, saved["optimizer"]["state"][number], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_accelerate_loop(folders, monkeypatch, capsys):
     one, two = folders
@@ -152,6 +153,7 @@ def assert_same_weights(one, two):
         torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_environment_rewards_real_step_times(tmp_path):
     first = distributed("measured_environment", tmp_path)

@@ -156,6 +156,7 @@ def test_killed(tmp_path, by_strategy):
     assert re.search(rf"rank 1 \(stage 1, {HOST}\) is gone: it was killed or has crashed", line)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "who", "world"), [("hang", 1, 2), ("stop", 1, 2), ("loop", 2, 3)])
 def test_hangs(tmp_path, mode, who, world):
@@ -216,6 +217,7 @@ def processes_of(marker):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):

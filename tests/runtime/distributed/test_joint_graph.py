@@ -310,6 +310,7 @@ def test_distribute_takes_the_engine_for_such_a_plan(results):
         torch.testing.assert_close(*logits)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_models_train_on_random_places():
     world, cases = 3, []

@@ -235,6 +235,7 @@ def found(tmp_path_factory):
     return launch.run(2, everything, str(tmp_path_factory.mktemp("trainer")))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logs_and_weights_are_those_of_one_device(found, name):
@@ -252,6 +253,7 @@ def test_logs_and_weights_are_those_of_one_device(found, name):
         assert worst < (3e-2 if name == "bf16" else 2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(found):
     one, _, worst, _, best = found[0][0]["a loss that ignores the number of labels"]
@@ -261,6 +263,7 @@ def test_the_best_model_is_loaded_at_the_end(found):
     assert worst < 2e-4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_shares_are_saved_whole_and_resumes_what_one_device_saved(found):
     one, two, worst = found[0][0]["resumed"]
@@ -271,12 +274,14 @@ def test_shares_are_saved_whole_and_resumes_what_one_device_saved(found):
     assert worst < 2e-4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_both_processes_hold_a_part(found):
     held = [[cases[name][3] for cases, *_ in found] for name in CASES if "replicas" not in name]
     assert all(0 < count < 28 + 20 for row in held for count in row)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_loss_outside_the_model_needs_no_example_target(found):
     for _, (loss, expected, worst, scores, held), _ in found:
@@ -286,6 +291,7 @@ def test_a_loss_outside_the_model_needs_no_example_target(found):
         assert held == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_other_batches_on_other_processes_are_refused(found):
     assert all("different batches" in message for _, _, message in found)

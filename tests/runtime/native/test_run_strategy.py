@@ -63,6 +63,7 @@ def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
     assert all(rank["peak_memory_bytes"] > 10_000 for rank in found["ranks"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
     first, second, folder = tmp_path / "p.plan.json", tmp_path / "t.plan.json", tmp_path / "checkpoints"
@@ -152,7 +153,6 @@ OTHERS = [
     (("explain", "PLAN", "--group", "transformer.h.0"), "leave --group out"),
     (("explain", "PLAN"), "does not say what its step and its rivals take"),
     (("measure", "--plans", "PLAN", "--device", "cpu", "--out", "x.timings.json"), "needs 4 processes, the job has 1"),
-    (("measure", "--plans", "PLAN", "--replay", "--out", "x.timings.json"), "--replay goes with plans that place groups"),
 ]
 
 

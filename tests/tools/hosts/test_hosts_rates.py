@@ -11,6 +11,8 @@ from tools.hosts.__main__ import main
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine")]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_measured_links_are_those_that_were_shaped():
     spec = HostsSpec(2, ((0, 1e9), (4e8, 0)))
     with emulated_hosts(spec) as hosts:
@@ -24,6 +26,8 @@ def test_measured_links_are_those_that_were_shaped():
     assert [device.name for device in measured.devices] == ["cpu0", "cpu1"] and measured.kinds == drawn.kinds
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_finds_its_nodes(tmp_path, capfd):
     script = tmp_path / "train.py"
     script.write_text(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import platform
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch import nn
 
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
-from rlplace.measured.race import Race
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.distribute import distribute
@@ -27,10 +27,13 @@ from rlplace.runtime.distributed.job import training
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.environment import read_clock
-from rlplace.runtime.host_memory import PeakMemory
+from rlplace.runtime.host_memory import PeakMemory, held_tensors
 from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel
+
+PACES = 9
+"""Products whose median is a device's pace."""
 
 
 @dataclass(eq=False)
@@ -43,8 +46,6 @@ class PlanTimer:
         loss: For a model that does not return its loss, else None.
         device: Where this process computes.
         optimizer: Name.
-        replay: Sleep as long as predicted instead of computing.
-        replayed: The problem whose times are slept, where it is not the plan's own: a cluster that differs from what is known.
         warmup: Steps before timing.
         repeats: Timed steps.
     """
@@ -54,8 +55,6 @@ class PlanTimer:
     loss: Loss | None
     device: torch.device
     optimizer: str = "adam"
-    replay: bool = False
-    replayed: Problem | None = None
     warmup: int = 2
     repeats: int = 5
 
@@ -70,17 +69,14 @@ class PlanTimer:
         problem: Problem | None = None,
         name: str = "",
         *,
-        race: Race | None = None,
         trace: str | Path | None = None,
     ) -> PlanTiming:
         """Runs a plan's steps and times them.
 
         Args:
             plan: A plan for the model.
-            problem: What a placement was made for; needed for predictions and for replay.
+            problem: What a placement was made for; needed for predictions.
             name: For people.
-            race: Says after every timed step, by the seconds so far, which are the same on every process, whether another
-                one is made. Default: until there are `repeats`.
             trace: Where this process writes what torch's profiler sees of one more step; None writes nothing.
 
         Returns:
@@ -91,25 +87,23 @@ class PlanTimer:
         """
         training.check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
-        # Replay changes no value.
-        model = self.model if self.replay else copy.deepcopy(self.model)
+        model = copy.deepcopy(self.model)
         inputs = self.inputs(training.microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
-        slept = (self.replayed or problem) if self.replay else None
-        placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, replayed=slept, graphs=self._graphs)
-        optimizer = None if slept is not None else OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
+        placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, graphs=self._graphs)
+        optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
         batch = self.inputs(training.samples_of_step(plan, inputs))
         step = partial(training.train_step, placed, optimizer, batch)
-        memory, race = PeakMemory(self.device), race or Race(repeats=self.repeats)
-        steps: list[tuple[float, dict[str, float]]] = []
         for number in range(self.warmup):
             _timed(step, self.device)
             if number == 0:
                 setup_s = read_clock(self.device) - begin_s
-        while not race.over([seconds for seconds, _ in steps]):
-            steps.append(_timed(step, self.device))
+        memory = PeakMemory(self.device, held_tensors(placed, optimizer))
+        steps = [_timed(step, self.device) for _ in range(self.repeats)]
         timeline = None if problem is None else simulate(problem, plan)
         _, spent_s = sorted(steps, key=lambda timed: timed[0])[(len(steps) - 1) // 2]
-        places = _places(plan, timeline, spent_s, memory.read_bytes())
+        paces = tuple(gather_objects(_pace_s(self.device))[: training.processes_needed(plan)])
+        peaks = tuple(gather_objects(memory.read_bytes())[: training.processes_needed(plan)])
+        places = _places(plan, timeline, spent_s, peaks)
         if trace is not None:
             with torch.profiler.profile() as profile:
                 _timed(step, self.device)
@@ -125,10 +119,11 @@ class PlanTimer:
             problem=plan.problem,
             planner=plan.planner,
             engine=engine,
-            mode="replayed" if self.replay else "computed",
             step_s=tuple(seconds for seconds, _ in steps),
             predicted_s=plan.predicted.step_time_s if timeline is None else timeline.step_time_s,
             places=places,
+            peak_memory_bytes=peaks,
+            pace_s=paces,
             setup_s=setup_s,
         )
 
@@ -145,8 +140,18 @@ def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[s
     return float(took), spent_s
 
 
+def _pace_s(device: torch.device) -> float:
+    """Seconds of a matrix product that tells how fast this device is beside others, while all run it."""
+    factor, seconds = torch.ones(512, 512, device=device), []
+    for _ in range(PACES):
+        begin_s = read_clock(device)
+        factor @ factor
+        seconds.append(read_clock(device) - begin_s)
+    return statistics.median(seconds)
+
+
 def _places(
-    plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float], peak_bytes: int | None
+    plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float], peak_bytes: Sequence[int | None]
 ) -> tuple[PlaceTiming, ...]:
     """What every process of a placement did in the median step; of a strategy that is not known."""
     if plan.strategy is not None:
@@ -157,9 +162,8 @@ def _places(
         host=platform.node(),
         busy_s=spent_s.get("forward", 0.0) + spent_s.get("backward", 0.0),
         wait_s=spent_s.get("wait", 0.0),
-        reduce_s=0.0,
         update_s=spent_s.get("update", 0.0),
-        peak_memory_bytes=peak_bytes,
+        peak_memory_bytes=peak_bytes[rank] if rank < len(peak_bytes) else None,
         predicted_busy_s=None if timeline is None else float(timeline.busy_s[rank]),
         predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.job.recipe import recipe_of
-from rlplace.runtime.distributed.joint.replay import ReplayEngine, sleep_until
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.why_not import why_not
@@ -63,7 +60,7 @@ def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
 
 def train_step(
     model: DistributedModel,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     batch: Any,
     *,
     clip: float | None = None,
@@ -73,7 +70,7 @@ def train_step(
 
     Args:
         model: The distributed model.
-        optimizer: Updates this process's parameters; None where nothing is computed: as long as updates take, it sleeps.
+        optimizer: Updates this process's parameters.
         batch: The same on every process.
         clip: Norm that gradients are clipped to.
         autocast: Makes what the forward runs under.
@@ -87,10 +84,6 @@ def train_step(
     if clip is not None:
         model.clip_grad_norm_(clip)
     activity.mark("update")
-    if optimizer is not None:
-        optimizer.step()
-    elif isinstance(model, PlacedModel):
-        engines = [engine for engine in model.engines() if isinstance(engine, ReplayEngine)]
-        sleep_until(time.perf_counter() + sum(engine.update_s for engine in engines))
+    optimizer.step()
     activity.mark(None)
     return float(loss.detach())

@@ -1,1 +1,0 @@
-"""Fine-tuning on measured timings; docs/finetune.md."""

@@ -1,1 +1,0 @@
-"""Fine-tuning on measured plans against searches with the same measurements; see `__main__`."""

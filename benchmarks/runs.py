@@ -1,0 +1,251 @@
+"""Which strategy to run next on a cluster whose truth is hidden: rules compared after 1, 2, 3 and 5 runs.
+
+    python -m benchmarks.runs                       all test instances, rows that stand there are not run again
+    python -m benchmarks.runs --train               policies by PPO on the instances of tuning, three seeds
+    python -m benchmarks.runs --split tune --seeds 2
+    python -m benchmarks.runs --table
+
+An instance is a captured model on a preset cluster; a truth (`rlplace.measured.truths`) is drawn for each seed. A rule chooses
+among what the planner proposes, and sees step times and memory of what it has run. After every run the corrected model is asked
+for better strategies, which join the candidates, for all rules alike. The figure is the step time of the quickest run over the
+least that is known for the truth: of all candidates, and of a search that knows it. Before anything has run it counts 3.
+Policies are `rlplace.agents.runs.train_runs` in `rlplace/Cluster-v0` on models and clusters of tuning, with truths that nobody
+is compared on; they are rules like the others once their weights are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from rlplace.agents.checkpoint import load_weights
+from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.runs import rule_of, train_runs
+from rlplace.cluster.parse import parse
+from rlplace.envs.cluster import FEATURES, Scenario
+from rlplace.errors import RlplaceError
+from rlplace.measured.belief import Belief, Ran
+from rlplace.measured.choose import RULES, Rule
+from rlplace.measured.pool import Pool, asked_in, candidates, first_pool
+from rlplace.measured.truths import Truth
+from rlplace.strategy.plan import ask
+from rlplace.strategy.tries import Question
+from rlplace.zoo import load_model
+
+ROWS = Path(__file__).with_suffix(".rows.jsonl")
+POLICIES = Path(__file__).parent / "runs_policies"
+RUNS, NEVER, AGAIN_CALLS = 5, 3.0, 200
+SHOWN = (1, 2, 3, 5)
+
+_SMALL = "vocab_size=32000,num_hidden_layers=16"
+MODELS = {
+    "tune": {
+        "gpt2-medium": ("hf:gpt2,n_layer=24,n_embd=1024,n_head=16", 512),
+        "llama-1b": (f"hf:llama,hidden_size=2048,intermediate_size=5504,num_attention_heads=16,{_SMALL}", 1024),
+        "bert-large": ("hf:bert,num_hidden_layers=24,hidden_size=1024,intermediate_size=4096,num_attention_heads=16", 512),
+        "vit-large": ("hf:vit,num_hidden_layers=24,hidden_size=1024,intermediate_size=4096,num_attention_heads=16", 1),
+    },
+    "test": {
+        "gpt2-xl": ("hf:gpt2,n_layer=48,n_embd=1600,n_head=25", 512),
+        "qwen2-3b": (
+            "hf:qwen2,hidden_size=2048,intermediate_size=11008,num_hidden_layers=24,num_attention_heads=16,"
+            "num_key_value_heads=2,vocab_size=32000", 1024,
+        ),
+        "t5-large": ("hf:t5,d_model=1024,d_ff=4096,num_layers=24,num_heads=16", 256),
+        "opt-1b": ("hf:opt,hidden_size=2048,ffn_dim=8192,num_hidden_layers=24,num_attention_heads=32", 512),
+        "gpt_neox-1b": ("hf:gpt_neox,hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,num_attention_heads=16", 512),
+    },
+}  # fmt: skip
+"""By split and name: MODEL text and sequence."""
+
+CLUSTERS = {
+    "tune": ("a100-40g:4", "v100:8", "l4:4", "h100:2x4,ib=400g"),
+    "test": ("a100-80g:8", "rtx3090:4", "t4:2x4,eth=25g", "a100-40g:4x2,ib=100g", "a100-40g:2+v100:4", "rtx4090:8"),
+}
+BATCH, CAPTURED = 64, (2, 4)
+
+
+def instances(split: str) -> Iterator[tuple[str, Question]]:
+    """Names and questions; models that fit a cluster in no way are left out."""
+    for name, (text, seq) in MODELS[split].items():
+        graphs = []
+        for batch in CAPTURED:
+            loaded = load_model(text, batch=batch, seq=seq, dtype="fp16")
+            from rlplace.graph.capture import capture
+
+            graphs.append(capture(loaded.module, loaded.example_inputs, loss=loaded.loss))
+        for cluster in CLUSTERS[split]:
+            yield f"{name} on {cluster}", ask(graphs[0], parse(cluster), BATCH, other=graphs[1])
+
+
+def policies() -> dict[str, Rule]:
+    """Trained policies by name."""
+    found = {}
+    for path in sorted(POLICIES.glob("ppo*.safetensors")):
+        network = PlacerNetwork(NetworkConfig(), features=FEATURES)
+        load_weights(network, path)
+        found[path.stem] = rule_of(network.eval())
+    return found
+
+
+def train(seeds: int, decisions: int, truths: int) -> None:
+    """Trains policies in `rlplace/Cluster-v0` on the instances of tuning."""
+    scenarios = []
+    for name, question in instances("tune"):
+        try:
+            pool = first_pool(question)
+        except RlplaceError as error:
+            print(name, error)
+            continue
+        seeds_of_truths = [zlib.crc32(f"train {name} {number}".encode()) for number in range(truths)]
+        made = [Scenario.of(pool, Truth.drawn(question, one)) for one in seeds_of_truths]
+        scenarios += [scenario for scenario in made if math.isfinite(scenario.least_s)]
+        print(name, len(scenarios), flush=True)
+    POLICIES.mkdir(exist_ok=True)
+    for seed in range(seeds):
+        network = train_runs(scenarios, decisions=decisions, runs=RUNS, seed=seed)
+        save_file(network.state_dict(), POLICIES / f"ppo{seed}.safetensors")
+        print("trained", seed, flush=True)
+
+
+def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], list[str]]:
+    """Step time of the quickest run after each, inf before anything ran; and what became of each run."""
+    rng, belief = np.random.default_rng([seed, 1]), Belief(pool)
+    best, said = [], []
+    for _ in range(RUNS):
+        chosen = rule(belief, rng)
+        if chosen is not None:
+            outcome = truth.run(belief.pool.drafts[chosen], rng)
+            belief = belief.told(Ran(chosen, outcome.step_s, outcome.share, outcome.step_s is None, outcome.pace_s))
+            said.append("out of memory" if outcome.step_s is None else "ran")
+            belief = again(belief, truth.question)
+        done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.ran if ran.step_s is not None]
+        best.append(min(done, default=math.inf))
+    return best, said
+
+
+def again(belief: Belief, question: Question) -> Belief:
+    """With what a search of the corrected model proposes."""
+    try:
+        found = candidates(asked_in(belief.world(), question), AGAIN_CALLS, 3)
+    except RlplaceError:  # as it is believed to be, nothing fits
+        return belief
+    pool = belief.pool.with_drafts(found, question)
+    return Belief(pool, belief.ran)
+
+
+def optimum(pool: Pool, truth: Truth) -> float:
+    """The least step time that is known for a truth."""
+    drafts = list(pool.drafts)
+    try:
+        drafts += candidates(truth.asked, 600, 8)
+    except RlplaceError:
+        pass
+    return min((truth.step_s(draft) for draft in drafts if truth.share(draft) <= 1.0), default=math.inf)
+
+
+def run(split: str, seeds: int, path: Path, rules: list[str]) -> None:
+    """Adds rows."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {(row["instance"], row["seed"], row["rule"]) for row in map(json.loads, lines)}
+    known_rules = {**RULES, **policies()}
+    for name, question in instances(split):
+        try:
+            pool = first_pool(question)
+        except RlplaceError as error:
+            print(name, error)
+            continue
+        for seed in range(seeds):
+            truth = Truth.drawn(question, zlib.crc32(f"{split} {name} {seed}".encode()))
+            todo = [rule for rule in rules if (name, seed, rule) not in known]
+            if not todo:
+                continue
+            least_s = optimum(pool, truth)
+            if math.isinf(least_s):
+                continue
+            for rule in todo:
+                best, said = play(known_rules[rule], pool, truth, seed)
+                row: dict[str, Any] = {
+                    "split": split, "instance": name, "seed": seed, "rule": rule, "candidates": len(pool.drafts),
+                    "over": [round(min(value / least_s, NEVER), 4) for value in best], "said": said,
+                }  # fmt: skip
+                with path.open("a") as file:
+                    print(json.dumps(row), file=file)
+            print(name, seed, flush=True)
+
+
+def table(path: Path, split: str) -> str:
+    """Geometric means by rule and number of runs, and the share of runs that did not fit."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    over: dict[str, list[list[float]]] = defaultdict(list)
+    lost: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        if row["split"] == split:
+            over[row["rule"]].append(row["over"])
+            lost[row["rule"]] += [said != "ran" for said in row["said"]]
+    lines = ["| rule | " + " | ".join(map(str, SHOWN)) + " | did not fit |", "|---|" + "---|" * (len(SHOWN) + 1)]
+    for rule, values in over.items():
+        means = np.exp(np.log(np.maximum(np.array(values), 1.0)).mean(axis=0))
+        figures = " | ".join(f"{means[n - 1]:.3f}" for n in SHOWN)
+        lines.append(f"| {rule} ({len(values)}) | {figures} | {np.mean(lost[rule]):.1%} |")
+    return "\n".join(lines)
+
+
+def ratios(path: Path, split: str) -> str:
+    """Every rule over the first, after 2 and 3 runs: geometric mean with the 95 % interval of bootstrap draws of instances."""
+    over: dict[str, dict[tuple[str, int], list[float]]] = defaultdict(dict)
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row["split"] == split:
+            over[row["rule"]][row["instance"], row["seed"]] = row["over"]
+    first, *others = over
+    lines = [f"| {first} over | after 2 runs | after 3 runs |", "|---|---|---|"]
+    for rule in others:
+        shared = [key for key in over[first] if key in over[rule]]
+        names = sorted({name for name, _ in shared})
+        figures = []
+        for runs in (2, 3):
+            log = {name: [] for name in names}
+            for key in shared:
+                log[key[0]].append(math.log(max(1.0, over[first][key][runs - 1]) / max(1.0, over[rule][key][runs - 1])))
+            rng = np.random.default_rng(0)
+            picks = rng.integers(len(names), size=(2000, len(names)))
+            drawn = [np.mean(np.concatenate([log[names[n]] for n in pick])) for pick in picks]
+            mean = np.mean(np.concatenate([log[name] for name in names]))
+            low, high = np.quantile(drawn, [0.025, 0.975])
+            figures.append(f"{math.exp(mean):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}]")
+        lines.append(f"| {rule} | {figures[0]} | {figures[1]} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--split", choices=tuple(MODELS), default="test")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rules", nargs="+", help="default: all, and trained policies")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--decisions", type=int, default=60_000)
+    parser.add_argument("--truths", type=int, default=24, help="of every instance of tuning, to train on")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.train:
+        return train(options.seeds, options.decisions, options.truths)
+    if not options.table:
+        run(options.split, options.seeds, options.rows, options.rules or [*RULES, *policies()])
+    print(table(options.rows, options.split))
+    print(ratios(options.rows, options.split))
+
+
+if __name__ == "__main__":
+    main()

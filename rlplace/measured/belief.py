@@ -1,0 +1,207 @@
+"""`Belief`: what every candidate will take, and whether it fits, by all that has run.
+
+Log step times of the candidates are jointly Gaussian. Their covariance is that of the cost model's own predictions under
+draws of the world (`rlplace.measured.world`), linear in its axes, plus what no axis explains: a kernel over features of the
+strategies, a habit of each kind, and a part of each candidate's own. So a run tells of every strategy that shares a device,
+a link or a habit with it, and how long devices of one kind take for the same product tells hosts apart. Conditioning is
+Gaussian process regression in closed form (Rasmussen and Williams 2006, section 2.2), which also gives the axes, so that a
+search can ask the corrected model for better strategies. Memory is one unknown, the log of how much more a step takes than
+predicted, on a grid, since a run that did not fit only says "more than that".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.measured.pool import Pool
+from rlplace.measured.world import SLACK, SPREAD, World, axes, world_of
+from rlplace.strategy.costs import Floats
+from rlplace.strategy.kinds import kind_of
+
+KIND, ALIKE, OWN, WIDTH = 0.06, 0.05, 0.02, 0.7
+"""Standard deviations of what no axis explains: shared by strategies of a kind and schedule, by those with like features, and
+of each one's own; root mean square distance of features, in standard deviations of each, over which likeness falls."""
+
+NOISE = 0.01
+"""Relative standard deviation of a measured step time."""
+
+PACE_NOISE = 0.03
+"""Likewise, of the time of the same product on several hosts."""
+
+PEAK_NOISE = 0.03
+"""Standard deviation of the log of a candidate's own memory over what the shared factor says."""
+
+_GRID = np.linspace(-4.0, 6.0, 201)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a run.
+
+    Attributes:
+        candidate: Its number in the pool.
+        step_s: Step time in seconds; None where it ended before a step did.
+        share: Measured peak of the fullest device beyond what is reserved, over its room; None where nobody says.
+        out_of_memory: Whether it ended because it did not fit.
+        pace_s: By device, seconds of a product that is the same on all; empty where nobody says.
+    """
+
+    candidate: int
+    step_s: float | None
+    share: float | None = None
+    out_of_memory: bool = False
+    pace_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Belief:
+    """Candidates, and the runs so far.
+
+    Attributes:
+        pool: The candidates, C of them.
+        ran: Runs, in their order.
+        known: float64 [C], what is known to be wrong before any run: log of measured over predicted; see
+            `rlplace.measured.residual`.
+    """
+
+    pool: Pool
+    ran: tuple[Ran, ...] = ()
+    known: Floats | None = None
+
+    def told(self, ran: Ran) -> Belief:
+        """With another run."""
+        told = dataclasses.replace(self, ran=(*self.ran, ran))
+        if "_prior" in vars(self):
+            vars(told)["_prior"] = self._prior
+        return told
+
+    @cached_property
+    def _prior(self) -> tuple[Floats, Floats, Floats]:
+        """Mean [C], slopes by axis [C, P], and covariance [C, C] of log step times."""
+        pool = self.pool
+        values, log_s = pool.draws.values[1:], pool.log_s[1:]
+        mean = log_s.mean(axis=0) if self.known is None else log_s.mean(axis=0) + self.known
+        ridge = len(values) * 0.02 * np.eye(values.shape[1])
+        slopes = np.linalg.solve(values.T @ values + ridge, values.T @ (log_s - log_s.mean(axis=0))).T
+        bent = (log_s - log_s.mean(axis=0) - values @ slopes.T).std(axis=0)  # what is not linear
+        scaled = pool.features / np.maximum(pool.features.std(axis=0), 1e-3)
+        apart = ((scaled[:, None] - scaled[None]) ** 2).mean(axis=2)
+        kinds = [(kind_of(draft), draft.schedule) for draft in pool.drafts]
+        same = np.array([[one == other for other in kinds] for one in kinds], dtype=np.float64)
+        cover = slopes @ slopes.T + KIND**2 * same + ALIKE**2 * np.exp(-apart / (2 * WIDTH**2))
+        return mean, slopes, cover + np.diag(OWN**2 + bent**2)
+
+    @cached_property
+    def _posterior(self) -> tuple[Floats, Floats, Floats]:
+        """Mean [C] and covariance [C, C] of log step times, and means of the axes [P]."""
+        mean, slopes, cover = self._prior
+        timed = [ran for ran in self.ran if ran.step_s is not None]
+        paces, paced = self._paces()
+        if not timed and not len(paced):
+            return mean, cover, np.zeros(slopes.shape[1])
+        at = [ran.candidate for ran in timed]
+        seen = np.concatenate([np.log([float(ran.step_s or 0.0) for ran in timed]) - mean[at], paced])
+        by_axis = np.concatenate([slopes[at], paces])  # what was seen, by axis
+        beside = np.concatenate([cover[at], paces @ slopes.T])  # and its covariance with all candidates
+        noise = np.repeat([NOISE**2, PACE_NOISE**2], [len(at), len(paced)])
+        inner = by_axis @ by_axis.T + np.diag(noise)
+        inner[: len(at), : len(at)] = cover[np.ix_(at, at)] + np.diag(noise[: len(at)])
+        gain, weights = np.linalg.solve(inner, beside).T, np.linalg.solve(inner, seen)
+        return mean + beside.T @ weights, cover - gain @ beside, by_axis.T @ weights
+
+    def _paces(self) -> tuple[Floats, Floats]:
+        """How much slower hosts are than others with devices of the same kind: slopes by axis [N, P] and what was seen [N]."""
+        cluster = self.pool.draws.cluster
+        names = [kind.name for kind in cluster.kinds]
+        axis = {name: number for number, name in enumerate(axes(cluster))}
+        rows, seen = [], []
+        for ran in self.ran:
+            for name in dict.fromkeys(names):
+                own = [d for d in range(min(len(names), len(ran.pace_s))) if names[d] == name]
+                hosts = sorted({cluster.hosts[d] for d in own})
+                by_host = [np.mean([math.log(ran.pace_s[d]) for d in own if cluster.hosts[d] == host]) for host in hosts]
+                for number, host in enumerate(hosts if len(hosts) > 1 else ()):
+                    row = np.zeros(len(axis))
+                    for other in hosts:
+                        row[axis[f"host {other}"]] = SPREAD["host"] * (float(other == host) - 1.0 / len(hosts))
+                    rows.append(row)
+                    seen.append(by_host[number] - np.mean(by_host))
+        return np.array(rows).reshape(-1, len(axis)), np.array(seen)
+
+    @property
+    def mean(self) -> Floats:
+        """float64 [C], expected log of the step time."""
+        return self._posterior[0]
+
+    @property
+    def spread(self) -> Floats:
+        """float64 [C], its standard deviation."""
+        return np.sqrt(np.maximum(np.diag(self._posterior[1]), 1e-12))
+
+    @property
+    def cover(self) -> Floats:
+        """float64 [C, C], its covariance."""
+        return self._posterior[1]
+
+    @property
+    def axes(self) -> Floats:
+        """float64 [P], where the cluster lies on its axes (`rlplace.measured.world.axes`)."""
+        return self._posterior[2]
+
+    @cached_property
+    def _slack(self) -> tuple[Floats, Floats]:
+        """Log of how much more memory steps take than is predicted, on a grid, and the probability of each."""
+        grid = SLACK[0] + SLACK[1] * _GRID
+        log = -0.5 * _GRID**2
+        for ran in self.ran:
+            predicted = math.log(max(float(self.pool.share[ran.candidate]), 1e-6))
+            if ran.share is not None:
+                log = log - 0.5 * ((math.log(max(ran.share, 1e-6)) - predicted - grid) / PEAK_NOISE) ** 2
+            elif ran.out_of_memory:
+                log = log + np.log(1e-4 + (1 - 2e-4) * _normal((grid + predicted) / PEAK_NOISE))
+            elif ran.step_s is not None:
+                log = log + np.log(1e-4 + (1 - 2e-4) * _normal(-(grid + predicted) / PEAK_NOISE))
+        weight = np.exp(log - log.max())
+        return grid, weight / weight.sum()
+
+    @cached_property
+    def fits(self) -> Floats:
+        """float64 [C], probability that a candidate fits; 0 for one that did not run."""
+        grid, weight = self._slack
+        log_share = np.log(np.maximum(self.pool.share, 1e-6))
+        chance: Floats = _normal(-(log_share[:, None] + grid) / PEAK_NOISE) @ weight
+        for ran in self.ran:
+            chance[ran.candidate] = float(ran.step_s is not None)
+        return np.clip(chance, 0.0, 1.0)
+
+    @cached_property
+    def left(self) -> NDArray[np.bool_]:
+        """Bool [C], what has not run yet."""
+        left = np.ones(len(self.pool.drafts), dtype=bool)
+        left[[ran.candidate for ran in self.ran]] = False
+        return left
+
+    @property
+    def best(self) -> Ran | None:
+        """The quickest run; None where none has ended well."""
+        timed = [ran for ran in self.ran if ran.step_s is not None]
+        return min(timed, key=lambda ran: float(ran.step_s or 0.0), default=None)
+
+    def world(self) -> World:
+        """The cluster as it is believed to be."""
+        grid, weight = self._slack
+        return world_of(self.pool.draws.cluster, self.axes, math.exp(float(grid @ weight)))
+
+
+def _normal(values: NDArray[np.float64]) -> Floats:
+    """Cumulative distribution of the standard normal."""
+    from scipy.special import ndtr
+
+    found: Floats = ndtr(values)
+    return found

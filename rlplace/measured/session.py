@@ -1,0 +1,157 @@
+"""A session on a real cluster: propose a strategy, run it, learn what the cluster is like, propose the next.
+
+Every run is a process of its own (`rlplace.measured.launch`), so that a crash is a datum. What was run stands in a log before
+it runs; a session with the same log goes on where it ended, and runs of earlier sessions count as its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.measured.belief import Belief, Ran
+from rlplace.measured.choose import RULES
+from rlplace.measured.corrected import run_of
+from rlplace.measured.log import Ended, Run, RunLog
+from rlplace.measured.pool import Pool, asked_in, candidates, first_pool
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
+from rlplace.strategy.drafts import Draft, draft_of_strategy
+from rlplace.strategy.plan import prediction
+from rlplace.strategy.tries import Question
+
+if TYPE_CHECKING:
+    from rlplace.measured.residual import Residual
+
+AGAIN_CALLS, AGAIN_MOST = 200, 3
+"""Evaluations of the search of the corrected model after every run, and strategies of its answer that join the candidates."""
+
+Launch = Callable[[PlacementPlan], Ended]
+"""Runs a plan (`rlplace.measured.launch`)."""
+
+
+@dataclass(eq=False)
+class Session:
+    """Runs on one cluster for one question.
+
+    Attributes:
+        question: What is asked.
+        plan: The planner's answer: its strategy runs among the first, and its source says what is run.
+        launch: Runs a plan.
+        log: Where runs are kept.
+        rule: Chooses what runs next, a name of `rlplace.measured.choose.RULES`.
+        seed: Of the worlds, and of rules that draw.
+        site: What tells clusters apart that are planned for alike.
+        residual: What is known to be wrong from runs elsewhere; None: nothing.
+        belief: What is known.
+    """
+
+    question: Question
+    plan: PlacementPlan
+    launch: Launch
+    _: KW_ONLY
+    log: RunLog = field(default_factory=RunLog)
+    rule: str = "improvement"
+    seed: int = 0
+    site: str = ""
+    residual: Residual | None = None
+    belief: Belief = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise InputError(f"finetune: no rule {self.rule!r}; there are {', '.join(RULES)}")
+        self._rng = np.random.default_rng([self.seed, 1])
+        known = [run for run in self.log.runs if (run.question, run.site) == (self.plan.problem, self.site)]
+        pool = first_pool(self.question, seed=self.seed)
+        drafts = [self._draft(run.strategy) for run in known]
+        assert self.plan.strategy is not None
+        pool = pool.with_drafts([self._draft(self.plan.strategy.to_dict()), *drafts], self.question)
+        self.belief = self._with(Belief(pool), pool)
+        for run, draft in zip(known, drafts, strict=True):
+            if draft in pool.drafts:
+                self._tell(run, pool.drafts.index(draft))
+
+    def runs(self, count: int) -> Iterator[tuple[PlacementPlan, Run]]:
+        """Runs so many strategies more, one after the other; ends earlier where nothing is worth a run."""
+        for _ in range(count):
+            chosen = RULES[self.rule](self.belief, self._rng)
+            if chosen is None:
+                return
+            plan = self.plan_of(chosen)
+            assert plan.strategy is not None
+            draft, said = self.belief.pool.drafts[chosen], self.belief.pool.said[chosen]
+            begun = run_of(
+                draft,
+                said,
+                self.question.costs.names,
+                self.question.cluster,
+                question=self.plan.problem,
+                site=self.site,
+                expected_s=math.exp(float(self.belief.mean[chosen])),
+                fits=float(self.belief.fits[chosen]),
+            )
+            number = self.log.begin(begun)
+            ended = self.launch(plan)
+            run = self.log.end(number, ended)
+            self._tell(run, chosen)
+            self._again()
+            yield plan, run
+
+    def plan_of(self, number: int) -> PlacementPlan:
+        """The plan of a candidate."""
+        pool = self.belief.pool
+        return dataclasses.replace(
+            self.plan,
+            strategy=pool.drafts[number].strategy(self.question.costs.names),
+            predicted=prediction(pool.said[number], self.question.batch),
+            planner="session",
+        )
+
+    def best(self) -> tuple[PlacementPlan, Ran]:
+        """The quickest run and its plan.
+
+        Raises:
+            InfeasibleError: None has worked.
+        """
+        if self.belief.best is None:
+            raise InfeasibleError(f"finetune: none of {len(self.belief.ran)} strategies worked; the log says why")
+        return self.plan_of(self.belief.best.candidate), self.belief.best
+
+    def left_to_gain(self) -> tuple[PlacementPlan, float] | None:
+        """The most promising strategy that did not run, and its expected step time; None where all have run."""
+        belief = self.belief
+        likely = belief.left & (belief.fits > 0.5)
+        if not likely.any():
+            return None
+        number = int(np.argmin(np.where(likely, belief.mean, np.inf)))
+        return self.plan_of(number), math.exp(float(belief.mean[number]))
+
+    def _draft(self, strategy: object) -> Draft:
+        return draft_of_strategy(Strategy.from_dict(strategy), self.question.costs.names)
+
+    def _tell(self, run: Run, number: int) -> None:
+        step_s = run.median_s
+        share = run.share if run.status == "done" else None
+        self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s))
+
+    def _again(self) -> None:
+        """The corrected model may know better strategies."""
+        try:
+            found = candidates(asked_in(self.belief.world(), self.question), AGAIN_CALLS, AGAIN_MOST)
+        except InfeasibleError:  # as the cluster is believed to be, nothing fits; what is left of the pool is tried
+            return
+        self.belief = self._with(self.belief, self.belief.pool.with_drafts(found, self.question))
+
+    def _with(self, belief: Belief, pool: Pool) -> Belief:
+        """With these candidates, and what is known of them from elsewhere."""
+        known, names, machine = None, self.question.costs.names, self.question.cluster
+        if self.residual is not None:
+            pairs = zip(pool.drafts, pool.said, strict=True)
+            known = self.residual.of([run_of(draft, said, names, machine) for draft, said in pairs])[0]
+        return dataclasses.replace(belief, pool=pool, known=known)

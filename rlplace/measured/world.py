@@ -1,0 +1,255 @@
+"""`World`: what a cluster may be other than the cost model says, and questions of strategies asked there.
+
+A world is a vector of *axes*, each standard normal by what is believed before anything ran: how slow each kind of device and
+each host is, the links inside hosts and between them, each host's network, what the host adds to a pass of a block, and how
+much longer every part of a step (`rlplace.strategy.evaluation.PARTS`) takes than it should. Zero is the cost model itself.
+The spreads are stated below. Step times of strategies under draws of the axes are all that `rlplace.measured.belief` needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster import Cluster
+from rlplace.problem import Links
+from rlplace.problem.fabric import Fabric
+from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.evaluate import Evaluation, Evaluator
+from rlplace.strategy.evaluation import PARTS
+
+SPREAD: Mapping[str, float] = {
+    "kind": 0.3, "host": 0.1, "inside": 0.3, "between": 0.3, "network": 0.15, "launch": 0.7,
+    "tensor": 0.15, "gather": 0.2, "exchange": 0.2, "hand_over": 0.2, "bubble": 0.15, "update": 0.2,
+}  # fmt: skip
+"""Standard deviation of the log of each factor, by the first word of its axis."""
+
+LAUNCH_S = 5e-5
+"""What a host adds to a pass of a block is this times exp(value) - 1, and nothing below zero."""
+
+SLACK = 0.05, 0.15
+"""Mean and standard deviation of the log of how much more memory a step takes than is predicted: fragments, libraries,
+caches."""
+
+LEAST_HOST = 0.03
+"""Hosts that are nearer to each other than that are alike, so that a search may treat them so."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Factors on what a cost model says of a cluster; `world_of` makes one from a vector.
+
+    Attributes:
+        kind: By kind of device, on the seconds of its ops.
+        host: [H], likewise, by host.
+        inside: On the seconds of everything that moves inside a host.
+        between: Between hosts.
+        network: [H], further factor of what a host sends or receives; the slower of two counts.
+        launch_s: Added to every pass of a block, forward and backward.
+        parts: By entry of `PARTS`, on what the step spends there; 1 where it is left out.
+        slack: On the memory of a step beyond what is reserved.
+    """
+
+    kind: Mapping[str, float]
+    host: tuple[float, ...]
+    inside: float = 1.0
+    between: float = 1.0
+    network: tuple[float, ...] = ()
+    launch_s: float = 0.0
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    slack: float = 1.0
+
+    def seconds(self, said: Evaluation) -> float:
+        """Step time with the factors of its parts; inf where it does not end."""
+        if not math.isfinite(said.step_time_s):
+            return math.inf
+        return sum(seconds * self.parts.get(name, 1.0) for name, seconds in said.parts.items())
+
+
+def axes(cluster: Cluster) -> tuple[str, ...]:
+    """Names of the axes of a cluster, P of them; those that cannot differ are left out."""
+    kinds, hosts = dict.fromkeys(kind.name for kind in cluster.kinds), sorted(set(cluster.hosts))
+    names = [f"kind {name}" for name in kinds]
+    if len(hosts) > 1:
+        names += [f"host {host}" for host in hosts]
+    if len(cluster.devices) > len(hosts):
+        names.append("inside")
+    if len(hosts) > 1:
+        names += ["between", *(f"network {host}" for host in hosts)]
+    return (*names, "launch", *(part for part in PARTS if part in SPREAD))
+
+
+def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 1.0) -> World:
+    """The world of a vector.
+
+    Args:
+        cluster: As the cost model knows it.
+        values: [P], in standard deviations, by `axes`.
+        slack: Factor on memory.
+    """
+    log = {name: SPREAD[name.partition(" ")[0]] * float(value) for name, value in zip(axes(cluster), values, strict=True)}
+
+    def factor(name: str) -> float:
+        return math.exp(log.get(name, 0.0))
+
+    hosts = range(max(cluster.hosts) + 1)
+    return World(
+        kind={kind.name: factor(f"kind {kind.name}") for kind in cluster.kinds},
+        host=tuple(factor(f"host {host}") for host in hosts),
+        inside=factor("inside"),
+        between=factor("between"),
+        network=tuple(factor(f"network {host}") for host in hosts),
+        launch_s=LAUNCH_S * math.expm1(max(0.0, log["launch"])),
+        parts={part: factor(part) for part in PARTS if part in SPREAD},
+        slack=slack,
+    )
+
+
+def evaluator_in(world: World, costs: BlockCosts, cluster: Cluster) -> Evaluator:
+    """The block executor of a model on a cluster as a world says that both are; `World.parts` are not in it."""
+    names = _kind_names(world, cluster)
+    changed = _Costs(costs, world, dict(zip(names, _factors(world, cluster), strict=True)))
+    return Evaluator(changed, _changed(cluster, world, names))
+
+
+def _factors(world: World, cluster: Cluster) -> list[tuple[str, float]]:
+    """Of every device its kind, and what its ops take over what the cost model says."""
+    hosts = [round(math.log(factor) / LEAST_HOST) * LEAST_HOST for factor in world.host]
+    return [
+        (kind.name, world.kind.get(kind.name, 1.0) * math.exp(hosts[host]))
+        for kind, host in zip(cluster.kinds, cluster.hosts, strict=True)
+    ]
+
+
+def _kind_names(world: World, cluster: Cluster) -> list[str]:
+    """Of every device a name of its kind that it shares with those that are as fast."""
+    seen: dict[tuple[str, float], str] = {}
+    for name, factor in _factors(world, cluster):
+        seen.setdefault((name, factor), f"{name}/{len(seen)}")
+    return [seen[device] for device in _factors(world, cluster)]
+
+
+def _changed(cluster: Cluster, world: World, names: Sequence[str]) -> Cluster:
+    kinds = tuple(msgspec.structs.replace(kind, name=name) for kind, name in zip(cluster.kinds, names, strict=True))
+    devices = []
+    for device, name in zip(cluster.devices, names, strict=True):
+        room = None if device.memory_bytes is None else (device.memory_bytes - device.reserved_bytes) / world.slack
+        memory = None if room is None else device.reserved_bytes + max(1, int(room))
+        devices.append(dataclasses.replace(device, kind=name, memory_bytes=memory))
+    return dataclasses.replace(
+        cluster, devices=tuple(devices), kinds=kinds, links=_links(cluster, world), text=None
+    )  # fmt: skip
+
+
+def _links(cluster: Cluster, world: World) -> Links:
+    host = np.array(cluster.hosts)
+    network = np.array(world.network or np.ones(host.max() + 1))[host]
+    apart = host[:, None] != host[None, :]
+    slow = np.where(apart, world.between * np.maximum(network[:, None], network[None, :]), world.inside)
+    np.fill_diagonal(slow, 1.0)
+    links = cluster.links
+    return dataclasses.replace(
+        links,
+        bandwidth_bytes_per_s=links.bandwidth_bytes_per_s / slow,
+        latency_s=links.latency_s * slow,
+        fabrics=tuple(_fabric(fabric, float(slow[np.ix_(fabric.devices, fabric.devices)].max())) for fabric in links.fabrics),
+    )
+
+
+def _fabric(fabric: Fabric, slow: float) -> Fabric:
+    """A fabric all of whose collectives take so many times as long."""
+    curves = tuple(
+        msgspec.structs.replace(
+            curve,
+            pieces=tuple(
+                msgspec.structs.replace(
+                    piece, latency_s=piece.latency_s * slow, bus_bytes_per_s=piece.bus_bytes_per_s / slow
+                )
+                for piece in curve.pieces
+            ),
+        )
+        for curve in fabric.curves
+    )  # fmt: skip
+    links = tuple((one, other, rate / slow) for one, other, rate in fabric.links)
+    return msgspec.structs.replace(fabric, curves=curves, links=links)
+
+
+class _Costs:
+    """Costs of blocks with the factors of a world; `kinds` are names of kinds by speed."""
+
+    def __init__(self, base: BlockCosts, world: World, kinds: Mapping[str, tuple[str, float]]) -> None:
+        self._base, self._world = base, world
+        self.names, self.ties, self.classes, self.experts = base.names, base.ties, base.classes, base.experts
+        self.kinds = tuple(kinds)
+        number = {name: index for index, name in enumerate(base.kinds)}
+        self._kind = [(number[name], factor) for name, factor in kinds.values()]
+        self._known: dict[tuple[int, Cut], PassCosts] = {}
+
+    names: tuple[str, ...]
+    ties: tuple[Tie, ...]
+    classes: NDArray[np.int64]
+    experts: int
+
+    def why_not(self, cut: Cut) -> str | None:
+        return self._base.why_not(cut)
+
+    def passes(self, kind: int, cut: Cut) -> PassCosts:
+        if (kind, cut) not in self._known:
+            number, factor = self._kind[kind]
+            base, launch_s = self._base.passes(number, cut), self._world.launch_s
+            again_s = base.again_s * factor + np.where(base.again_s > 0, launch_s, 0.0)
+            self._known[kind, cut] = dataclasses.replace(
+                base,
+                forward_s=base.forward_s * factor + launch_s,
+                backward_s=base.backward_s * factor + launch_s,
+                weight_s=base.weight_s * factor,
+                again_s=again_s,
+            )
+        return self._known[kind, cut]
+
+    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
+        return self._base.held(tensor, expert)
+
+    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
+        number, factor = self._kind[kind]
+        return self._base.update_s(number, tensor, expert) * factor
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Worlds drawn from what is believed before anything ran.
+
+    Attributes:
+        costs: Of the model.
+        cluster: As the cost model knows it.
+        values: float64 [M, P], standard normal; row 0 is the cost model itself.
+    """
+
+    costs: BlockCosts
+    cluster: Cluster
+    values: Floats
+
+    @staticmethod
+    def of(costs: BlockCosts, cluster: Cluster, count: int = 48, seed: int = 0) -> Draws:
+        """So many draws, each with its mirror image."""
+        size = len(axes(cluster))
+        half = np.random.default_rng(seed).standard_normal((count // 2, size))
+        return Draws(costs, cluster, np.concatenate([np.zeros((1, size)), half, -half]))
+
+    @cached_property
+    def worlds(self) -> list[tuple[World, Evaluator]]:
+        """Each with its executor."""
+        made = [world_of(self.cluster, values) for values in self.values]
+        return [(world, evaluator_in(world, self.costs, self.cluster)) for world in made]
+
+    def seconds(self, drafts: Sequence[Draft]) -> Floats:
+        """float64 [M, C], step times of drafts in every world."""
+        return np.array([[world.seconds(scores.evaluate(draft)) for draft in drafts] for world, scores in self.worlds])

@@ -1,0 +1,111 @@
+"""What runs tell: regression against conditioning written out, and memory by Bayes' rule."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from worlds import pool, question
+
+from rlplace.measured.belief import NOISE, PACE_NOISE, Belief, Ran
+from rlplace.measured.choose import LEAST_CHANCE, RULES, gain_of
+from rlplace.measured.truths import Truth
+from rlplace.measured.world import SPREAD, axes
+
+
+def test_conditioning_is_that_of_a_joint_normal():
+    belief = Belief(pool())
+    mean, cover = belief.mean, belief.cover
+    runs = [(0, -0.1), (3, 0.2)]
+    told = belief
+    for number, shift in runs:
+        told = told.told(Ran(number, math.exp(mean[number] + shift), 0.5))
+    at = [number for number, _ in runs]
+    precision = np.linalg.inv(cover)
+    # The density of all step times times that of both measurements: precisions add up.
+    for number in at:
+        precision[number, number] += NOISE**-2
+    shifts = np.zeros(len(mean))
+    shifts[at] = [shift / NOISE**2 for _, shift in runs]
+    np.testing.assert_allclose(told.mean, mean + np.linalg.solve(precision, shifts), atol=1e-5)
+    np.testing.assert_allclose(told.cover, np.linalg.inv(precision), atol=1e-5)
+    assert (told.spread <= belief.spread + 1e-9).all() and told.spread[at].max() < 1.1 * NOISE
+
+
+def test_a_world_on_its_axes_is_found():
+    """Truths that are worlds and nothing else: after all candidates ran, the least expected is the least."""
+    asked, here = question(), pool()
+    for seed in range(3):
+        truth = dataclasses.replace(Truth.drawn(asked, seed))
+        belief = Belief(here)
+        seconds = [truth.world.seconds(truth.scores.evaluate(draft)) for draft in here.drafts]
+        for number in range(0, len(seconds), 2):
+            belief = belief.told(Ran(number, seconds[number], 0.5))
+        unseen = np.arange(1, len(seconds), 2)
+        error = np.abs(belief.mean - np.log(seconds))[unseen]
+        before = np.abs(Belief(here).mean - np.log(seconds))[unseen]
+        assert error.mean() < 0.5 * before.mean()
+        assert (error / belief.spread[unseen] < 4).all()
+
+
+def test_memory_only_says_more_than_that():
+    belief = Belief(pool())
+    order = np.argsort(belief.pool.share)
+    assert (np.diff(belief.fits[order]) <= 1e-9).all()  # what is fuller is less likely to fit
+    fullest = int(order[-1])
+    lost, fine = belief.told(Ran(fullest, None, out_of_memory=True)), belief.told(Ran(fullest, 1.0, None))
+    others = order[:-1]
+    assert (lost.fits[others] <= belief.fits[others] + 1e-9).all() and (fine.fits[others] >= belief.fits[others] - 1e-9).all()
+    assert lost.fits[fullest] == 0 and fine.fits[fullest] == 1
+    known = belief.told(Ran(fullest, 1.0, share=float(belief.pool.share[fullest]) * 1.3))
+    assert known.world().slack == pytest.approx(1.3, rel=0.02)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_run_nothing_twice_and_end(rule):
+    rng, belief = np.random.default_rng(0), Belief(pool())
+    truth = Truth.drawn(question(), 1)
+    for _ in range(len(belief.pool.drafts)):
+        number = RULES[rule](belief, rng)
+        assert belief.left[number]
+        outcome = truth.run(belief.pool.drafts[number], rng)
+        belief = belief.told(Ran(number, outcome.step_s, outcome.share, outcome.step_s is None))
+    assert RULES[rule](belief, rng) is None
+
+
+def test_calibrating_after_one_run_beats_the_list_where_a_link_is_slow():
+    """Copies are quickest by the cost model and slow in truth; one run tells, and what exchanges less is run next."""
+    belief, rng = Belief(pool()), np.random.default_rng(0)
+    exchange = np.array([said.parts["exchange"] / said.step_time_s for said in belief.pool.said])
+    first = int(exchange.argmax())
+    slow = belief.told(Ran(first, math.exp(belief.mean[first] + 1.0), 0.3))
+    gained = slow.mean - belief.mean
+    assert np.corrcoef(gained, exchange)[0, 1] > 0.5
+    chosen = RULES["calibrate"](slow, rng)
+    assert exchange[chosen] < exchange[first] and slow.fits[chosen] > LEAST_CHANCE
+
+
+def test_expected_improvement_of_a_normal():
+    belief = Belief(pool()).told(Ran(0, 1.0, 0.3))
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(belief.mean, belief.spread, (200_000, len(belief.mean)))
+    by_draws = np.maximum(0.0 - drawn, 0.0).mean(axis=0) * belief.fits
+    np.testing.assert_allclose(gain_of(belief), by_draws, rtol=0.05, atol=2e-3)
+
+
+def test_a_slow_host_is_told_by_the_same_product_on_all():
+    """Before any step time: the axes of the hosts, by Bayes' rule for one contrast."""
+    asked, here = question(0, "h100:2x4,ib=400g"), pool(0, "h100:2x4,ib=400g")
+    belief = Belief(here)
+    slow = belief.told(Ran(0, None, pace_s=(1.2e-3,) * 4 + (1e-3,) * 4))
+    names = axes(asked.cluster)
+    first, second = (float(slow.axes[names.index(f"host {host}")]) for host in range(2))
+    assert first == pytest.approx(-second) and first > 0
+    before, heard = 2 * SPREAD["host"] ** 2, 2 * PACE_NOISE**2  # variances: of the contrast, and of it by both hosts' words
+    assert SPREAD["host"] * (first - second) == pytest.approx(math.log(1.2) * before / (before + heard))
+    assert slow.world().host[0] > 1.05 and slow.world().host[1] < 0.95
+    twice = belief.told(Ran(0, None, pace_s=(2.4e-3,) * 4 + (2e-3,) * 4))  # both slower: nothing is known of that
+    np.testing.assert_allclose(twice.axes, slow.axes, atol=1e-9)
+    assert (slow.spread <= belief.spread + 1e-9).all()
+    alone = Belief(pool())
+    np.testing.assert_array_equal(alone.told(Ran(0, None, pace_s=(1.0, 2.0, 1.0, 1.0))).mean, alone.mean)

@@ -1,0 +1,92 @@
+"""Sessions on clusters whose truth is made up: what they end with, and that they go on where they ended."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from worlds import question
+
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.measured.log import Ended, RunLog
+from rlplace.measured.pool import first_pool
+from rlplace.measured.session import Session
+from rlplace.measured.truths import Truth
+from rlplace.plan.plan import PlacementPlan
+from rlplace.strategy.drafts import draft_of_strategy
+from rlplace.strategy.plan import prediction
+from rlplace.strategy.search import search
+
+
+def planned(asked):
+    draft = search(asked, calls=120).ranked[0].draft
+    return PlacementPlan(
+        "1" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(asked.costs.names),
+        predicted=prediction(asked.scores.evaluate(draft), asked.batch),
+    )  # fmt: skip
+
+
+def cluster_of(truth, seed=0):
+    """Runs plans as a truth says, and counts them."""
+    rng, counts = np.random.default_rng(seed), SimpleNamespace(runs=0)
+
+    def run(plan):
+        counts.runs += 1
+        outcome = truth.run(draft_of_strategy(plan.strategy, truth.question.costs.names), rng)
+        if outcome.step_s is None:
+            return Ended(status="out_of_memory", reason="out of memory")
+        return Ended(status="done", step_s=(outcome.step_s,) * 3, share=outcome.share, pace_s=outcome.pace_s)
+
+    return run, counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_five_runs_end_near_the_best_of_the_truth(seed):
+    asked = question(seed, "a100-80g:2+t4:2")
+    truth = Truth.drawn(asked, seed)
+    run, counts = cluster_of(truth)
+    session = Session(asked, planned(asked), run)
+    ran = list(session.runs(5))
+    assert len(ran) == counts.runs == 5 and len({repr(one.strategy) for _, one in ran}) == 5
+    drafts = [*session.belief.pool.drafts, *(tried.draft for tried in search(truth.asked, calls=300).ranked[:20])]
+    least_s = min(truth.step_s(draft) for draft in drafts if truth.share(draft) <= 1)
+    plan, best = session.best()
+    assert best.step_s == min(one.median_s for _, one in ran if one.median_s)
+    assert truth.step_s(draft_of_strategy(plan.strategy, asked.costs.names)) < 1.1 * least_s
+    left, expected_s = session.left_to_gain()
+    assert left.strategy != plan.strategy and expected_s > 0
+
+
+def test_a_session_goes_on_where_it_ended(tmp_path):
+    asked, path = question(), tmp_path / "a.runs.jsonl"
+    plan, truth = planned(asked), Truth.drawn(asked, 5)
+    run, _ = cluster_of(truth)
+    first = list(Session(asked, plan, run, log=RunLog(path)).runs(2))
+    again, counts = cluster_of(truth, 1)
+    session = Session(asked, plan, again, log=RunLog(path))
+    assert len(session.belief.ran) == 2
+    more = list(session.runs(2))
+    assert counts.runs == 2 and not {repr(one.strategy) for _, one in first} & {repr(one.strategy) for _, one in more}
+    elsewhere = Session(asked, plan, again, log=RunLog(path), site="another")
+    assert not elsewhere.belief.ran
+
+
+def test_where_nothing_works_it_says_so():
+    asked = question()
+    session = Session(asked, planned(asked), lambda plan: Ended(status="crashed", reason="no such network"))
+    for _, one in session.runs(3):
+        assert one.status == "crashed"
+    with pytest.raises(InfeasibleError, match="none of 3"):
+        session.best()
+    with pytest.raises(InputError, match="calibrate"):
+        Session(asked, planned(asked), lambda plan: Ended(status="crashed"), rule="nonsense")
+
+
+def test_candidates_hold_the_answer_and_what_needs_less_memory():
+    asked = question(0)
+    pool = first_pool(asked, calls=120, draws=8)
+    assert math.isclose(
+        np.exp(pool.log_s[0]).min(), min(asked.scores.evaluate(d).step_time_s for d in pool.drafts), rel_tol=1e-9
+    )
+    assert len(set(pool.drafts)) == len(pool.drafts) > 4
+    assert pool.with_drafts(pool.drafts, asked).drafts == pool.drafts

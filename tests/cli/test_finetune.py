@@ -67,6 +67,7 @@ def test_where_nothing_works(words, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the page of fine-tuning does it, too
 def test_real_runs_on_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, _, err = command(

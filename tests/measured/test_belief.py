@@ -95,16 +95,16 @@ def test_expected_improvement_of_a_normal():
 
 def test_a_slow_host_is_told_by_the_same_product_on_all():
     """Before any step time: the axes of the hosts, by Bayes' rule for one contrast."""
-    asked, here = question(0, "h100:2x4,ib=400g"), pool(0, "h100:2x4,ib=400g")
+    asked, here = question(0, "h100:2x2,ib=400g"), pool(0, "h100:2x2,ib=400g")
     belief = Belief(here)
-    slow = belief.told(Ran(0, None, pace_s=(1.2e-3,) * 4 + (1e-3,) * 4))
+    slow = belief.told(Ran(0, None, pace_s=(1.2e-3,) * 2 + (1e-3,) * 2))
     names = axes(asked.cluster)
     first, second = (float(slow.axes[names.index(f"host {host}")]) for host in range(2))
     assert first == pytest.approx(-second) and first > 0
     before, heard = 2 * SPREAD["host"] ** 2, 2 * PACE_NOISE**2  # variances: of the contrast, and of it by both hosts' words
     assert SPREAD["host"] * (first - second) == pytest.approx(math.log(1.2) * before / (before + heard))
     assert slow.world().host[0] > 1.05 and slow.world().host[1] < 0.95
-    twice = belief.told(Ran(0, None, pace_s=(2.4e-3,) * 4 + (2e-3,) * 4))  # both slower: nothing is known of that
+    twice = belief.told(Ran(0, None, pace_s=(2.4e-3,) * 2 + (2e-3,) * 2))  # both slower: nothing is known of that
     np.testing.assert_allclose(twice.axes, slow.axes, atol=1e-9)
     assert (slow.spread <= belief.spread + 1e-9).all()
     alone = Belief(pool())

@@ -112,7 +112,7 @@ class Lab:
     def __init__(self, model: str, wrong: Wrong, question: Question) -> None:
         self.model, self.wrong, self.question = model, wrong, question
         self.known: dict[str, Ended] = {}
-        self._stack, self._count = contextlib.ExitStack(), 0
+        self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False
         self._job: Any = None
         self._said: list[dict[str, Any]] = []
 
@@ -153,7 +153,7 @@ class Lab:
         return Ended(status="done", step_s=tuple(told["step_s"]), pace_s=tuple(1e-3 * factor for factor in self.wrong.factors))
 
     def _start(self) -> None:
-        self._count = 0
+        self._count, self._ending = 0, False
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = self._stack.enter_context(emulated_hosts(HostsSpec(HOSTS, self.wrong.rates)))
         command = [sys.executable, "-m", "benchmarks.runs_emulated", "--worker", str(self._folder)]
@@ -162,11 +162,12 @@ class Lab:
     def _hear(self, rank: int, host: int, stream: int, line: str) -> None:
         if stream == 1 and line.startswith("{"):
             self._said.append(json.loads(line))
-        elif stream == 2 and "Error" in line:
+        elif stream == 2 and "Error" in line and not self._ending:
             print(f"[{rank}] {line}", file=sys.stderr)
 
     def close(self) -> None:
         """Ends the processes and removes the hosts."""
+        self._ending = True  # what ranks say when others end first
         self._stack.close()
         self._job = None
 

@@ -36,7 +36,8 @@ from rlplace.envs.cluster import FEATURES, Scenario
 from rlplace.errors import RlplaceError
 from rlplace.measured.belief import Belief, Ran
 from rlplace.measured.choose import RULES, Rule
-from rlplace.measured.pool import Pool, asked_in, candidates, first_pool
+from rlplace.measured.pool import Pool, candidates, first_pool
+from rlplace.measured.session import planned_again
 from rlplace.measured.truths import Truth
 from rlplace.strategy.plan import ask
 from rlplace.strategy.tries import Question
@@ -44,7 +45,7 @@ from rlplace.zoo import load_model
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
 POLICIES = Path(__file__).parent / "runs_policies"
-RUNS, NEVER, AGAIN_CALLS = 5, 3.0, 200
+RUNS, NEVER = 5, 3.0
 SHOWN = (1, 2, 3, 5)
 
 _SMALL = "vocab_size=32000,num_hidden_layers=16"
@@ -128,20 +129,10 @@ def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], 
             outcome = truth.run(belief.pool.drafts[chosen], rng)
             belief = belief.told(Ran(chosen, outcome.step_s, outcome.share, outcome.step_s is None, outcome.pace_s))
             said.append("out of memory" if outcome.step_s is None else "ran")
-            belief = again(belief, truth.question)
+            belief = Belief(planned_again(belief, truth.question), belief.ran)
         done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.ran if ran.step_s is not None]
         best.append(min(done, default=math.inf))
     return best, said
-
-
-def again(belief: Belief, question: Question) -> Belief:
-    """With what a search of the corrected model proposes."""
-    try:
-        found = candidates(asked_in(belief.world(), question), AGAIN_CALLS, 3)
-    except RlplaceError:  # as it is believed to be, nothing fits
-        return belief
-    pool = belief.pool.with_drafts(found, question)
-    return Belief(pool, belief.ran)
 
 
 def optimum(pool: Pool, truth: Truth) -> float:

@@ -25,13 +25,10 @@ from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.errors import InputError
 from rlplace.measured import pool as pools
 from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import gain_of
+from rlplace.measured.choose import LOST, gain_of
 from rlplace.measured.pool import Pool
 from rlplace.measured.truths import NOISE, Truth
 from rlplace.strategy.costs import Floats
-
-NEVER = math.log(3.0)
-"""What counts before anything has run: log of the step time over the best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +198,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
     def over(self) -> float:
         """Log of the true step time of the quickest run over the least of all candidates."""
         done = [ran.candidate for ran in self.belief.ran if ran.step_s is not None]
-        return NEVER if not done else min(NEVER, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
+        return LOST if not done else min(LOST, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [K + 1]: what has not run yet, and to stop once something has."""

@@ -21,7 +21,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
-from rlplace.cli.strategy import machine_of
+from rlplace.cli.strategy import machine_of, question_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import uniform_words
 from rlplace.text import ms
@@ -116,8 +116,7 @@ def residual_of(options: argparse.Namespace) -> Residual | None:
 
 def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:
     """The question, and the planner's answer."""
-    from rlplace.placing import CLASSICAL, FIXED, answer, default_batch, what_may_be
-    from rlplace.strategy.plan import ask
+    from rlplace.placing import CLASSICAL, FIXED, answer, default_batch
 
     fixed = {name: getattr(options, name, None) for name in FIXED}
     costs, batch = costs_of(options, machine), options.batch or default_batch(machine)
@@ -128,10 +127,8 @@ def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, P
         captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
         facts=captured.facts, began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
     ).strategy  # fmt: skip
-    may_be = what_may_be(
-        captured.graph, captured.capture_at, space=options.space, fixed=fixed, planner=CLASSICAL, facts=captured.facts
-    )
-    return ask(cluster=machine, batch=batch, **may_be, **pricing), plan
+    asked = {"space": options.space, "fixed": fixed, "planner": CLASSICAL}
+    return question_of(captured, machine, batch, **pricing, **asked), plan
 
 
 def _strategy(plan: PlacementPlan) -> Any:

@@ -31,6 +31,7 @@ from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     from rlplace.placing import Answer
+    from rlplace.strategy.tries import Question
 
 
 def machine_of(options: argparse.Namespace) -> Cluster:
@@ -79,16 +80,22 @@ def _corrected(
     """The answer that a residual makes of a plan; placements, which it knows nothing of, are no rivals."""
     from rlplace.measured.corrected import corrected
     from rlplace.measured.residual import Residual
-    from rlplace.placing import Answer, what_may_be
-    from rlplace.strategy.plan import ask
+    from rlplace.placing import Answer
 
     residual = Residual.load(options.residual)
     assert plan.strategy is not None
-    may_be = what_may_be(
-        captured.graph, captured.capture_at, space=options.space, fixed=fixed, planner=options.planner, facts=captured.facts
-    )
-    question = ask(cluster=machine, batch=plan.strategy.batch, costs=costs, host=options.host_mode, **may_be)
+    asked = {"space": options.space, "fixed": fixed, "planner": options.planner}
+    question = question_of(captured, machine, plan.strategy.batch, costs=costs, host=options.host_mode, **asked)
     return Answer(corrected(question, plan, residual, options.residual))
+
+
+def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> Question:
+    """What the planner is asked for a captured model; `asked` is as for `rlplace.placing.what_may_be`."""
+    from rlplace.placing import what_may_be
+    from rlplace.strategy.plan import ask
+
+    may_be = what_may_be(captured.graph, captured.capture_at, facts=captured.facts, **asked)
+    return ask(cluster=machine, batch=batch, costs=costs, host=host, **may_be)
 
 
 @contextlib.contextmanager

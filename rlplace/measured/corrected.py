@@ -68,7 +68,8 @@ def corrected(question: Question, plan: PlacementPlan, residual: Residual, name:
     own = draft_of_strategy(plan.strategy, question.costs.names)
     strange = residual.strange([kind.name for kind in question.cluster.kinds])
     drafts = [own] if strange else list(dict.fromkeys([own, *candidates(question, CALLS, COUNT)]))
-    said = [plan.predicted if draft == own else question.scores.evaluate(draft) for draft in drafts]
+    found = [question.scores.evaluate(draft) for draft in drafts[1:]]
+    said: list[Said] = [plan.predicted, *found]
     names, machine = question.costs.names, question.cluster
     mean, spread = residual.of([run_of(draft, one, names, machine) for draft, one in zip(drafts, said, strict=True)])
     step_s = np.array([float(one.step_time_s or math.inf) for one in said]) * np.exp(mean)
@@ -82,7 +83,7 @@ def corrected(question: Question, plan: PlacementPlan, residual: Residual, name:
     }
     predicted = plan.predicted
     if chosen:
-        told = prediction(question.scores.evaluate(drafts[chosen]), question.batch)
+        told = prediction(found[chosen - 1], question.batch)
         predicted = told.told(strategies=predicted.strategies, search_calls=predicted.search_calls, extra=predicted.extra)
     return dataclasses.replace(
         plan,

@@ -122,9 +122,7 @@ class RunLog:
 
     def end(self, number: int, ended: Ended) -> Run:
         """Notes what became of it."""
-        self.runs[number] = msgspec.structs.replace(
-            self.runs[number], **{k: getattr(ended, k) for k in ended.__struct_fields__}
-        )
+        self.runs[number] = _after(self.runs[number], ended)
         self._write({"end": number, "ended": plain(ended)})
         return self.runs[number]
 
@@ -163,12 +161,15 @@ def read_runs(path: str | Path) -> list[Run]:
             runs.append(build(Run, entry["run"], where, whole_floats=True))
         elif isinstance(entry, dict) and entry.keys() == {"end", "ended"} and entry["end"] in range(len(runs)):
             ended = build(Ended, entry["ended"], where, whole_floats=True)
-            runs[entry["end"]] = msgspec.structs.replace(
-                runs[entry["end"]], **{key: getattr(ended, key) for key in ended.__struct_fields__}
-            )
+            runs[entry["end"]] = _after(runs[entry["end"]], ended)
         else:
             raise InputError(f"{where} is neither the begin nor the end of a run")
     return runs
+
+
+def _after(run: Run, ended: Ended) -> Run:
+    """A run, and what became of it."""
+    return msgspec.structs.replace(run, **msgspec.structs.asdict(ended))
 
 
 def shared(runs: Iterable[Run]) -> list[Run]:

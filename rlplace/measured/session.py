@@ -22,7 +22,7 @@ from rlplace.measured.log import Ended, Run, RunLog
 from rlplace.measured.pool import Pool, asked_in, candidates, first_pool
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.drafts import Draft, draft_of_strategy
+from rlplace.strategy.drafts import draft_of_strategy
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.tries import Question
 
@@ -69,9 +69,10 @@ class Session:
         self._rng = np.random.default_rng([self.seed, 1])
         known = [run for run in self.log.runs if (run.question, run.site) == (self.plan.problem, self.site)]
         pool = first_pool(self.question, seed=self.seed)
-        drafts = [self._draft(run.strategy) for run in known]
+        names = self.question.costs.names
+        drafts = [draft_of_strategy(Strategy.from_dict(run.strategy), names) for run in known]
         assert self.plan.strategy is not None
-        pool = pool.with_drafts([self._draft(self.plan.strategy.to_dict()), *drafts], self.question)
+        pool = pool.with_drafts([draft_of_strategy(self.plan.strategy, names), *drafts], self.question)
         self.belief = self._with(Belief(pool), pool)
         for run, draft in zip(known, drafts, strict=True):
             if draft in pool.drafts:
@@ -100,7 +101,7 @@ class Session:
             ended = self.launch(plan)
             run = self.log.end(number, ended)
             self._tell(run, chosen)
-            self._again()
+            self.belief = self._with(self.belief, planned_again(self.belief, self.question))
             yield plan, run
 
     def plan_of(self, number: int) -> PlacementPlan:
@@ -132,21 +133,10 @@ class Session:
         number = int(np.argmin(np.where(likely, belief.mean, np.inf)))
         return self.plan_of(number), math.exp(float(belief.mean[number]))
 
-    def _draft(self, strategy: object) -> Draft:
-        return draft_of_strategy(Strategy.from_dict(strategy), self.question.costs.names)
-
     def _tell(self, run: Run, number: int) -> None:
         step_s = run.median_s
         share = run.share if run.status == "done" else None
         self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s))
-
-    def _again(self) -> None:
-        """The corrected model may know better strategies."""
-        try:
-            found = candidates(asked_in(self.belief.world(), self.question), AGAIN_CALLS, AGAIN_MOST)
-        except InfeasibleError:  # as the cluster is believed to be, nothing fits; what is left of the pool is tried
-            return
-        self.belief = self._with(self.belief, self.belief.pool.with_drafts(found, self.question))
 
     def _with(self, belief: Belief, pool: Pool) -> Belief:
         """With these candidates, and what is known of them from elsewhere."""
@@ -155,3 +145,12 @@ class Session:
             pairs = zip(pool.drafts, pool.said, strict=True)
             known = self.residual.of([run_of(draft, said, names, machine) for draft, said in pairs])[0]
         return dataclasses.replace(belief, pool=pool, known=known)
+
+
+def planned_again(belief: Belief, question: Question) -> Pool:
+    """The candidates, with those that a search of the corrected model proposes besides."""
+    try:
+        found = candidates(asked_in(belief.world(), question), AGAIN_CALLS, AGAIN_MOST)
+    except InfeasibleError:  # as the cluster is believed to be, nothing fits; what is left of the pool is tried
+        return belief.pool
+    return belief.pool.with_drafts(found, question)

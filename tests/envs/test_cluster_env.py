@@ -9,8 +9,9 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as check_sb3
 from worlds import pool, question
 
-from rlplace.envs.cluster import NEVER, ClusterEnv, Scenario
+from rlplace.envs.cluster import ClusterEnv, Scenario
 from rlplace.errors import InputError
+from rlplace.measured.choose import LOST
 from rlplace.measured.truths import Truth
 
 
@@ -37,7 +38,7 @@ def test_rewards_add_up_to_what_was_won():
             assert not cut
             total += reward
         costs = env.run_cost * info["runs"] + env.loss_cost * info["lost"]
-        assert total == pytest.approx(NEVER - math.log(info["over"]) - costs)
+        assert total == pytest.approx(LOST - math.log(info["over"]) - costs)
         assert info["over"] >= 1.0 - 1e-12
 
 

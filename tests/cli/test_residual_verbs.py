@@ -1,5 +1,6 @@
 """``--residual`` and ``--from``: what runs elsewhere say of a plan here."""
 
+import contextlib
 import json
 import sys
 
@@ -21,7 +22,8 @@ def elsewhere(tmp_path_factory):
     launch = f"{sys.executable} {folder}/worker.py {{plan}} {{timings}}"
     words = ["finetune", MODEL, "--cluster", "a100-40g:2", "--batch", "32", "--launch", launch, "--time-limit", "1"]
     log, shared = str(folder / "lab.runs.jsonl"), folder / "shared.runs.jsonl"
-    assert main([*words, "--log", log, "--runs", "3", "--export-runs", str(shared)]) == 0
+    with contextlib.chdir(folder):  # the worker writes where it runs
+        assert main([*words, "--log", log, "--runs", "3", "--export-runs", str(shared)]) == 0
     residual = train_residual(read_runs(shared), members=2, steps=120, hidden=8)
     residual.save(folder / "residual", training={}, card="# Residual\n")
     return folder

@@ -96,6 +96,7 @@ class Ties:
         """Stages that cut the parameter in unlike ways sum it whole; every process of a stage counts as its part."""
         gradients = [copy.grad if copy.grad is not None else torch.zeros_like(copy.detach()) for copy in copies]
         total = torch.stack([whole_tensor(gradient) for gradient in gradients]).sum(0) / self._processes
-        dist.all_reduce(total, group=tie.group)
+        if tie.group is not None:  # else one process holds all copies
+            dist.all_reduce(total, group=tie.group)
         for copy in copies:
             copy.grad = own_part(total, copy) if isinstance(copy, DTensor) else total.clone()

@@ -9,7 +9,7 @@ from functools import cache
 import native_worker
 import pytest
 import torch
-from native_cases import chain, flat
+from native_cases import GPT2, chain, flat, stage
 
 from rlplace.runtime.native.why_not import minor_version
 
@@ -18,6 +18,13 @@ pytest.importorskip("transformers")
 HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
 SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2}, "sharding": 0}
 ALONE = {"mesh": {}, "sharding": 0}
+THIRDS = [((0,), {}), ((1, 2), {"tensor": 2}), ((3,), {})]
+ENDS_ALONE = [
+    stage(blocks, devices, mesh, 0)
+    for blocks, (devices, mesh) in zip(
+        [GPT2[:2], *([block] for block in GPT2[2:6]), GPT2[6:]], [*THIRDS, *reversed(THIRDS)], strict=True
+    )
+]
 LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
 
 PAIR, NARROW = [{"shard": 2}, {"tensor": 2}], {"mesh": [{"shard": 2}, {}, {}], "sharding": [1, 0, 0]}
@@ -33,12 +40,15 @@ CASES = {
     "unlike degrees, tied": ("gpt2", chain("gpt2", [(0, 1), (2,), (3,)], "1f1b", **NARROW)),
     "unlike axes in a loop, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", mesh=PAIR * 2, sharding=[1, 0] * 2)),
     "unlike axes in a v": ("llama", chain("llama", TURN, "zbv", mesh=[*PAIR, *PAIR[::-1]], sharding=[1, 0, 0, 1])),
+    "both ends of a v on one, tied": (
+        "gpt2", {"batch": 8, "microbatch": [1], "microbatches": [8], "schedule": "zbv", "stages": ENDS_ALONE},
+    ),
     "gathered again, blocks that look at values": ("own", flat("own", {"replicate": 2, "shard": 2}, 3)),
     "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
-}
+}  # fmt: skip
 
-FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ways in a v, shared")
+FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ends of a v on one, tied", "both ways in a v, shared")
 """Refused before: stages in a v, values without a gradient between stages."""
 
 if minor_version(torch.__version__) < (2, 13):

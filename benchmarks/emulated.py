@@ -243,6 +243,7 @@ def run(cell: dict[str, Any]) -> list[float]:
 
     from rlplace.plan.strategy import Strategy
     from rlplace.runtime.distributed.distribute import distribute
+    from rlplace.runtime.distributed.execution import activity
     from rlplace.runtime.distributed.job.training import train_step
     from rlplace.zoo import load_model
 
@@ -282,8 +283,10 @@ def run(cell: dict[str, Any]) -> list[float]:
     for step in range(STEPS + 1):
         sleeper.on, sleeper.owed_s = True, 0.0
         dist.barrier()
+        activity.record(torch.device("cpu"))
         begin = time.perf_counter()
         train_step(model, optimizer, batch)
+        CHUNKS["spent_s"] = activity.recorded()
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         if step:

@@ -127,7 +127,8 @@ def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], 
         chosen = rule(belief, rng)
         if chosen is not None:
             outcome = truth.run(belief.pool.drafts[chosen], rng)
-            belief = belief.told(Ran(chosen, outcome.step_s, outcome.share, outcome.step_s is None, outcome.pace_s))
+            shown = outcome.pace_s, outcome.stage_busy_s
+            belief = belief.told(Ran(chosen, outcome.step_s, outcome.share, outcome.step_s is None, *shown))
             said.append("out of memory" if outcome.step_s is None else "ran")
             belief = Belief(planned_again(belief, truth.question), belief.ran)
         done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.ran if ran.step_s is not None]

@@ -1,6 +1,6 @@
 """Sessions of real runs on emulated hosts that are other than their description: which rule finds the best strategy soonest.
 
-    sudo python -m benchmarks.runs_emulated                    all cells, an hour and a half; rows that stand are not run again
+    sudo python -m benchmarks.runs_emulated                    all cells, three hours; rows that stand are not run again
     sudo python -m benchmarks.runs_emulated --clusters slow_host --models llama --seeds 1
     python -m benchmarks.runs_emulated --table
 
@@ -150,7 +150,8 @@ class Lab:
             self.close()
             return Ended(status="crashed", reason=f"it took more than {LIMIT_S:g} s")
         told = self._said[0]
-        return Ended(status="done", step_s=tuple(told["step_s"]), pace_s=tuple(1e-3 * factor for factor in self.wrong.factors))
+        pace_s = tuple(1e-3 * factor for factor in self.wrong.factors)
+        return Ended("done", step_s=tuple(told["step_s"]), pace_s=pace_s, stage_busy_s=tuple(told["stage_busy_s"]))
 
     def _start(self) -> None:
         self._count, self._ending = 0, False
@@ -177,7 +178,7 @@ def worker(folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.ranks import start_group
+    from rlplace.runtime.distributed.ranks import gather_objects, start_group
 
     torch.set_num_threads(1)
     emulated.STEPS = STEPS
@@ -197,8 +198,10 @@ def worker(folder: str) -> None:
         stages = cell["strategy"]["stages"]
         emulated.CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
         seconds = emulated.run(cell)
+        said = gather_objects(emulated.CHUNKS["spent_s"])
+        busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
         if rank == 0:
-            print(json.dumps({"step_s": seconds}), flush=True)
+            print(json.dumps({"step_s": seconds, "stage_busy_s": busy_s}), flush=True)
         number += 1
 
 

@@ -40,19 +40,22 @@ class Scenario:
         step_s: float64 [C], true step times.
         share: float64 [C], true shares of the fullest device's memory; above 1 a run does not fit.
         pace_s: By device, what a run shows of its speed; see `rlplace.measured.belief.Ran`.
+        stage_busy_s: By candidate and stage, likewise.
     """
 
     pool: Pool
     step_s: Floats
     share: Floats
     pace_s: tuple[float, ...] = ()
+    stage_busy_s: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
     def of(pool: Pool, truth: Truth) -> Scenario:
         """A truth for all candidates."""
         step_s = np.array([truth.step_s(draft) for draft in pool.drafts])
         share = np.array([truth.share(draft) for draft in pool.drafts])
-        return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)))
+        busy_s = tuple(truth.stage_busy_s(draft) for draft in pool.drafts)
+        return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)), busy_s)
 
     @property
     def least_s(self) -> float:
@@ -188,8 +191,9 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         share = float(scenario.share[action])
         fits = share <= 1.0
         step_s = float(scenario.step_s[action] * math.exp(self.np_random.normal(0.0, NOISE))) if fits else None
+        busy_s = scenario.stage_busy_s[action] if fits and scenario.stage_busy_s else ()
         self.belief = self.belief.told(
-            Ran(int(action), step_s, share if fits else None, not fits, scenario.pace_s if fits else ())
+            Ran(int(action), step_s, share if fits else None, not fits, scenario.pace_s if fits else (), busy_s)
         )
         reward = before - self.over - self.run_cost - (0.0 if fits else self.loss_cost)
         return self._observe(), reward, over, False, self._info()

@@ -65,6 +65,7 @@ class PlanTiming(Record, frozen=True):
         predicted_s: Simulated step time; None without the problem.
         peak_memory_bytes: By process that the plan uses, the largest allocation in any step; None where the device is silent.
         pace_s: Likewise, seconds of a matrix product that is the same on all, while all take it.
+        stage_busy_s: By stage of a pipeline, seconds of its passes in one more step, on the slowest process; empty otherwise.
     """
 
     name: str
@@ -78,6 +79,7 @@ class PlanTiming(Record, frozen=True):
     predicted_s: Seconds | None = None
     peak_memory_bytes: tuple[Whole | None, ...] = ()
     pace_s: tuple[Annotated[float, Meta(gt=0, lt=1e18)], ...] = ()
+    stage_busy_s: tuple[Annotated[float, Meta(gt=0, lt=1e18)], ...] = ()
 
     @property
     def median_s(self) -> float:

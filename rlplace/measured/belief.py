@@ -1,9 +1,11 @@
 """`Belief`: what every candidate will take, and whether it fits, by all that has run.
 
 Log step times of the candidates are jointly Gaussian. Their covariance is that of the cost model's own predictions under
-draws of the world (`rlplace.measured.world`), linear in its axes, plus what no axis explains: a kernel over features of the
+draws of the world (`rlplace.measured.world`), linear in its axes around the world that is believed in (an iterated extended
+Kalman filter: Bell and Cathey 1993), plus what no axis explains: a kernel over features of the
 strategies, a habit of each kind, and a part of each candidate's own. So a run tells of every strategy that shares a device,
-a link or a habit with it, and how long devices of one kind take for the same product tells hosts apart. Conditioning is
+a link or a habit with it; how long devices of one kind take for the same product tells hosts apart, and how busy its stages
+were tells their devices apart. Conditioning is
 Gaussian process regression in closed form (Rasmussen and Williams 2006, section 2.2), which also gives the axes, so that a
 search can ask the corrected model for better strategies. Memory is one unknown, the log of how much more a step takes than
 predicted, on a grid, since a run that did not fit only says "more than that".
@@ -34,6 +36,9 @@ NOISE = 0.01
 PACE_NOISE = 0.03
 """Likewise, of the time of the same product on several hosts."""
 
+BUSY_NOISE = 0.05
+"""Likewise, of the seconds of a stage's passes: blocks are mispriced, too."""
+
 PEAK_NOISE = 0.03
 """Standard deviation of the log of a candidate's own memory over what the shared factor says."""
 
@@ -50,6 +55,7 @@ class Ran:
         share: Measured peak of the fullest device beyond what is reserved, over its room; None where nobody says.
         out_of_memory: Whether it ended because it did not fit.
         pace_s: By device, seconds of a product that is the same on all; empty where nobody says.
+        stage_busy_s: By stage of a pipeline, seconds of its passes; empty where nobody says.
     """
 
     candidate: int
@@ -57,6 +63,7 @@ class Ran:
     share: float | None = None
     out_of_memory: bool = False
     pace_s: tuple[float, ...] = ()
+    stage_busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +92,8 @@ class Belief:
     def _prior(self) -> tuple[Floats, Floats, Floats]:
         """Mean [C], slopes by axis [C, P], and covariance [C, C] of log step times."""
         pool = self.pool
-        values, log_s = pool.draws.values[1:], pool.log_s[1:]
-        mean = log_s.mean(axis=0) if self.known is None else log_s.mean(axis=0) + self.known
-        ridge = len(values) * 0.02 * np.eye(values.shape[1])
-        slopes = np.linalg.solve(values.T @ values + ridge, values.T @ (log_s - log_s.mean(axis=0))).T
-        bent = (log_s - log_s.mean(axis=0) - values @ slopes.T).std(axis=0)  # what is not linear
+        at_zero, slopes, bent = _linear(pool.draws.values[1:], pool.log_s[1:])
+        mean = at_zero if self.known is None else at_zero + self.known
         scaled = pool.features / np.maximum(pool.features.std(axis=0), 1e-3)
         apart = ((scaled[:, None] - scaled[None]) ** 2).mean(axis=2)
         kinds = [(kind_of(draft), draft.schedule) for draft in pool.drafts]
@@ -102,18 +106,34 @@ class Belief:
         """Mean [C] and covariance [C, C] of log step times, and means of the axes [P]."""
         mean, slopes, cover = self._prior
         timed = [ran for ran in self.ran if ran.step_s is not None]
-        paces, paced = self._paces()
-        if not timed and not len(paced):
+        shown, values, spread = self._shown()
+        if not timed and not len(values):
             return mean, cover, np.zeros(slopes.shape[1])
         at = [ran.candidate for ran in timed]
-        seen = np.concatenate([np.log([float(ran.step_s or 0.0) for ran in timed]) - mean[at], paced])
-        by_axis = np.concatenate([slopes[at], paces])  # what was seen, by axis
-        beside = np.concatenate([cover[at], paces @ slopes.T])  # and its covariance with all candidates
-        noise = np.repeat([NOISE**2, PACE_NOISE**2], [len(at), len(paced)])
+        seen = np.concatenate([np.log([float(ran.step_s or 0.0) for ran in timed]) - mean[at], values])
+        by_axis = np.concatenate([slopes[at], shown])  # what was seen, by axis
+        beside = np.concatenate([cover[at], shown @ slopes.T])  # and its covariance with all candidates
+        noise = np.concatenate([np.full(len(at), NOISE), spread]) ** 2
         inner = by_axis @ by_axis.T + np.diag(noise)
         inner[: len(at), : len(at)] = cover[np.ix_(at, at)] + np.diag(noise[: len(at)])
         gain, weights = np.linalg.solve(inner, beside).T, np.linalg.solve(inner, seen)
         return mean + beside.T @ weights, cover - gain @ beside, by_axis.T @ weights
+
+    def _shown(self) -> tuple[Floats, Floats, Floats]:
+        """What runs show beside step times: slopes by axis [N, P], values over what was expected [N], and their spread [N]."""
+        rows, seen = self._paces()
+        stages = [self._stages(ran) for ran in self.ran if ran.stage_busy_s]
+        spread = [np.full(len(seen), PACE_NOISE), *(one[2] for one in stages)]
+        by_axis, values = [rows, *(one[0] for one in stages)], [seen, *(one[1] for one in stages)]
+        return np.concatenate(by_axis), np.concatenate(values), np.concatenate(spread)
+
+    def _stages(self, ran: Ran) -> tuple[Floats, Floats, Floats]:
+        """How much busier the stages of a run were than each other, likewise."""
+        draws = self.pool.draws
+        log_s = np.log(draws.stage_busy_s(self.pool.drafts[ran.candidate])[1:])
+        at_zero, slopes, bent = _linear(draws.values[1:], log_s - log_s.mean(axis=1, keepdims=True))
+        took = np.log(ran.stage_busy_s)
+        return slopes, took - took.mean() - at_zero, np.hypot(BUSY_NOISE, bent)
 
     def _paces(self) -> tuple[Floats, Floats]:
         """How much slower hosts are than others with devices of the same kind: slopes by axis [N, P] and what was seen [N]."""
@@ -197,6 +217,15 @@ class Belief:
         """The cluster as it is believed to be."""
         grid, weight = self._slack
         return world_of(self.pool.draws.cluster, self.axes, math.exp(float(grid @ weight)))
+
+
+def _linear(values: Floats, log_s: Floats) -> tuple[Floats, Floats, Floats]:
+    """Figures [M, N] of draws [M, P] as a linear function: its value at zero [N], slopes [N, P], and what it leaves over [N]."""
+    center, mean = values.mean(axis=0), log_s.mean(axis=0)
+    apart = values - center
+    ridge = len(values) * 0.02 * np.eye(values.shape[1])
+    slopes = np.linalg.solve(apart.T @ apart + ridge, apart.T @ (log_s - mean)).T
+    return mean - slopes @ center, slopes, (log_s - mean - apart @ slopes.T).std(axis=0)
 
 
 def _normal(values: NDArray[np.float64]) -> Floats:

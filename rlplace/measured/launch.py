@@ -99,4 +99,5 @@ def _read(path: str, cluster: Cluster) -> Ended:
         for peak, device in zip(timing.peak_memory_bytes, cluster.devices, strict=False)
         if peak is not None and device.memory_bytes is not None
     ]
-    return Ended(status="done", step_s=timing.step_s, share=max(0.0, *shares) if shares else None, pace_s=timing.pace_s)
+    share = max(0.0, *shares) if shares else None
+    return Ended("done", step_s=timing.step_s, share=share, pace_s=timing.pace_s, stage_busy_s=timing.stage_busy_s)

@@ -49,6 +49,7 @@ class Run(Record, frozen=True):
         step_s: Seconds of every timed step.
         share: Measured share of the fullest device's memory beyond what is reserved; None where the device does not say.
         pace_s: By process, seconds of a product that is the same on all; empty where nobody says.
+        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where nobody says.
         reason: Why it failed, one line; empty in shared files.
         stack: Software by name: versions.
     """
@@ -67,6 +68,7 @@ class Run(Record, frozen=True):
     step_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
     share: _Share | None = None
     pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
+    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
     reason: Annotated[str, Meta(max_length=4000)] = ""
     stack: Mapping[str, _Name] = {}
 
@@ -83,6 +85,7 @@ class Ended(Record, frozen=True):
     step_s: tuple[_Seconds, ...] = ()
     share: _Share | None = None
     pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
+    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
     reason: str = ""
     stack: Mapping[str, _Name] = {}
 

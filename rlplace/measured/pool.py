@@ -61,6 +61,10 @@ class Pool:
     share: Floats
     features: Floats
 
+    def around(self, center: Floats, question: Question) -> Pool:
+        """The same candidates under draws around another world."""
+        return pool_of(self.drafts, question, self.draws.around(center))
+
     def with_drafts(self, drafts: Iterable[Draft], question: Question) -> Pool:
         """With those that are new and can run, behind the others."""
         new = [draft for draft in dict.fromkeys(drafts) if draft not in self.drafts]
@@ -76,11 +80,11 @@ class Pool:
 
 
 def pool_of(drafts: Sequence[Draft], question: Question, draws: Draws) -> Pool:
-    """What drafts take; those that end in no world are left out."""
+    """What drafts take; those that never end are left out."""
     said = [question.scores.evaluate(draft) for draft in drafts]
     with np.errstate(divide="ignore"):
         log_s = np.log(draws.seconds(drafts)).reshape(len(draws.values), len(drafts))
-    kept = [number for number in range(len(drafts)) if np.isfinite(log_s[:, number]).all()]
+    kept = [number for number in range(len(drafts)) if np.isfinite(log_s[:, number]).all()]  # in one world as in another
     return Pool(
         draws,
         tuple(drafts[number] for number in kept),

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 AGAIN_CALLS, AGAIN_MOST = 200, 3
 """Evaluations of the search of the corrected model after every run, and strategies of its answer that join the candidates."""
 
+FAR = 0.5
+"""Standard deviations of an axis."""
+
 Launch = Callable[[PlacementPlan], Ended]
 """Runs a plan (`rlplace.measured.launch`)."""
 
@@ -136,7 +139,9 @@ class Session:
     def _tell(self, run: Run, number: int) -> None:
         step_s = run.median_s
         share = run.share if run.status == "done" else None
-        self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s))
+        stages = self.belief.pool.drafts[number].stages
+        busy_s = run.stage_busy_s if len(run.stage_busy_s) == stages else ()
+        self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s, busy_s))
 
     def _with(self, belief: Belief, pool: Pool) -> Belief:
         """With these candidates, and what is known of them from elsewhere."""
@@ -148,9 +153,17 @@ class Session:
 
 
 def planned_again(belief: Belief, question: Question) -> Pool:
-    """The candidates, with those that a search of the corrected model proposes besides."""
+    """The candidates, with those that a search of the corrected model proposes besides.
+
+    Where that is far from the world around which step times are linear, they are taken around it: a strategy that spares a
+    slow host looks slow by its slopes around hosts that are alike.
+    """
+    pool = belief.pool
+    if np.abs(belief.axes - pool.draws.center).max() > FAR:
+        pool = pool.around(belief.axes, question)
+        belief = dataclasses.replace(belief, pool=pool)
     try:
         found = candidates(asked_in(belief.world(), question), AGAIN_CALLS, AGAIN_MOST)
     except InfeasibleError:  # as the cluster is believed to be, nothing fits; what is left of the pool is tried
-        return belief.pool
-    return belief.pool.with_drafts(found, question)
+        return pool
+    return pool.with_drafts(found, question)

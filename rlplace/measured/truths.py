@@ -36,11 +36,12 @@ STALL = 0.25, 1.6
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: step time and share of memory, None where it did not fit; and what every device takes for a product."""
+    """What a run gave, as `rlplace.measured.belief.Ran` has it; step time and share of memory are None where it did not fit."""
 
     step_s: float | None
     share: float | None
     pace_s: tuple[float, ...] = ()
+    stage_busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,13 @@ class Truth:
         share = self.share(draft)
         if share > 1.0:
             return Outcome(None, None)
-        return Outcome(self.step_s(draft) * math.exp(rng.normal(0.0, NOISE)), share, self.pace_s(rng))
+        return Outcome(self.step_s(draft) * math.exp(rng.normal(0.0, NOISE)), share, self.pace_s(rng), self.stage_busy_s(draft))
+
+    def stage_busy_s(self, draft: Draft) -> tuple[float, ...]:
+        """Seconds of the passes of every stage of a pipeline, each mispriced in its own way."""
+        own = self._drawn("stages", draft)
+        busy = self.scores.evaluate(draft).stage_busy_s
+        return tuple(seconds * math.exp(own.normal(0.0, OWN)) for seconds in busy) if len(busy) > 1 else ()
 
     def pace_s(self, rng: Generator) -> tuple[float, ...]:
         """What every device takes for a product that takes one a millisecond by the cost model."""

@@ -225,30 +225,47 @@ class _Costs:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Worlds drawn from what is believed before anything ran.
+    """Worlds drawn from what is believed before anything ran, or as far apart around another world.
 
     Attributes:
         costs: Of the model.
         cluster: As the cost model knows it.
-        values: float64 [M, P], standard normal; row 0 is the cost model itself.
+        values: float64 [M, P]; row 0 is the cost model itself, the others are normal with unit variance.
+        seed: Of the values.
     """
 
     costs: BlockCosts
     cluster: Cluster
     values: Floats
+    seed: int = 0
 
     @staticmethod
-    def of(costs: BlockCosts, cluster: Cluster, count: int = 48, seed: int = 0) -> Draws:
-        """So many draws, each with its mirror image."""
+    def of(costs: BlockCosts, cluster: Cluster, count: int = 48, seed: int = 0, center: Floats | None = None) -> Draws:
+        """So many draws around a center, each with its mirror image; around the cost model where none is given."""
         size = len(axes(cluster))
+        middle = np.zeros(size) if center is None else center
         half = np.random.default_rng(seed).standard_normal((count // 2, size))
-        return Draws(costs, cluster, np.concatenate([np.zeros((1, size)), half, -half]))
+        return Draws(costs, cluster, np.concatenate([np.zeros((1, size)), middle + half, middle - half]), seed)
+
+    @property
+    def center(self) -> Floats:
+        """float64 [P], what they are drawn around."""
+        center: Floats = self.values[1:].mean(axis=0)
+        return center
+
+    def around(self, center: Floats) -> Draws:
+        """As many around another world."""
+        return Draws.of(self.costs, self.cluster, len(self.values) - 1, self.seed, center)
 
     @cached_property
     def worlds(self) -> list[tuple[World, Evaluator]]:
         """Each with its executor."""
         made = [world_of(self.cluster, values) for values in self.values]
         return [(world, evaluator_in(world, self.costs, self.cluster)) for world in made]
+
+    def stage_busy_s(self, draft: Draft) -> Floats:
+        """float64 [M, S], seconds of the passes of every stage in every world."""
+        return np.array([scores.evaluate(draft).stage_busy_s for _, scores in self.worlds])
 
     def seconds(self, drafts: Sequence[Draft]) -> Floats:
         """float64 [M, C], step times of drafts in every world."""

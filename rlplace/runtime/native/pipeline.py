@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
 from rlplace.runtime.native.capture import Captured
@@ -110,13 +111,22 @@ def _graphs_kept() -> Iterator[None]:
 
 
 class _Stage(pipelining.PipelineStage):
-    """Tells the module which micro-batch runs, and sends gradients as the process group wants them."""
+    """Tells the module which micro-batch runs, notes when passes run, and sends gradients as the process group wants them."""
 
     submod: StageModule
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.at = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with activity.marked(f"stage {self.stage_index}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with activity.marked(f"stage {self.stage_index}"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with activity.marked(f"stage {self.stage_index}"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_send_ops(bwd_chunk_id)

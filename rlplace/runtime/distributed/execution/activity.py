@@ -39,7 +39,8 @@ _kind: tuple[str | None, float] = (None, 0.0)
 
 
 def record(device: torch.device) -> None:
-    """From now on `mark` adds up seconds by kind: ``"forward"``, ``"backward"``, ``"wait"`` (for others) and ``"update"``.
+    """From now on `mark` adds up seconds by kind: ``"forward"``, ``"backward"``, ``"wait"`` (for others), ``"update"``; the
+    passes of a pipeline by stage, ``"stage 0"`` and so on.
 
     Args:
         device: Waited for at the end of every interval where work is queued on it.
@@ -64,6 +65,14 @@ def mark(kind: str | None) -> None:
     _kind = kind, read_clock(_device)
     if before is not None:
         _spent_s[before] = _spent_s.get(before, 0.0) + _kind[1] - since_s
+
+
+@contextlib.contextmanager
+def marked(kind: str) -> Iterator[None]:
+    """Inside, the process does something of this kind."""
+    mark(kind)
+    yield
+    mark(None)
 
 
 @contextlib.contextmanager

@@ -99,6 +99,7 @@ class PlanTimer:
                 setup_s = read_clock(self.device) - begin_s
         memory = PeakMemory(self.device, held_tensors(placed, optimizer))
         steps = [_timed(step, self.device) for _ in range(self.repeats)]
+        busy_s = _stage_busy_s(plan, step, self.device)
         timeline = None if problem is None else simulate(problem, plan)
         _, spent_s = sorted(steps, key=lambda timed: timed[0])[(len(steps) - 1) // 2]
         paces = tuple(gather_objects(_pace_s(self.device))[: training.processes_needed(plan)])
@@ -124,6 +125,7 @@ class PlanTimer:
             places=places,
             peak_memory_bytes=peaks,
             pace_s=paces,
+            stage_busy_s=busy_s,
             setup_s=setup_s,
         )
 
@@ -138,6 +140,17 @@ def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[s
     spent_s = activity.recorded()
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took), spent_s
+
+
+def _stage_busy_s(plan: PlacementPlan, step: Callable[[], Any], device: torch.device) -> tuple[float, ...]:
+    """Seconds of the passes of every stage of a pipeline, on the slowest process of each.
+
+    They are of a step of their own: where work is queued on a device, telling passes apart takes time.
+    """
+    if plan.strategy is None or len(plan.strategy.stages) == 1:
+        return ()
+    said = gather_objects(_timed(step, device)[1])
+    return tuple(max(one[f"stage {n}"] for one in said if f"stage {n}" in one) for n in range(len(plan.strategy.stages)))
 
 
 def _pace_s(device: torch.device) -> float:

@@ -220,7 +220,7 @@ class Belief:
 
 
 def _linear(values: Floats, log_s: Floats) -> tuple[Floats, Floats, Floats]:
-    """Figures [M, N] of draws [M, P] as a linear function: its value at zero [N], slopes [N, P], and what it leaves over [N]."""
+    """Figures [M, N] of draws [M, P] as a linear function: its value at zero [N], slopes [N, P], and what it leaves [N]."""
     center, mean = values.mean(axis=0), log_s.mean(axis=0)
     apart = values - center
     ridge = len(values) * 0.02 * np.eye(values.shape[1])

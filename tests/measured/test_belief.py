@@ -9,8 +9,11 @@ from worlds import pool, question
 
 from rlplace.measured.belief import NOISE, PACE_NOISE, Belief, Ran
 from rlplace.measured.choose import LEAST_CHANCE, RULES, gain_of
+from rlplace.measured.pool import asked_in, first_pool, pool_of
+from rlplace.measured.session import planned_again
 from rlplace.measured.truths import Truth
-from rlplace.measured.world import SPREAD, axes
+from rlplace.measured.world import SPREAD, Draws, World, axes
+from rlplace.strategy.drafts import Place, plain_draft
 
 
 def test_conditioning_is_that_of_a_joint_normal():
@@ -109,3 +112,50 @@ def test_a_slow_host_is_told_by_the_same_product_on_all():
     assert (slow.spread <= belief.spread + 1e-9).all()
     alone = Belief(pool())
     np.testing.assert_array_equal(alone.told(Ran(0, None, pace_s=(1.0, 2.0, 1.0, 1.0))).mean, alone.mean)
+
+
+def two_stages():
+    """A chain over two hosts of one device each, and a belief about it."""
+    asked = question(0, "h100:2x1,ib=400g")
+    blocks = len(asked.costs.names)
+    draft = plain_draft(
+        (0, blocks // 2, blocks), [Place((0,)), Place((1,))], microbatch=(2,), microbatches=(8,), schedule="1f1b"
+    )
+    return asked, draft, Belief(pool_of([draft], asked, Draws.of(asked.costs, asked.cluster)))
+
+
+def test_busy_stages_tell_hosts_apart():
+    asked, draft, belief = two_stages()
+    busy_s = np.array(asked.scores.evaluate(draft).stage_busy_s)
+    names = axes(asked.cluster)
+
+    def hosts(told):
+        return [float(told.axes[names.index(f"host {host}")]) for host in range(2)]
+
+    as_priced = belief.told(Ran(0, None, stage_busy_s=tuple(busy_s)))
+    np.testing.assert_allclose(hosts(as_priced), 0.0, atol=0.1)
+    slow = belief.told(Ran(0, None, stage_busy_s=tuple(busy_s * [1.0, 1.2])))
+    first, second = hosts(slow)
+    assert second > 0.5 and first == pytest.approx(-second, abs=0.1)
+    both = belief.told(Ran(0, None, stage_busy_s=tuple(2 * busy_s)))
+    np.testing.assert_allclose(both.axes, as_priced.axes, atol=1e-9)  # all blocks may be mispriced by as much
+    known = belief.told(Ran(0, None, pace_s=(1e-3, 1.2e-3)))
+    assert 0.5 < (second - first) / (hosts(known)[1] - hosts(known)[0]) < 1.2
+
+
+def test_what_spares_a_slow_host_is_seen_as_quick_once_it_is_known():
+    """Slopes around like hosts say that every strategy suffers from a slow one; around the known world they do not."""
+    asked = question(1, "h100:4x1,ib=400g", 32)
+    truth = asked_in(World({}, (1.0, 1.0, 1.0, 2.0)), asked)
+    belief = Belief(first_pool(asked, calls=120, draws=24))
+    for _ in range(2):
+        number = RULES["calibrate"](belief, np.random.default_rng(0))
+        said = truth.scores.evaluate(belief.pool.drafts[number])
+        belief = belief.told(Ran(number, said.step_time_s, 0.5, pace_s=(1e-3, 1e-3, 1e-3, 2e-3)))
+        belief = Belief(planned_again(belief, asked), belief.ran)
+    seconds = np.array([truth.scores.evaluate(draft).step_time_s for draft in belief.pool.drafts])
+    quick = seconds.argsort()[:5]
+    far = Belief(belief.pool.around(np.zeros_like(belief.axes), asked), belief.ran)
+    error = np.abs(belief.mean - np.log(seconds))[quick].mean()
+    assert error < 0.15 and error < 0.6 * np.abs(far.mean - np.log(seconds))[quick].mean()
+    assert seconds[int(belief.mean.argmin())] < 1.05 * seconds.min()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import native_worker
 import numpy as np
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import rlplace
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.native.why_not import minor_version
 
 pytest.importorskip("transformers")
@@ -109,7 +111,23 @@ def loop(case, folder):
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
         found["loaded"] = abs(model(**batch(8)).loss.item() - plain(**batch(8)).loss.item())
+    if case == "chain":
+        found["stages"] = 0.0 if stages_are_told_apart(model, strategy) else 1.0
     return found
+
+
+def stages_are_told_apart(model, strategy):
+    """Whether the sleep of a module counts, once a micro-batch, for its stage and no other."""
+    sleeper = next((module for name, module in model.named_modules() if name.endswith("ln_f")), None)
+    hook = None if sleeper is None else sleeper.register_forward_hook(lambda *given: time.sleep(0.1))
+    activity.record(torch.device("cpu"))
+    model(**batch(8)).loss.backward()
+    spent_s = activity.recorded()
+    if hook is not None:
+        hook.remove()
+    stage, slept_s = ("stage 0", 0.0) if sleeper is None else ("stage 1", 0.1 * strategy["microbatches"][0])
+    assert [name for name in spent_s if name.startswith("stage")] == [stage]
+    return spent_s[stage] > slept_s
 
 
 def idiom(case):

@@ -21,7 +21,13 @@ from rlplace.errors import InputError
 
 
 class NetworkExtractor(BaseFeaturesExtractor):
-    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1]."""
+    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1].
+
+    Attributes:
+        kind: Class of the network.
+    """
+
+    kind: type[PlacerNetwork] = PlacerNetwork
 
     def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, features: Sequence[str]) -> None:
         candidates, table = observation_space["candidate_group"].shape, observation_space["candidates"].shape
@@ -32,7 +38,7 @@ class NetworkExtractor(BaseFeaturesExtractor):
                 f"{table[0] / candidates[0]:g} numbers; pass FEATURES of its class"
             )
         super().__init__(observation_space, candidates[0] + 1)
-        self.network = PlacerNetwork(config, features=features)
+        self.network = self.kind(config, features=features)
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""
@@ -62,6 +68,8 @@ class _Split(nn.Module):
 class _NetworkPolicy:
     """The common part of both policies; it precedes SB3's class in their bases."""
 
+    extractor: type[NetworkExtractor] = NetworkExtractor
+
     def __init__(
         self,
         observation_space: spaces.Dict,
@@ -77,7 +85,7 @@ class _NetworkPolicy:
             observation_space,
             action_space,
             lr_schedule,
-            features_extractor_class=NetworkExtractor,
+            features_extractor_class=self.extractor,
             features_extractor_kwargs=extractor,
             ortho_init=False,
             **options,

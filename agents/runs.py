@@ -1,21 +1,105 @@
-"""A policy for `rlplace/Cluster-v0`, trained by stock `MaskablePPO`: which strategy runs next on a cluster."""
+"""A graph policy for `rlplace/Cluster-v0`, trained by stock `MaskablePPO`: which strategy runs next on a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.random import Generator
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.vec_env import DummyVecEnv
+from torch import Tensor, nn
 
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.policy import PlacerPolicy
-from rlplace.envs.cluster import FEATURES, ClusterEnv, Scenario, observe
+from rlplace.agents.policy import NetworkExtractor, PlacerPolicy
+from rlplace.envs.cluster import ClusterEnv
+from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
+from rlplace.envs.scenario import Scenario
 from rlplace.measured.belief import Belief
 
 ENVS, ROLLOUT, EPOCHS, BATCH, RATE, ENTROPY = 8, 256, 4, 256, 3e-4, 0.003
+
+STAGE, ROUNDS = 24, 2
+"""Width of what is known of a stage, and rounds of messages between the stages of a plan."""
+
+
+class RunsNetwork(PlacerNetwork):
+    """Scores candidates by messages in two graphs.
+
+    Stages tell those before and behind them, and those on the same place, what they are; what all stages of a plan say joins
+    what is believed of it; then candidates hear each other, as much as they are alike. It starts as the heuristic that takes
+    the largest expected improvement. B observations, K candidates, S stages.
+    """
+
+    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str] = FEATURES) -> None:
+        super().__init__(config, features=features)
+        hidden, second = self.config.hidden, self.config.second
+        self.stage, self.told = nn.Linear(len(STAGE_FEATURES), STAGE), nn.Linear(4 * STAGE, STAGE)
+        self.plan = nn.Linear(2 * STAGE, hidden, bias=False)
+        self.second = nn.Linear(2 * hidden, second)
+
+    def plans(self, stages: Tensor, place: Tensor) -> Tensor:
+        """What the stages of each plan say, [..., 2 `STAGE`], of stages [..., S, F] and their places [..., S], -1 where none."""
+        there = (place >= 0).unsqueeze(-1).float()
+        together = (place.unsqueeze(-1) == place.unsqueeze(-2)).float() * there * there.transpose(-1, -2)
+        together = together / together.sum(-1, keepdim=True).clamp(min=1.0)
+        state = torch.relu(self.stage(stages)) * there
+        for _ in range(ROUNDS):
+            none = torch.zeros_like(state[..., :1, :])
+            before, behind = torch.cat([none, state[..., :-1, :]], -2), torch.cat([state[..., 1:, :], none], -2)
+            heard = torch.cat([state, before, behind, together @ state], dim=-1)
+            state = (state + torch.relu(self.told(heard))) * there
+        mean = state.sum(-2) / there.sum(-2).clamp(min=1.0)
+        return torch.cat([mean, state.amax(-2)], dim=-1)
+
+    def forward(  # type: ignore[override]
+        self, candidates: Tensor, candidate_group: Tensor, context: Tensor, alike: Tensor, plans: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, K] and values [B, 1].
+
+        Args:
+            candidates: float32 [B, K, F].
+            candidate_group: int64 [B, K], -1 for what has run, stop and padding.
+            context: float32 [B, C].
+            alike: float32 [B, K, K], correlations; zeros in rows of no candidate.
+            plans: float32 [B, K, 2 `STAGE`], of `plans`.
+        """
+        named = candidate_group >= 0
+        own = torch.relu(self.first((candidates - self.mean) / self.scale) + self.plan(plans))
+        heard = (alike @ own) / alike.abs().sum(-1, keepdim=True).clamp(min=1.0)
+        after = torch.relu(self.second(torch.cat([own, heard], dim=-1)))
+        logits = (self.linear(candidates) + self.residual(after)).squeeze(-1)
+        there = (alike.diagonal(dim1=-2, dim2=-1) > 0).unsqueeze(2).float()
+        summary = torch.cat([(after * there).sum(1) / there.sum(1).clamp(min=1.0), context], dim=1)
+        return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
+
+    def looked_at(self, observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`forward` of observations of the environment."""
+        groups = observation["candidate_group"].long()
+        rows = groups.shape
+        place = observation["place"].reshape(*rows, -1)
+        plans = self.plans(observation["stages"].reshape(*place.shape, len(STAGE_FEATURES)), place)
+        candidates, alike = observation["candidates"].reshape(*rows, -1), observation["alike"].reshape(*rows, rows[-1])
+        return self(candidates, groups, observation["context"], alike, plans)
+
+
+class RunsExtractor(NetworkExtractor):
+    """Runs `RunsNetwork`."""
+
+    kind = RunsNetwork
+
+    def forward(self, observations: dict[str, Tensor]) -> Tensor:
+        """Returns float32 [B, K + 1]."""
+        assert isinstance(self.network, RunsNetwork)
+        return torch.cat(self.network.looked_at(observations), dim=1)
+
+
+class RunsPolicy(PlacerPolicy):
+    """Policy for `MaskablePPO` on `rlplace/Cluster-v0`."""
+
+    extractor = RunsExtractor
 
 
 def train_runs(
@@ -25,7 +109,7 @@ def train_runs(
     runs: int = 5,
     seed: int = 0,
     tick: Callable[[int], object] = lambda done: None,
-) -> PlacerNetwork:
+) -> RunsNetwork:
     """Trains a policy, from the heuristic that takes the largest expected improvement.
 
     Args:
@@ -37,11 +121,11 @@ def train_runs(
     """
     envs = DummyVecEnv([lambda: ClusterEnv(scenarios, runs=runs)] * ENVS)
     model = MaskablePPO(
-        PlacerPolicy, envs, n_steps=ROLLOUT, batch_size=BATCH, n_epochs=EPOCHS, learning_rate=RATE, gamma=1.0, ent_coef=ENTROPY,
+        RunsPolicy, envs, n_steps=ROLLOUT, batch_size=BATCH, n_epochs=EPOCHS, learning_rate=RATE, gamma=1.0, ent_coef=ENTROPY,
         seed=seed, device="cpu", policy_kwargs={"config": NetworkConfig(), "features": FEATURES},
     )  # fmt: skip
     policy = model.policy
-    assert isinstance(policy, PlacerPolicy)
+    assert isinstance(policy, RunsPolicy) and isinstance(policy.network, RunsNetwork)
     standardise(policy.network, scenarios, runs)
     while model.num_timesteps < decisions:
         model.learn(ENVS * ROLLOUT, reset_num_timesteps=False)
@@ -59,17 +143,26 @@ def standardise(network: PlacerNetwork, scenarios: Sequence[Scenario], runs: int
     network.standardise(rows.mean(dim=0), rows.std(dim=0).clamp(min=0.05))
 
 
-def rule_of(network: PlacerNetwork, runs: int = 5) -> Callable[[Belief, Generator], int | None]:
+def load_runs(path: str | Path) -> RunsNetwork:
+    """A trained policy from its weights, a file of safetensors."""
+    from rlplace.agents.checkpoint import load_weights
+
+    network = RunsNetwork()
+    load_weights(network, path)
+    return network.eval()
+
+
+def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator], int | None]:
     """The policy as a rule of `rlplace.measured.choose`: the best score of what has not run; it never stops early."""
 
     def choose(belief: Belief, rng: Generator) -> int | None:
         if not belief.left.any():
             return None
         count = len(belief.pool.drafts)
-        seen = observe(belief, max(runs, len(belief.ran) + 1), count)
-        table = torch.from_numpy(seen["candidates"]).reshape(count + 1, len(FEATURES))[:count]
+        stages = max(sum(one.stages for one in draft.pipelines) for draft in belief.pool.drafts)
+        seen = {**observe(belief, max(runs, len(belief.ran) + 1), count), **plan_graphs(belief.pool, count, stages)}
         with torch.no_grad():
-            scores = network.scores(table)[0].numpy()
-        return int(np.argmax(np.where(belief.left, scores, -np.inf)))
+            scores = network.looked_at({name: torch.from_numpy(value[None]) for name, value in seen.items()})[0][0].numpy()
+        return int(np.argmax(np.where(belief.left, scores[:count], -np.inf)))
 
     return choose

@@ -28,11 +28,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rlplace.agents.checkpoint import load_weights
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.runs import rule_of, train_runs
+from rlplace.agents.runs import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
-from rlplace.envs.cluster import FEATURES, Scenario
+from rlplace.envs.scenario import Scenario
 from rlplace.errors import RlplaceError
 from rlplace.measured.belief import Belief, Ran
 from rlplace.measured.choose import RULES, Rule
@@ -93,9 +91,7 @@ def policies() -> dict[str, Rule]:
     """Trained policies by name."""
     found = {}
     for path in sorted(POLICIES.glob("ppo*.safetensors")):
-        network = PlacerNetwork(NetworkConfig(), features=FEATURES)
-        load_weights(network, path)
-        found[path.stem] = rule_of(network.eval())
+        found[path.stem] = rule_of(load_runs(path))
     return found
 
 

@@ -1,18 +1,18 @@
 """``rlplace/Cluster-v0``: which strategy to run next on a cluster whose truth is hidden.
 
 An episode is a model on a cluster. The planner has proposed candidates; the cost model says what they take, and is wrong by
-something that is drawn anew in each episode (`rlplace.measured.truths`). An action runs a candidate, which shows its step
-time and memory or that it does not fit, or stops. The observation is the belief after all runs (`rlplace.measured.belief`):
-for every candidate what it is expected to take, how sure that is, whether it will fit, what it would tell about others, and
-its strategy. K candidates and one action to stop.
+something that is drawn anew in each episode (`rlplace.measured.truths`), or was measured (`Scenario.replayed`). An action runs
+a candidate, which shows its step time and memory or that it does not fit, or stops. The observation is the belief after all
+runs (`rlplace.measured.belief`), as a graph: a node for each candidate (what it is expected to take, how sure that is, whether
+it will fit, what it took), the correlation of any two, and the stages of each one's plan with the places that hold them. K
+candidates and one action to stop, S stages at most. Step times are linear around the cost model, where a session of real runs
+follows its belief.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import gymnasium
@@ -20,104 +20,14 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.observation import NUM_CONTEXT
+from rlplace.envs.scenario import Scenario, default_scenarios
 from rlplace.errors import InputError
-from rlplace.measured import pool as pools
 from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import LOST, gain_of
-from rlplace.measured.pool import Pool
-from rlplace.measured.truths import NOISE, Truth
-from rlplace.strategy.costs import Floats
-
-
-@dataclass(frozen=True, eq=False)
-class Scenario:
-    """An episode: candidates, and what they take.
-
-    Attributes:
-        pool: The candidates.
-        step_s: float64 [C], true step times.
-        share: float64 [C], true shares of the fullest device's memory; above 1 a run does not fit.
-        pace_s: By device, what a run shows of its speed; see `rlplace.measured.belief.Ran`.
-        stage_busy_s: By candidate and stage, likewise.
-    """
-
-    pool: Pool
-    step_s: Floats
-    share: Floats
-    pace_s: tuple[float, ...] = ()
-    stage_busy_s: tuple[tuple[float, ...], ...] = ()
-
-    @staticmethod
-    def of(pool: Pool, truth: Truth) -> Scenario:
-        """A truth for all candidates."""
-        step_s = np.array([truth.step_s(draft) for draft in pool.drafts])
-        share = np.array([truth.share(draft) for draft in pool.drafts])
-        busy_s = tuple(truth.stage_busy_s(draft) for draft in pool.drafts)
-        return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)), busy_s)
-
-    @property
-    def least_s(self) -> float:
-        """The least step time of what fits; inf where nothing does."""
-        return float(self.step_s[self.share <= 1.0].min(initial=math.inf))
-
-
-FEATURES = (
-    "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", *(f"of {name}" for name in pools.FEATURES),
-)  # fmt: skip
-"""Of a candidate: `rlplace.measured.choose.gain_of`; expected log step time over the best that ran; its standard deviation; the
-chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it tells of others;
-its strategy."""
-
-
-def observe(belief: Belief, runs: int, candidates: int) -> dict[str, NDArray[Any]]:
-    """What a policy sees of a belief.
-
-    Args:
-        belief: After all runs so far.
-        runs: Most runs of the session.
-        candidates: K, for which there is room.
-
-    Returns:
-        float32 ``candidates`` [(K + 1) F], int32 ``candidate_group`` [K + 1] (-1: has run, or to stop) and ``context`` [C].
-    """
-    pool, count = belief.pool, len(belief.pool.drafts)
-    mean, spread, fits = belief.mean, belief.spread, belief.fits
-    likely = fits >= 0.5
-    base = math.log(float(belief.best.step_s or 0.0)) if belief.best else float(mean[likely].min(initial=mean.max()))
-    others = np.abs(belief.cover) / np.outer(spread, spread)
-    columns = [
-        gain_of(belief), mean - base, spread, fits, np.log(np.maximum(pool.share, 1e-3)),
-        pool.log_s[0] - pool.log_s[0].min(), others.mean(axis=1), *pool.features.T,
-    ]  # fmt: skip
-    table = np.zeros((candidates + 1, len(FEATURES)), dtype=np.float32)
-    table[:count] = np.clip(np.stack(columns, axis=1), -CLIP, CLIP)
-    group = np.full(candidates + 1, -1, dtype=np.int32)
-    group[:count] = np.where(belief.left, np.arange(count), -1)
-    lost = sum(ran.step_s is None for ran in belief.ran)
-    context = [
-        len(belief.ran) / runs, lost / runs, float(belief.best is not None), float(spread.mean()), float(spread.min()),
-        float(mean[likely].min(initial=base) - base), float(fits.mean()), math.log2(count) / 8.0,
-    ]  # fmt: skip
-    found = np.clip(np.array(context, dtype=np.float32), -CLIP, CLIP)
-    return {"candidates": table.ravel(), "candidate_group": group, "context": found}
-
-
-@cache
-def default_scenarios() -> tuple[Scenario, ...]:
-    """A small model of the zoo on four A100s, and sixteen truths."""
-    from rlplace.cluster.parse import parse
-    from rlplace.graph.capture import capture
-    from rlplace.strategy.plan import ask
-    from rlplace.zoo import load_model
-
-    loaded = [load_model("zoo:mlp", batch=batch) for batch in (2, 4)]
-    first, other = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)
-    question = ask(first, parse("a100-80g:4"), 64, other=other)
-    pool = pools.first_pool(question, calls=100, draws=16)
-    made = (Scenario.of(pool, Truth.drawn(question, seed)) for seed in range(16))
-    return tuple(scenario for scenario in made if math.isfinite(scenario.least_s))
+from rlplace.measured.choose import LOST
+from rlplace.measured.truths import NOISE
 
 
 class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
@@ -125,10 +35,11 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
 
     Attributes:
         FEATURES: Names of the columns of a candidate.
+        STAGE_FEATURES: Of a stage of its plan.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012
-    FEATURES = FEATURES
+    FEATURES, STAGE_FEATURES = FEATURES, STAGE_FEATURES
 
     def __init__(
         self,
@@ -158,11 +69,16 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         self.runs, self.run_cost, self.loss_cost, self.render_mode = runs, run_cost, loss_cost, render_mode
         self.candidates = max(len(scenario.pool.drafts) for scenario in scenarios)
         most = self.candidates + 1
+        self.stages = max(sum(one.stages for one in d.pipelines) for scenario in scenarios for d in scenario.pool.drafts)
+        self._graphs: dict[int, dict[str, NDArray[Any]]] = {}  # by pool
         self.action_space = spaces.Discrete(most)
         self.observation_space = spaces.Dict(  # type: ignore[assignment]
             {
                 "candidates": spaces.Box(-CLIP, CLIP, (most * len(self.FEATURES),), np.float32),
                 "candidate_group": spaces.Box(-1, most, (most,), np.int32),
+                "alike": spaces.Box(-1.0, 1.0, (most * most,), np.float32),
+                "stages": spaces.Box(-CLIP, CLIP, (most * self.stages * len(STAGE_FEATURES),), np.float32),
+                "place": spaces.Box(-1, 1 << 16, (most * self.stages,), np.int32),
                 "context": spaces.Box(-CLIP, CLIP, (NUM_CONTEXT,), np.float32),
             }
         )
@@ -222,7 +138,11 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         return "\n".join([*lines, f"{100 * math.expm1(self.over):.1f} % over the best"])
 
     def _observe(self) -> dict[str, NDArray[Any]]:
-        return observe(self.belief, self.runs, self.candidates)
+        pool = self.scenario.pool
+        if id(pool) not in self._graphs:
+            self._graphs[id(pool)] = plan_graphs(pool, self.candidates, self.stages)
+        graphs = {name: value.copy() for name, value in self._graphs[id(pool)].items()}
+        return {**observe(self.belief, self.runs, self.candidates), **graphs}
 
     def _info(self) -> dict[str, Any]:
         return {

@@ -9,9 +9,11 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as check_sb3
 from worlds import pool, question
 
-from rlplace.envs.cluster import ClusterEnv, Scenario
+from rlplace.envs.cluster import ClusterEnv
+from rlplace.envs.scenario import Scenario
 from rlplace.errors import InputError
 from rlplace.measured.choose import LOST
+from rlplace.measured.corrected import run_of
 from rlplace.measured.truths import Truth
 
 
@@ -62,3 +64,53 @@ def test_what_fits_in_nobody_is_refused():
         ClusterEnv([full])
     with pytest.raises(InputError, match="fits"):
         ClusterEnv([])
+
+
+def test_a_plan_is_seen_as_the_graph_of_its_stages():
+    scenario = scenarios(1)[0]
+    env = ClusterEnv([scenario])
+    observation, _ = env.reset(seed=0)
+    shape = env.candidates + 1, env.stages
+    place, stages = observation["place"].reshape(shape), observation["stages"].reshape(*shape, -1)
+    for number, (draft, said) in enumerate(zip(scenario.pool.drafts, scenario.pool.said, strict=True)):
+        assert (place[number] >= 0).sum() == len(said.stage_busy_s) and place[number].max() + 1 == len(draft.places)
+        named = dict(zip(env.STAGE_FEATURES, stages[number, : len(said.stage_busy_s)].T, strict=True))
+        np.testing.assert_allclose(named["blocks"].sum(), 1.0, atol=1e-6)
+        np.testing.assert_allclose(named["busy"] * said.step_time_s, said.stage_busy_s, rtol=1e-5)
+    assert (place[len(scenario.pool.drafts) :] == -1).all()
+    alike = observation["alike"].reshape(shape[0], shape[0])
+    np.testing.assert_allclose(np.diag(alike)[: len(scenario.pool.drafts)], 1.0, atol=1e-5)
+    np.testing.assert_array_equal(alike, alike.T)
+
+
+def test_what_ran_is_seen_beside_what_is_believed():
+    env = ClusterEnv(scenarios())
+    env.reset(seed=0)
+    good = int(np.argmin(env.scenario.share))
+    observation, *_ = env.step(good)
+    table = observation["candidates"].reshape(env.candidates + 1, len(env.FEATURES))
+    named = dict(zip(env.FEATURES, table.T, strict=True))
+    assert named["ran"].sum() == named["ran"][good] == 1.0
+    assert named["took"][good] == pytest.approx(np.log(env.scenario.step_s[good]) - env.scenario.pool.log_s[0, good], abs=0.05)
+
+
+def test_a_log_of_real_runs_is_replayed():
+    """Every strategy of a session takes what it took there, and what did not fit does not fit."""
+    asked = question()
+    names, truth, rng = asked.costs.names, Truth.drawn(question(), 2), np.random.default_rng(0)
+    runs = []
+    for draft, said in zip(pool().drafts[:6], pool().said, strict=False):
+        outcome = truth.run(draft, rng)
+        ended = {"status": "out_of_memory"} if outcome.step_s is None else {
+            "status": "done", "step_s": (outcome.step_s,), "share": outcome.share, "stage_busy_s": outcome.stage_busy_s,
+        }  # fmt: skip
+        runs.append(run_of(draft, said, names, asked.cluster, **ended))
+    lost = run_of(pool().drafts[6], pool().said[6], names, asked.cluster, status="out_of_memory")
+    crashed = run_of(pool().drafts[7], pool().said[7], names, asked.cluster, status="crashed")
+    scenario = Scenario.replayed(asked, [*runs, lost, crashed])
+    assert scenario.pool.drafts == pool().drafts[:7] and scenario.share[6] > 1
+    assert scenario.least_s == min(run.median_s for run in runs if run.median_s)
+    env = ClusterEnv([scenario], runs=3)
+    env.reset(seed=0)
+    *_, info = env.step(int(np.argmin(scenario.step_s)))
+    assert info["over"] == pytest.approx(1.0)

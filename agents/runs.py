@@ -41,7 +41,7 @@ class RunsNetwork(PlacerNetwork):
         self.second = nn.Linear(2 * hidden, second)
 
     def plans(self, stages: Tensor, place: Tensor) -> Tensor:
-        """What the stages of each plan say, [..., 2 `STAGE`], of stages [..., S, F] and their places [..., S], -1 where none."""
+        """What the stages of each plan say, [..., 2 `STAGE`], of stages [..., S, F] on places [..., S] (-1: none)."""
         there = (place >= 0).unsqueeze(-1).float()
         together = (place.unsqueeze(-1) == place.unsqueeze(-2)).float() * there * there.transpose(-1, -2)
         together = together / together.sum(-1, keepdim=True).clamp(min=1.0)

@@ -35,6 +35,7 @@ from rlplace.measured.log import Ended
 from rlplace.measured.session import Session
 from rlplace.plan.plan import PlacementPlan
 from rlplace.strategy.drafts import Draft, draft_of_strategy
+from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.plan import ask, prediction
 from rlplace.strategy.search import search
 from rlplace.strategy.tries import Question
@@ -205,14 +206,22 @@ def worker(folder: str) -> None:
         number += 1
 
 
-def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[float], list[str]]:
+def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[float], list[dict[str, Any]]]:
     """Step time of the quickest run after each, and what became of them."""
     session = Session(lab.question, plan, lab, rule=rule, seed=seed)
     best, said = [], []
-    for _, run in session.runs(RUNS):
+    for number, (_, run) in enumerate(session.runs(RUNS)):
         done = [ran.step_s for ran in session.belief.ran if ran.step_s is not None]
         best.append(min(done, default=float("inf")))
-        said.append(run.status if run.status == "done" else run.reason)
+        draft = session.belief.pool.drafts[session.belief.ran[number].candidate]
+        said.append(
+            {
+                "kind": kind_of(draft), "schedule": draft.schedule, "microbatches": draft.microbatches, "bounds": draft.bounds,
+                "order": [draft.places[place].devices for place in draft.place_of_stage],
+                "predicted_s": round(run.predicted_s, 4), "expected_s": round(run.expected_s, 4),
+                "step_s": [round(seconds, 4) for seconds in run.step_s], "reason": run.reason,
+            }
+        )  # fmt: skip
     return best + best[-1:] * (RUNS - len(best)), said
 
 
@@ -246,7 +255,7 @@ def measure(options: argparse.Namespace) -> None:
             for rule, (best, said) in found.items():
                 row = {
                     "cluster": cluster, "model": model, "seed": seed, "rule": rule, "least_s": round(least_s, 4),
-                    "measured": len(lab.known), "over": [round(value / least_s, 4) for value in best], "said": said,
+                    "measured": len(lab.known), "over": [round(value / least_s, 4) for value in best], "runs": said,
                 }  # fmt: skip
                 file.write(json.dumps(row) + "\n")
         print(cluster, model, seed, {rule: round(best[-1] / least_s, 3) for rule, (best, _) in found.items()}, flush=True)

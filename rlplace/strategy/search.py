@@ -238,11 +238,12 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
             short_bytes=short,
         )
     if tries.reasons and any_uniform:
-        reason = max(tries.reasons, key=lambda text: tries.reasons[text])
-        key = reason.removeprefix("space: ")
-        return InputError(
-            f"space: it leaves no strategy; relax {key} first" if key != reason else f"no strategy can run: {reason}"
-        )
+        reasons = sorted(tries.reasons, key=lambda text: -tries.reasons[text])
+        key, other = reasons[0].removeprefix("space: "), next((text for text in reasons if not text.startswith("space: ")), "")
+        if key == reasons[0]:
+            return InputError(f"no strategy can run: {key}")
+        why = f". Of what it leaves: {other}" if other else ""
+        return InputError(f"space: it leaves no strategy; relax {key} first{why}")
     words = [f"space: it leaves no strategy for a batch of {question.batch}"]
     for key, values in plain(question.space).items():
         if _any_uniform(dataclasses.replace(question, space=msgspec.structs.replace(question.space, **{key: None}))):

@@ -21,9 +21,7 @@ from rlplace.runtime.native.why_not import ModelFacts, TensorFacts
 
 def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
     """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), "")
-    norms = has_batch_norm(model), has_sync_norm(model)
-    return ModelFacts(_needed(model), *norms, scalar, no_cut, None, tensor or TensorFacts())
+    return ModelFacts(_needed(model), has_batch_norm(model), has_sync_norm(model), no_cut, None, tensor or TensorFacts())
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:

@@ -50,7 +50,6 @@ class ModelFacts:
         blocks: Paths of the blocks that a strategy has to name.
         batch_norm: A module computes statistics over the samples of its process.
         sync_norm: A module computes statistics over all processes of the job.
-        scalar: Name of a parameter without dimensions; empty where there is none.
         no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
         no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
         tensor: Of its layouts.
@@ -59,7 +58,6 @@ class ModelFacts:
     blocks: tuple[str, ...] = ()
     batch_norm: bool = False
     sync_norm: bool = False
-    scalar: str = ""
     no_cut: str | None = None
     no_samples: str | None = None
     tensor: TensorFacts = TensorFacts()
@@ -135,14 +133,11 @@ def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> It
 
 
 def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
-    level, several = max(stage.sharding for stage in pipeline.stages), len(pipeline.stages) > 1
-    if several and level > 1:
+    level = max(stage.sharding for stage in pipeline.stages)
+    if len(pipeline.stages) > 1 and level > 1:
         yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
     if level > 1 and len(set(pipeline.microbatches)) > 1:
         yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
-    copied = (stage for stage in pipeline.stages if stage.data_degree > 1)
-    if facts.scalar and any(stage.sharding or several or stage.axis("tensor") > 1 for stage in copied):
-        yield f"fully_shard and replicate take no scalar parameter, such as {facts.scalar}; make it a tensor of one element"
     if facts.batch_norm and pipeline.data_degree > 1:
         yield (
             "BatchNorm computes its statistics per replica, which is another model; convert it with "

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -87,12 +88,23 @@ def wrap_stage(
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
+    shared = partial(shared, ignored_params={p for p in root.parameters() if not p.dim()})  # see `average_scalars`
     for path, block in blocks.items():
         if stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     return root
+
+
+def average_scalars(root: nn.Module, place: Place) -> None:
+    """Averages gradients of parameters without dimensions over the replicas: `fully_shard` and `replicate` take none."""
+    for parameter in root.parameters():
+        if parameter.grad is not None and not parameter.dim() and not isinstance(parameter, DTensor):
+            for axis in ("replicate", "shard"):
+                if place.mesh[axis].size() > 1:
+                    dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
+            parameter.grad /= place.data_degree
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:

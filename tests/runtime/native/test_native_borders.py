@@ -7,9 +7,7 @@ from native_cases import stage
 from torch import nn
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.run import prepare
-from rlplace.runtime.native.why_not import why_not
 
 SAMPLES, PLACES = 4, (("first",), ("norm", "second"), ("third",), ("head",))
 
@@ -61,13 +59,3 @@ def test_what_is_handed_on_beside_what_is_made_of_it(schedule):
     wanted = {name: value.grad for name, value in plain.named_parameters() if value.grad is not None}
     torch.testing.assert_close({name: gradients[name] for name in wanted}, wanted, rtol=1e-12, atol=1e-12)
     assert {name for _, names in found for name in names} == set(plain.state_dict())
-
-
-def test_scalar_parameters_are_refused_where_torch_shares_or_replicates_stages():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.scale = nn.Parameter(torch.ones(()))
-    parts = {"batch": 8, "microbatch": [4], "microbatches": [1]}
-    shared = Strategy.from_dict(parts | {"stages": [stage(("0", "1"), [0, 1], {"shard": 2}, 1)]})
-    copied = Strategy.from_dict(parts | {"stages": [stage(("0", "1"), [0, 1], {"replicate": 2}, 0)]})
-    assert "such as scale" in why_not(shared, model_facts(model))
-    assert why_not(copied, model_facts(model)) is None

@@ -45,6 +45,7 @@ CASES = {
     ),
     "gathered again, blocks that look at values": ("own", flat("own", {"replicate": 2, "shard": 2}, 3)),
     "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
+    "1f1b, copies of blocks that look at values": ("own", chain("own", HALVES, "1f1b", **COPIES)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip
 

@@ -79,8 +79,10 @@ class RunsNetwork(PlacerNetwork):
         """`forward` of observations of the environment."""
         groups = observation["candidate_group"].long()
         rows = groups.shape
-        place = observation["place"].reshape(*rows, -1)
-        plans = self.plans(observation["stages"].reshape(*place.shape, len(STAGE_FEATURES)), place)
+        stages, which = torch.unique(observation["stages"], dim=0, return_inverse=True)  # few questions, many observations
+        place = torch.zeros(len(stages), observation["place"].shape[1]).index_copy(0, which, observation["place"].float())
+        place = place.reshape(len(stages), rows[1], -1)
+        plans = self.plans(stages.reshape(*place.shape, len(STAGE_FEATURES)), place)[which]
         candidates, alike = observation["candidates"].reshape(*rows, -1), observation["alike"].reshape(*rows, rows[-1])
         return self(candidates, groups, observation["context"], alike, plans)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Asked:
         loss: Whether the loss is a function of the output that came with the model.
         units: What stays whole, by path.
         layouts: Of its blocks over the tensor axis; None without one.
+        outside: Blocks whose parameters are read while they do not run.
     """
 
     plan: PlacementPlan
@@ -44,6 +45,7 @@ class Asked:
     loss: bool
     units: Mapping[str, nn.Module]
     layouts: ModelLayouts | None
+    outside: Collection[str]
 
     @property
     def pipeline(self) -> Pipeline:
@@ -79,10 +81,17 @@ def ask(plan: PlacementPlan) -> Asked:
     inputs = keyword_inputs(loaded.module, loaded.example_inputs)
     found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
-        results, calls = observe(loaded.module, inputs, {"": loaded.module, **found})
+        results, calls, outside = observe(loaded.module, inputs, {"": loaded.module, **found})
     layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
     if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
         raise InputError(f"export: {reason}")
+    whole = next((name for name, p in loaded.module.named_parameters() if not p.dim() or not p.numel()), None)
+    first, several = strategy.stages[0], len(strategy.stages) > 1
+    if whole is not None and first.data_degree > 1 and (first.sharding or several or first.axis("tensor") > 1):
+        raise InputError(
+            f"export: fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no "
+            "part that averages its gradients; run it with rlplace.distribute"
+        )
     if pipeline.unlike_meshes:
         raise InputError(
             "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute, or place "
@@ -97,4 +106,4 @@ def ask(plan: PlacementPlan) -> Asked:
             "export: copies of the weights in fp32 and losses scaled for fp16 are not written; plan in fp32 or bf16"
         )
     output = next(iter(results[""].values()))
-    return Asked(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts)
+    return Asked(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts, outside)

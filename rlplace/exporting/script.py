@@ -145,6 +145,7 @@ def _wraps(asked: Asked) -> tuple[Wraps, str]:
         for offloaded, extra in ((False, ""), (True, policy)):
             held = [(paths, nn.ModuleList(asked.units[path] for path in paths)) for paths in map(asked.blocks_of, stages)]
             alone = [path for paths, others in held for path in paths if stands_alone(others, asked.units[path])]
+            alone = [path for path in alone if path not in asked.outside]
             wraps.append(([path for path in alone if (path in stage.offload) == offloaded], call.format("block", extra)))
         whole = call.format(root, policy if stage.offload and len(stage.offload) == len(stage.blocks) else "")
     return [(paths, call) for paths, call in wraps if paths], whole

@@ -32,7 +32,7 @@ from rlplace.runtime.native.clip import clip_grad_norm_
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
 from rlplace.runtime.native.ties import Ties
-from rlplace.runtime.native.wrap import average_scalars
+from rlplace.runtime.native.wrap import average_whole
 
 if TYPE_CHECKING:
     from rlplace.runtime.native.pipeline import PipelineRun
@@ -113,7 +113,7 @@ class StrategyModel(DistributedModel):
             with step_stream(self.random_state, self.place):
                 total = self.runner.step(passes, loss)
             for body in self._bodies.values():
-                average_scalars(body, self.place)
+                average_whole(body, self.place)
             for parameter in self.parameters():
                 sum_parts(parameter)
             if self._ties is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError, show
@@ -94,7 +95,7 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
     """
     found = dict(units(model, blocks))
     try:
-        results, calls = observe(model, inputs, found)
+        results, calls, _ = observe(model, inputs, found)
         source = model
         if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
             mode = new_fake_mode()  # what stands for a unit is on the processor, what is read between units would not be
@@ -129,10 +130,11 @@ def uncalled(captured: Captured, blocks: Iterable[str]) -> list[str]:
     return [path for path in blocks if path in captured.units and path not in called]
 
 
-def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By unit, what it returns by the shapes of its arguments, and what it is first called with.
+def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """By unit, what it returns by the shapes of its arguments, and what it is first called with; and what is read from outside.
 
-    Known from a run on fake tensors; where a unit looks at values, from a run of the model itself on zeros.
+    The last are units whose parameters are read while they do not run. Known from a run on fake tensors; where a unit looks at
+    values, from a run of the model itself on zeros.
     """
     mode = new_fake_mode()
     try:
@@ -151,28 +153,57 @@ def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tup
     return seen
 
 
-def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+class _Reads(TorchFunctionMode):
+    """Notes units whose parameters are read while they do not run.
+
+    Attributes:
+        running: Units whose forward runs, the innermost last.
+        outside: What was found.
+    """
+
+    def __init__(self, units_of: dict[int, str]) -> None:
+        super().__init__()
+        self._units_of, self.running, self.outside = units_of, list[str](), set[str]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ != "__get__":  # its dtype, say
+            read = {
+                self._units_of.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            }
+            self.outside |= {unit for unit in read if unit is not None and unit not in self.running}
+        return function(*args, **(kwargs or {}))
+
+
+def _observe(
+    model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: Any
+) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     results: dict[str, Any] = {name: {} for name in found}
     calls: dict[str, Any] = {}
+    reads = _Reads({id(p): name for name in found for p in model.get_submodule(name).parameters()})
+
+    def enter(name: str) -> Any:
+        return lambda module, args: reads.running.append(name)
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            reads.running.pop()
             results[name][_shapes((args, kwargs))] = pytree.tree_map(_meta, output)
             calls.setdefault(name, pytree.tree_map(_meta, (args, kwargs)))
 
         return hook
 
     hooks = [model.get_submodule(name).register_forward_hook(note(name), with_kwargs=True) for name in found]
+    hooks += [model.get_submodule(name).register_forward_pre_hook(enter(name)) for name in found]
     # On fake processor tensors, which CUDA's autocast does not reach, the run follows its rules by another way.
     cuda = torch.is_autocast_enabled("cuda")
     region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
     try:
-        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode:
+        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads:
             model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return results, calls
+    return results, calls, reads.outside
 
 
 def _meta(leaf: Any) -> Any:

@@ -41,7 +41,7 @@ def clip_grad_norm_(
     infinite = norm_type == float("inf")
     total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     for parameter, stages in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter.grad.numel():
             copies = stages * processes // _parts(parameter.grad)
             norm = torch.linalg.vector_norm(local_part(parameter.grad).to(total), norm_type)
             total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies

@@ -62,7 +62,10 @@ def prepare(
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
-    layouts = find_layouts(found, observe(model, example_inputs, found)[1]) if laid_out else None
+    layouts, outside = None, set[str]()
+    if laid_out or (len(strategy.stages) == 1 and (strategy.stages[0].sharding or mixed_precision is not None)):
+        _, calls, outside = observe(model, example_inputs, found)
+        layouts = find_layouts(found, calls) if laid_out else None
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
@@ -84,7 +87,7 @@ def prepare(
     model.to(place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
-    root = wrap_stage(model, found, stage, place, pipelined=False, mixed_precision=mixed_precision)
+    root = wrap_stage(model, found, stage, place, pipelined=False, outside=outside, mixed_precision=mixed_precision)
     return make({0: model}, Accumulation(root, place.device, every_pass=stage.sharding > 1), roots=[model])
 
 

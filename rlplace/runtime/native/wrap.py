@@ -7,7 +7,7 @@ block: recomputation, then `fully_shard` or `replicate`; what is left goes with 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ def wrap_stage(
     place: Place,
     *,
     pipelined: bool,
+    outside: Collection[str] = (),
     mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
@@ -63,6 +64,7 @@ def wrap_stage(
         stage: What the strategy says of it.
         place: This process's place.
         pipelined: Whether torch's schedules will drive it.
+        outside: Blocks whose parameters are read while they do not run: they are gathered with what no block has.
         mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
     """
     for path, how in stage.recompute.items():
@@ -88,19 +90,24 @@ def wrap_stage(
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
-    shared = partial(shared, ignored_params={p for p in root.parameters() if not p.dim()})  # see `average_scalars`
+    shared = partial(shared, ignored_params={p for p in root.parameters() if _whole(p)})  # see `average_whole`
     for path, block in blocks.items():
-        if stands_alone(root, block):
+        if path not in outside and stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     return root
 
 
-def average_scalars(root: nn.Module, place: Place) -> None:
-    """Averages gradients of parameters without dimensions over the replicas: `fully_shard` and `replicate` take none."""
+def _whole(parameter: nn.Parameter) -> bool:
+    """Whether it is left out of `fully_shard` and `replicate`, which take none without dimensions or without elements."""
+    return not isinstance(parameter, DTensor) and (not parameter.dim() or not parameter.numel())
+
+
+def average_whole(root: nn.Module, place: Place) -> None:
+    """Averages the gradients of what torch's wrappers leave out over the replicas."""
     for parameter in root.parameters():
-        if parameter.grad is not None and not parameter.dim() and not isinstance(parameter, DTensor):
+        if parameter.grad is not None and _whole(parameter):
             for axis in ("replicate", "shard"):
                 if place.mesh[axis].size() > 1:
                     dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())

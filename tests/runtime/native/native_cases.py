@@ -11,7 +11,17 @@ T5 = (
 )
 DEEP = tuple(f"layers.{n}" for n in range(8))
 OWN = ("embed", *(f"layers.{n}" for n in range(4)), "head")
-BLOCKS = {"own": OWN, "llama": LLAMA, "short llama": SHORT_LLAMA, "gpt2": GPT2, "short": SHORT, "t5": T5, "deep": DEEP}
+LENT = ("embed", "queries", "layers.0", "layers.1", "head")
+BLOCKS = {
+    "own": OWN,
+    "lent": LENT,
+    "llama": LLAMA,
+    "short llama": SHORT_LLAMA,
+    "gpt2": GPT2,
+    "short": SHORT,
+    "t5": T5,
+    "deep": DEEP,
+}
 
 
 def layers(blocks):

@@ -44,6 +44,7 @@ CASES = {
         "gpt2", {"batch": 8, "microbatch": [1], "microbatches": [8], "schedule": "zbv", "stages": ENDS_ALONE},
     ),
     "gathered again, blocks that look at values": ("own", flat("own", {"replicate": 2, "shard": 2}, 3)),
+    "gathered again, blocks read from outside": ("lent", flat("lent", {"replicate": 2, "shard": 2}, 3)),
     "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
     "1f1b, copies of blocks that look at values": ("own", chain("own", HALVES, "1f1b", **COPIES)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),

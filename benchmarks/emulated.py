@@ -173,8 +173,11 @@ def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
     return {"blocks": by_block, "update_s": float(sum(update_s[b] for b in blocks))}
 
 
+LATE_S = 0.01
+
+
 class Sleeper:
-    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep.
+    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep, `LATE_S` at most.
 
     Seconds in which a block waits for collectives of its tensor group are not the block's: `waited_s` counts them.
     """
@@ -188,7 +191,7 @@ class Sleeper:
 
     def pay(self, seconds: float, since: float) -> None:
         """Sleeps the rest of a time, of which this has passed."""
-        self.owed_s += seconds - (self.clock() - since)
+        self.owed_s = max(self.owed_s + seconds - (self.clock() - since), -LATE_S)
         if self.owed_s > 0:
             begin = time.perf_counter()
             time.sleep(self.owed_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
@@ -29,6 +31,7 @@ from rlplace.runtime.distributed.state.whole import own_tree
 from rlplace.runtime.distributed.strategy_model import sum_parts
 from rlplace.runtime.environment import own_device
 from rlplace.runtime.held import meta_copy, tensors_in
+from rlplace.runtime.native.wrap import average_left_out, left_out
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -157,14 +160,16 @@ def parallelize(
     """
     if plan.strategy is None:
         raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
-    made = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
-    mesh: DeviceMesh = made.place.mesh  # type: ignore[attr-defined]
+    made: Any = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
+    mesh: DeviceMesh = made.place.mesh
     if len(plan.strategy.stages) > 1:
         return made, mesh
-    for parameter in model.parameters():  # what a tensor group alone holds whole; torch's wrappers do this to what they share
-        if isinstance(parameter, DTensor) and mesh["replicate"].size() * mesh["shard"].size() == 1:
+    for parameter in model.parameters():  # torch's wrappers do this to what they share
+        if left_out(parameter) and not isinstance(made.runner.root, DistributedDataParallel):
+            parameter.register_post_accumulate_grad_hook(partial(average_left_out, place=made.place))
+        if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # what a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
-    return made.runner.root, mesh  # type: ignore[attr-defined, return-value]
+    return made.runner.root, mesh
 
 
 def build_joint(

@@ -32,7 +32,7 @@ from rlplace.runtime.native.clip import clip_grad_norm_
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
 from rlplace.runtime.native.ties import Ties
-from rlplace.runtime.native.wrap import average_whole
+from rlplace.runtime.native.wrap import average_left_out
 
 if TYPE_CHECKING:
     from rlplace.runtime.native.pipeline import PipelineRun
@@ -112,9 +112,8 @@ class StrategyModel(DistributedModel):
         with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients) as stash:
             with step_stream(self.random_state, self.place):
                 total = self.runner.step(passes, loss)
-            for body in self._bodies.values():
-                average_whole(body, self.place)
             for parameter in self.parameters():
+                average_left_out(parameter, self.place)
                 sum_parts(parameter)
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)

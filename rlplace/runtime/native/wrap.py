@@ -90,7 +90,7 @@ def wrap_stage(
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
-    shared = partial(shared, ignored_params={p for p in root.parameters() if _whole(p)})  # see `average_whole`
+    shared = partial(shared, ignored_params={p for p in root.parameters() if left_out(p)})  # see `average_left_out`
     for path, block in blocks.items():
         if path not in outside and stands_alone(root, block):
             shared(block, offload_policy=offload(stage.offload.get(path), place.device))
@@ -99,19 +99,18 @@ def wrap_stage(
     return root
 
 
-def _whole(parameter: nn.Parameter) -> bool:
-    """Whether it is left out of `fully_shard` and `replicate`, which take none without dimensions or without elements."""
+def left_out(parameter: torch.Tensor) -> bool:
+    """Whether `fully_shard` and `replicate` go without it: they take none without dimensions or without elements."""
     return not isinstance(parameter, DTensor) and (not parameter.dim() or not parameter.numel())
 
 
-def average_whole(root: nn.Module, place: Place) -> None:
-    """Averages the gradients of what torch's wrappers leave out over the replicas."""
-    for parameter in root.parameters():
-        if parameter.grad is not None and _whole(parameter):
-            for axis in ("replicate", "shard"):
-                if place.mesh[axis].size() > 1:
-                    dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
-            parameter.grad /= place.data_degree
+def average_left_out(parameter: torch.Tensor, place: Place) -> None:
+    """Averages a gradient over the replicas, where torch's wrappers leave its parameter out; once more changes nothing."""
+    if parameter.grad is not None and left_out(parameter):
+        for axis in ("replicate", "shard"):
+            if place.mesh[axis].size() > 1:
+                dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
+        parameter.grad /= place.data_degree
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:

@@ -155,6 +155,19 @@ def idiom(case):
     }
 
 
+def without_dimensions():
+    """Gradients of two micro-batches of a model with scalar parameters, which no wrapper of torch's averages."""
+    plain, strategy = native_worker.make("own"), flat("own", {"replicate": 2, "shard": 2}, 3)
+    module, mesh = rlplace.parallelize(copy.deepcopy(plain), plan_of(strategy), {"input_ids": batch(8)["input_ids"][:1]})
+    replica = mesh["replicate"].get_local_rank() * 2 + mesh["shard"].get_local_rank()
+    for number in range(8):
+        part = {key: value[number : number + 1] for key, value in batch(8).items()}
+        (native_worker.loss(plain(part["input_ids"]), part) / 8).backward()
+        if number // 2 == replica:
+            (native_worker.loss(module(part["input_ids"]), part) / 2).backward()
+    return gradients(module, plain)
+
+
 def cast(case):
     """Loss and largest difference of a gradient's norm under torch's own policy; the plain model's weights are cast alike."""
     plain = plain_of(case).float()
@@ -192,12 +205,18 @@ def mixed(case):
 
 
 def loops(folder):
-    return {case: loop(case, folder) | idiom(case) | {"mixed": mixed(case), "cast": cast(case)} for case in CASES}
+    found = {case: loop(case, folder) | idiom(case) | {"mixed": mixed(case), "cast": cast(case)} for case in CASES}
+    return found | {"without dimensions": without_dimensions()}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return run(4, loops, str(tmp_path_factory.mktemp("loops")))
+
+
+@pytest.mark.slow
+def test_scalar_parameters_in_torchs_own_idiom(results):
+    assert max(result["without dimensions"] for result in results) < 1e-10
 
 
 @pytest.mark.slow

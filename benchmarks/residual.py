@@ -112,7 +112,7 @@ def made_up(seed: int = 0) -> list[Run]:
         for name in CLUSTERS:
             question = ask(graphs[0], parse(name), 64, other=graphs[1])
             try:
-                pool = first_pool(question, calls=200, draws=8)
+                pool = first_pool(question, calls=200)
             except RlplaceError:
                 continue
             for number in range(TRUTHS):

@@ -32,7 +32,7 @@ over 3; share of its blocks that are recomputed; share of the memory of its full
 
 def stages_of(pool: Pool, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """A candidate's plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
-    draft, said, cluster = pool.drafts[number], pool.said[number], pool.draws.cluster
+    draft, said, cluster = pool.drafts[number], pool.said[number], pool.worlds.cluster
     blocks, rows, held, first = len(draft.recompute), [], [], 0
     for one in draft.pipelines:
         for stage, place_number in enumerate(one.place_of_stage):
@@ -81,13 +81,13 @@ def observe(belief: Belief, runs: int, candidates: int) -> dict[str, NDArray[Any
     others = np.abs(correlation)
     alike = np.zeros((candidates + 1, candidates + 1), dtype=np.float32)
     alike[:count, :count] = np.clip(correlation, -1.0, 1.0)
-    ran, took = np.zeros(count), np.zeros(count)
+    ran, took, by_model = np.zeros(count), np.zeros(count), np.log(pool.by_model_s)
     for one in belief.ran:
         ran[one.candidate] = 1.0
-        took[one.candidate] = 0.0 if one.step_s is None else math.log(one.step_s) - pool.log_s[0, one.candidate]
+        took[one.candidate] = 0.0 if one.step_s is None else math.log(one.step_s) - by_model[one.candidate]
     columns = [
         gain_of(belief), mean - base, spread, fits, np.log(np.maximum(pool.share, 1e-3)),
-        pool.log_s[0] - pool.log_s[0].min(), others.mean(axis=1), ran, took, *pool.features.T,
+        by_model - by_model.min(), others.mean(axis=1), ran, took, *pool.features.T,
     ]  # fmt: skip
     table = np.zeros((candidates + 1, len(FEATURES)), dtype=np.float32)
     table[:count] = np.clip(np.stack(columns, axis=1), -CLIP, CLIP)

@@ -12,7 +12,7 @@ import numpy as np
 from rlplace.measured.log import Run
 from rlplace.measured.pool import Pool, first_pool, pool_of
 from rlplace.measured.truths import Truth
-from rlplace.measured.world import Draws
+from rlplace.measured.world import Worlds
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import draft_of_strategy
@@ -46,13 +46,12 @@ class Scenario:
         return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)), busy_s)
 
     @staticmethod
-    def replayed(question: Question, runs: Sequence[Run], seed: int = 0) -> Scenario:
+    def replayed(question: Question, runs: Sequence[Run]) -> Scenario:
         """What a log of real runs has measured: its strategies, those that ran and those that did not fit.
 
         Args:
             question: That of the runs.
             runs: Of one site; the last word on a strategy counts.
-            seed: Of the worlds.
 
         Raises:
             InputError: A run's strategy has other blocks than the question.
@@ -62,7 +61,7 @@ class Scenario:
             for run in runs
             if run.status in ("done", "out_of_memory")
         }
-        pool = pool_of(list(told), question, Draws.of(question.costs, question.cluster, seed=seed))
+        pool = pool_of(list(told), question, Worlds.of(question.costs, question.cluster))
         known = [told[draft] for draft in pool.drafts]
         shares = zip(known, pool.share.tolist(), strict=True)
         return Scenario(
@@ -90,6 +89,6 @@ def default_scenarios() -> tuple[Scenario, ...]:
     loaded = [load_model("zoo:mlp", batch=batch) for batch in (2, 4)]
     first, other = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)
     question = ask(first, parse("a100-80g:4"), 64, other=other)
-    pool = first_pool(question, calls=100, draws=16)
+    pool = first_pool(question, calls=100)
     made = (Scenario.of(pool, Truth.drawn(question, seed)) for seed in range(16))
     return tuple(scenario for scenario in made if math.isfinite(scenario.least_s))

@@ -1,8 +1,8 @@
 """`Belief`: what every candidate will take, and whether it fits, by all that has run.
 
-Log step times of the candidates are jointly Gaussian. Their covariance is that of the cost model's own predictions under
-draws of the world (`rlplace.measured.world`), linear in its axes around the world that is believed in (an iterated extended
-Kalman filter: Bell and Cathey 1993), plus what no axis explains: a kernel over features of the
+Log step times of the candidates are jointly Gaussian. Their covariance is that of the cost model's own predictions in worlds
+along the axes (`rlplace.measured.world`), linear around the world that is believed in (an iterated Kalman filter, Bell and
+Cathey 1993, with the unscented transform), plus what no axis explains: a kernel over features of the
 strategies, a habit of each kind, and a part of each candidate's own. So a run tells of every strategy that shares a device,
 a link or a habit with it; how long devices of one kind take for the same product tells hosts apart, and how busy its stages
 were tells their devices apart. Conditioning is
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.measured.pool import Pool
-from rlplace.measured.world import SLACK, SPREAD, World, axes, world_of
+from rlplace.measured.world import SLACK, SPREAD, World, axes, linear, world_of
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.kinds import kind_of
 
@@ -92,7 +92,7 @@ class Belief:
     def _prior(self) -> tuple[Floats, Floats, Floats]:
         """Mean [C], slopes by axis [C, P], and covariance [C, C] of log step times."""
         pool = self.pool
-        at_zero, slopes, bent = _linear(pool.draws.values[1:], pool.log_s[1:])
+        at_zero, slopes, bent = linear(pool.worlds.center, pool.log_s)
         mean = at_zero if self.known is None else at_zero + self.known
         scaled = pool.features / np.maximum(pool.features.std(axis=0), 1e-3)
         apart = ((scaled[:, None] - scaled[None]) ** 2).mean(axis=2)
@@ -129,15 +129,15 @@ class Belief:
 
     def _stages(self, ran: Ran) -> tuple[Floats, Floats, Floats]:
         """How much busier the stages of a run were than each other, likewise."""
-        draws = self.pool.draws
-        log_s = np.log(draws.stage_busy_s(self.pool.drafts[ran.candidate])[1:])
-        at_zero, slopes, bent = _linear(draws.values[1:], log_s - log_s.mean(axis=1, keepdims=True))
+        worlds = self.pool.worlds
+        log_s = np.log(worlds.stage_busy_s(self.pool.drafts[ran.candidate]))
+        at_zero, slopes, bent = linear(worlds.center, log_s - log_s.mean(axis=1, keepdims=True))
         took = np.log(ran.stage_busy_s)
         return slopes, took - took.mean() - at_zero, np.hypot(BUSY_NOISE, bent)
 
     def _paces(self) -> tuple[Floats, Floats]:
         """How much slower hosts are than others with devices of the same kind: slopes by axis [N, P] and what was seen [N]."""
-        cluster = self.pool.draws.cluster
+        cluster = self.pool.worlds.cluster
         names = [kind.name for kind in cluster.kinds]
         axis = {name: number for number, name in enumerate(axes(cluster))}
         rows, seen = [], []
@@ -216,16 +216,7 @@ class Belief:
     def world(self) -> World:
         """The cluster as it is believed to be."""
         grid, weight = self._slack
-        return world_of(self.pool.draws.cluster, self.axes, math.exp(float(grid @ weight)))
-
-
-def _linear(values: Floats, log_s: Floats) -> tuple[Floats, Floats, Floats]:
-    """Figures [M, N] of draws [M, P] as a linear function: its value at zero [N], slopes [N, P], and what it leaves [N]."""
-    center, mean = values.mean(axis=0), log_s.mean(axis=0)
-    apart = values - center
-    ridge = len(values) * 0.02 * np.eye(values.shape[1])
-    slopes = np.linalg.solve(apart.T @ apart + ridge, apart.T @ (log_s - mean)).T
-    return mean - slopes @ center, slopes, (log_s - mean - apart @ slopes.T).std(axis=0)
+        return world_of(self.pool.worlds.cluster, self.axes, math.exp(float(grid @ weight)))
 
 
 def _normal(values: NDArray[np.float64]) -> Floats:

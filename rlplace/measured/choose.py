@@ -64,7 +64,7 @@ def thompson(belief: Belief, rng: Generator) -> int | None:
 def in_order(belief: Belief, rng: Generator) -> int | None:
     """The order of the cost model, with the same margin of memory."""
     likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
-    return _least(belief, belief.pool.log_s[0] + likely)
+    return _least(belief, np.log(belief.pool.by_model_s) + likely)
 
 
 def anyhow(belief: Belief, rng: Generator) -> int | None:

@@ -1,7 +1,7 @@
-"""`Pool`: strategies that may be worth a run, with what they take under every draw of what the cluster may be.
+"""`Pool`: strategies that may be worth a run, with what they take in the worlds that the cluster may be.
 
 Strategies are what the search answers by the cost model, by a few draws of the world, and with less memory than there is, so
-that there is something to run whatever the truth is. C candidates, M draws, P axes, F features.
+that there is something to run whatever the truth is. C candidates, P axes, F features.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.measured.world import SLACK, Draws, World, evaluator_in, world_of
+from rlplace.measured.world import SLACK, World, Worlds, evaluator_in, world_of
 from rlplace.plan.prediction import Prediction
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.costs import FULL, SELECTIVE, Floats
@@ -46,73 +46,77 @@ class Pool:
     """Candidates of one question.
 
     Attributes:
-        draws: Worlds that may be.
+        worlds: Along the axes.
         drafts: C candidates.
         said: What the cost model says of each.
-        log_s: float64 [M, C], log of step times; row 0 is the cost model's.
+        by_model_s: float64 [C], step times by the cost model.
+        log_s: float64 [1 + 2 P, C], log of step times in the worlds.
         share: float64 [C], of the fullest device's memory beyond what is reserved, by the cost model.
         features: float64 [C, F].
     """
 
-    draws: Draws
+    worlds: Worlds
     drafts: tuple[Draft, ...]
     said: tuple[Evaluation, ...]
+    by_model_s: Floats
     log_s: Floats
     share: Floats
     features: Floats
 
     def around(self, center: Floats, question: Question) -> Pool:
-        """The same candidates under draws around another world."""
-        return pool_of(self.drafts, question, self.draws.around(center))
+        """The same candidates in worlds around another one."""
+        return pool_of(self.drafts, question, dataclasses.replace(self.worlds, center=center))
 
     def with_drafts(self, drafts: Iterable[Draft], question: Question) -> Pool:
         """With those that are new and can run, behind the others."""
         new = [draft for draft in dict.fromkeys(drafts) if draft not in self.drafts]
-        more = pool_of(new, question, self.draws)
+        more = pool_of(new, question, self.worlds)
         return Pool(
-            self.draws,
+            self.worlds,
             self.drafts + more.drafts,
             self.said + more.said,
+            np.concatenate([self.by_model_s, more.by_model_s]),
             np.concatenate([self.log_s, more.log_s], axis=1),
             np.concatenate([self.share, more.share]),
             np.concatenate([self.features, more.features]),
         )
 
 
-def pool_of(drafts: Sequence[Draft], question: Question, draws: Draws) -> Pool:
+def pool_of(drafts: Sequence[Draft], question: Question, worlds: Worlds) -> Pool:
     """What drafts take; those that never end are left out."""
     said = [question.scores.evaluate(draft) for draft in drafts]
     with np.errstate(divide="ignore"):
-        log_s = np.log(draws.seconds(drafts)).reshape(len(draws.values), len(drafts))
+        log_s = np.log(worlds.seconds(drafts)).reshape(len(worlds.values), len(drafts))
     kept = [number for number in range(len(drafts)) if np.isfinite(log_s[:, number]).all()]  # in one world as in another
     return Pool(
-        draws,
+        worlds,
         tuple(drafts[number] for number in kept),
         tuple(said[number] for number in kept),
+        np.array([said[number].step_time_s for number in kept]),
         log_s[:, kept],
         np.array([fullest(said[number], question.cluster) for number in kept]),
         np.array([features(drafts[number], said[number]) for number in kept]).reshape(len(kept), len(FEATURES)),
     )
 
 
-def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed: int = 0, draws: int = 48) -> Pool:
+def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed: int = 0) -> Pool:
     """Candidates before anything ran.
 
     Args:
         question: What is asked.
         calls: Evaluations of the search by the cost model.
         most: Candidates at most.
-        seed: Of the worlds.
-        draws: Worlds in which candidates are evaluated.
+        seed: Of the other worlds that are asked.
 
     Raises:
         InfeasibleError: No strategy fits.
         InputError: Nothing is left to choose from.
     """
-    worlds = Draws.of(question.costs, question.cluster, draws, seed)
+    worlds = Worlds.of(question.costs, question.cluster)
+    drawn = np.random.default_rng(seed).standard_normal((OTHER_WORLDS, len(worlds.center)))
     chosen = candidates(question, calls, 3 * OF_EACH)
     roomy = World({}, (1.0,) * (max(question.cluster.hosts) + 1), slack=math.exp(SLACK[0] + 2.5 * SLACK[1]))
-    others = [world_of(question.cluster, worlds.values[1 + n], math.exp(SLACK[0] + SLACK[1])) for n in range(OTHER_WORLDS)]
+    others = [world_of(question.cluster, values, math.exp(SLACK[0] + SLACK[1])) for values in drawn]
     for world in (roomy, *others):
         try:
             chosen += candidates(asked_in(world, question), max(1, calls // 2), OF_EACH)

@@ -159,7 +159,7 @@ def planned_again(belief: Belief, question: Question) -> Pool:
     slow host looks slow by its slopes around hosts that are alike.
     """
     pool = belief.pool
-    if np.abs(belief.axes - pool.draws.center).max() > FAR:
+    if np.abs(belief.axes - pool.worlds.center).max() > FAR:
         pool = pool.around(belief.axes, question)
         belief = dataclasses.replace(belief, pool=pool)
     try:

@@ -3,7 +3,7 @@
 A world is a vector of *axes*, each standard normal by what is believed before anything ran: how slow each kind of device and
 each host is, the links inside hosts and between them, each host's network, what the host adds to a pass of a block, and how
 much longer every part of a step (`rlplace.strategy.evaluation.PARTS`) takes than it should. Zero is the cost model itself.
-The spreads are stated below. Step times of strategies under draws of the axes are all that `rlplace.measured.belief` needs.
+The spreads are stated below. Step times of strategies in a few worlds are all that `rlplace.measured.belief` needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -224,49 +225,67 @@ class _Costs:
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
-    """Worlds drawn from what is believed before anything ran, or as far apart around another world.
+class Worlds:
+    """The worlds that tell how figures change along the axes: one in the middle, and one on either side of it on every axis.
+
+    They are the sigma points of the unscented transform (Julier and Uhlmann 1997), which has the mean and the spread of a
+    function of normal values from them, and its slopes.
 
     Attributes:
         costs: Of the model.
         cluster: As the cost model knows it.
-        values: float64 [M, P]; row 0 is the cost model itself, the others are normal with unit variance.
-        seed: Of the values.
+        center: float64 [P], the middle.
     """
 
     costs: BlockCosts
     cluster: Cluster
-    values: Floats
-    seed: int = 0
+    center: Floats
 
     @staticmethod
-    def of(costs: BlockCosts, cluster: Cluster, count: int = 48, seed: int = 0, center: Floats | None = None) -> Draws:
-        """So many draws around a center, each with its mirror image; around the cost model where none is given."""
-        size = len(axes(cluster))
-        middle = np.zeros(size) if center is None else center
-        half = np.random.default_rng(seed).standard_normal((count // 2, size))
-        return Draws(costs, cluster, np.concatenate([np.zeros((1, size)), middle + half, middle - half]), seed)
-
-    @property
-    def center(self) -> Floats:
-        """float64 [P], what they are drawn around."""
-        center: Floats = self.values[1:].mean(axis=0)
-        return center
-
-    def around(self, center: Floats) -> Draws:
-        """As many around another world."""
-        return Draws.of(self.costs, self.cluster, len(self.values) - 1, self.seed, center)
+    def of(costs: BlockCosts, cluster: Cluster) -> Worlds:
+        """Those around the cost model itself."""
+        return Worlds(costs, cluster, np.zeros(len(axes(cluster))))
 
     @cached_property
-    def worlds(self) -> list[tuple[World, Evaluator]]:
-        """Each with its executor."""
-        made = [world_of(self.cluster, values) for values in self.values]
-        return [(world, evaluator_in(world, self.costs, self.cluster)) for world in made]
+    def values(self) -> Floats:
+        """float64 [1 + 2 P, P]: the middle, then one standard deviation up each axis, then down."""
+        away = np.eye(len(self.center))
+        return self.center + np.concatenate([np.zeros((1, len(away))), away, -away])
 
-    def stage_busy_s(self, draft: Draft) -> Floats:
-        """float64 [M, S], seconds of the passes of every stage in every world."""
-        return np.array([scores.evaluate(draft).stage_busy_s for _, scores in self.worlds])
+    @cached_property
+    def _worlds(self) -> list[tuple[World, Evaluator]]:
+        """Each with its executor; worlds that differ in factors of parts alone share one."""
+        made: dict[Any, Evaluator] = {}
+        found = []
+        for world in (world_of(self.cluster, values) for values in self.values):
+            key = (tuple(world.kind.items()), world.host, world.inside, world.between, world.network, world.launch_s)
+            if key not in made:
+                made[key] = evaluator_in(world, self.costs, self.cluster)
+            found.append((world, made[key]))
+        return found
 
     def seconds(self, drafts: Sequence[Draft]) -> Floats:
-        """float64 [M, C], step times of drafts in every world."""
-        return np.array([[world.seconds(scores.evaluate(draft)) for draft in drafts] for world, scores in self.worlds])
+        """float64 [1 + 2 P, C], step times of drafts in every world."""
+        said = {id(scores): [scores.evaluate(draft) for draft in drafts] for scores in {s: None for _, s in self._worlds}}
+        return np.array([[world.seconds(one) for one in said[id(scores)]] for world, scores in self._worlds])
+
+    def stage_busy_s(self, draft: Draft) -> Floats:
+        """float64 [1 + 2 P, S], seconds of the passes of every stage in every world."""
+        return np.array([scores.evaluate(draft).stage_busy_s for _, scores in self._worlds])
+
+
+def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
+    """Figures of sigma points as a linear function of the axes, by the unscented transform.
+
+    Args:
+        center: float64 [P], of the points.
+        figures: float64 [1 + 2 P, N], in the order of `Worlds.values`.
+
+    Returns:
+        Its value where all axes are zero [N], so that it has the mean at the center; slopes [N, P]; and the standard deviation
+        of what it leaves over [N], as if every axis bent it like a square.
+    """
+    count = len(center)
+    middle, up, down = figures[0], figures[1 : 1 + count], figures[1 + count :]
+    slopes, bent = (up - down).T / 2, (up + down).T / 2 - middle[:, None]
+    return middle + bent.sum(axis=1) - slopes @ center, slopes, np.sqrt(2 * (bent**2).sum(axis=1))

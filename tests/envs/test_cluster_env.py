@@ -91,7 +91,9 @@ def test_what_ran_is_seen_beside_what_is_believed():
     table = observation["candidates"].reshape(env.candidates + 1, len(env.FEATURES))
     named = dict(zip(env.FEATURES, table.T, strict=True))
     assert named["ran"].sum() == named["ran"][good] == 1.0
-    assert named["took"][good] == pytest.approx(np.log(env.scenario.step_s[good]) - env.scenario.pool.log_s[0, good], abs=0.05)
+    assert named["took"][good] == pytest.approx(
+        np.log(env.scenario.step_s[good]) - np.log(env.scenario.pool.by_model_s[good]), abs=0.05
+    )
 
 
 def test_a_log_of_real_runs_is_replayed():

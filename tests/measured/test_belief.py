@@ -12,7 +12,7 @@ from rlplace.measured.choose import LEAST_CHANCE, RULES, gain_of
 from rlplace.measured.pool import asked_in, first_pool, pool_of
 from rlplace.measured.session import planned_again
 from rlplace.measured.truths import Truth
-from rlplace.measured.world import SPREAD, Draws, World, axes
+from rlplace.measured.world import SPREAD, World, Worlds, axes, linear
 from rlplace.strategy.drafts import Place, plain_draft
 
 
@@ -121,7 +121,7 @@ def two_stages():
     draft = plain_draft(
         (0, blocks // 2, blocks), [Place((0,)), Place((1,))], microbatch=(2,), microbatches=(8,), schedule="1f1b"
     )
-    return asked, draft, Belief(pool_of([draft], asked, Draws.of(asked.costs, asked.cluster)))
+    return asked, draft, Belief(pool_of([draft], asked, Worlds.of(asked.costs, asked.cluster)))
 
 
 def test_busy_stages_tell_hosts_apart():
@@ -147,7 +147,7 @@ def test_what_spares_a_slow_host_is_seen_as_quick_once_it_is_known():
     """Slopes around like hosts say that every strategy suffers from a slow one; around the known world they do not."""
     asked = question(1, "h100:4x1,ib=400g", 32)
     truth = asked_in(World({}, (1.0, 1.0, 1.0, 2.0)), asked)
-    belief = Belief(first_pool(asked, calls=120, draws=24))
+    belief = Belief(first_pool(asked, calls=120))
     for _ in range(2):
         number = RULES["calibrate"](belief, np.random.default_rng(0))
         said = truth.scores.evaluate(belief.pool.drafts[number])
@@ -159,3 +159,19 @@ def test_what_spares_a_slow_host_is_seen_as_quick_once_it_is_known():
     error = np.abs(belief.mean - np.log(seconds))[quick].mean()
     assert error < 0.15 and error < 0.6 * np.abs(far.mean - np.log(seconds))[quick].mean()
     assert seconds[int(belief.mean.argmin())] < 1.05 * seconds.min()
+
+
+def test_sigma_points_have_mean_and_spread_of_a_square():
+    """A linear function with squares along the axes: mean, slopes and what is left over are known, and met by draws."""
+    rng = np.random.default_rng(0)
+    center, slope, bend = rng.normal(size=(3, 4))
+
+    def figure(values):
+        return (values @ slope + (values - center) ** 2 @ bend)[:, None]
+
+    away = np.eye(4)
+    at_zero, slopes, left = linear(center, figure(center + np.concatenate([np.zeros((1, 4)), away, -away])))
+    np.testing.assert_allclose(slopes[0], slope)
+    drawn = center + rng.normal(size=(400_000, 4))
+    assert at_zero[0] + center @ slope == pytest.approx(figure(drawn).mean(), abs=0.02)
+    assert left[0] == pytest.approx((figure(drawn)[:, 0] - drawn @ slope).std(), rel=0.02)

@@ -23,4 +23,4 @@ def question(seed: int = 0, cluster: str = CLUSTERS[0], batch: int = 16) -> Ques
 
 @cache
 def pool(seed: int = 0, cluster: str = CLUSTERS[0]) -> Pool:
-    return first_pool(question(seed, cluster), calls=120, draws=24)
+    return first_pool(question(seed, cluster), calls=120)

@@ -274,6 +274,10 @@ class Worlds:
         return np.array([scores.evaluate(draft).stage_busy_s for _, scores in self._worlds])
 
 
+BENDS = 0.5
+"""Part of what axes bend a figure that its mean has; 1 for squares. Step times are maxima, whose kinks several axes share."""
+
+
 def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
     """Figures of sigma points as a linear function of the axes, by the unscented transform.
 
@@ -282,10 +286,10 @@ def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
         figures: float64 [1 + 2 P, N], in the order of `Worlds.values`.
 
     Returns:
-        Its value where all axes are zero [N], so that it has the mean at the center; slopes [N, P]; and the standard deviation
-        of what it leaves over [N], as if every axis bent it like a square.
+        Its value where all axes are zero [N], so that it has the mean at the center (see `BENDS`); slopes [N, P]; and the
+        standard deviation of what it leaves over [N], as if every axis bent it like a square.
     """
     count = len(center)
     middle, up, down = figures[0], figures[1 : 1 + count], figures[1 + count :]
     slopes, bent = (up - down).T / 2, (up + down).T / 2 - middle[:, None]
-    return middle + bent.sum(axis=1) - slopes @ center, slopes, np.sqrt(2 * (bent**2).sum(axis=1))
+    return middle + BENDS * bent.sum(axis=1) - slopes @ center, slopes, np.sqrt(2 * (bent**2).sum(axis=1))

@@ -150,7 +150,7 @@ def load_runs(path: str | Path) -> RunsNetwork:
     from rlplace.agents.checkpoint import load_weights
 
     network = RunsNetwork()
-    load_weights(network, path)
+    load_weights(network, Path(path))
     return network.eval()
 
 

@@ -33,7 +33,9 @@ over 3; share of its blocks that are recomputed; share of the memory of its full
 def stages_of(pool: Pool, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """A candidate's plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
     draft, said, cluster = pool.drafts[number], pool.said[number], pool.worlds.cluster
-    blocks, rows, held, first = len(draft.recompute), [], [], 0
+    rows: list[list[float]] = []
+    held: list[int] = []
+    blocks, first = len(draft.recompute), 0
     for one in draft.pipelines:
         for stage, place_number in enumerate(one.place_of_stage):
             place, own = one.places[place_number], slice(one.bounds[stage], one.bounds[stage + 1])

@@ -50,6 +50,7 @@ def test_it_learns_from_moves_around_a_plan(make_network, monkeypatch):
         calls[0] = guide.simulator.calls
         return found
 
+    adapting._learn(make_network(), instance, plan, time.monotonic() + 0.1, 0)  # compiles what it runs
     monkeypatch.setattr(learn, "walk", noted)
 
     def loss():

@@ -100,6 +100,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_known_by_its_source_and_serves_any_processor(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "ahead").mkdir()

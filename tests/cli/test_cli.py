@@ -126,6 +126,7 @@ def test_info(capsys):
     assert "agent" in data["planners"] and "mi300x" in data["presets"] and "rlplace/Placement-v0" in data["environments"]
 
 
+@pytest.mark.slow
 def test_train_small(capsys, tmp_path):
     folder = tmp_path / "problems"
     folder.mkdir()
@@ -244,6 +245,7 @@ def test_models_that_fail(capfd: pytest.CaptureFixture[str], models: str, name: 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+@pytest.mark.slow
 def test_stdout_that_is_full(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -54,6 +54,7 @@ def test_what_does_not_go_together_is_refused(elsewhere, capsys, tmp_path):
     assert code == 2 and "--residual is for whole strategies" in err
 
 
+@pytest.mark.slow
 def test_a_session_learns_from_the_runs_of_others(elsewhere, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launch = f"{sys.executable} {elsewhere}/worker.py {{plan}} {{timings}}"

@@ -123,6 +123,7 @@ def test_a_cost_file_that_cannot_be_used(extra, tmp_path, capsys):
     assert not (tmp_path / "x.problem.json").exists()
 
 
+@pytest.mark.slow
 def test_branches_side_by_side_beat_every_strategy(capsys, tmp_path):
     """Random cells: a placement of one micro-batch is quicker, so it is the answer, in Python too."""
     words = ["place", "zoo:nasnet", "--cluster", "a100-80g:4", "--batch", "8", "--calls", "30", "--granularity", "200"]

@@ -82,6 +82,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=MORE) for name in CASES])
+@pytest.mark.slow
 def test_a_script_trains_as_its_plan(name, results):
     (printed, own), *others = (result[name] for result in results(name in QUICK))
     assert [losses for losses, _ in others] == [[]] * 3

@@ -143,6 +143,7 @@ def test_busy_stages_tell_hosts_apart():
     assert 0.5 < (second - first) / (hosts(known)[1] - hosts(known)[0]) < 1.2
 
 
+@pytest.mark.slow
 def test_what_spares_a_slow_host_is_seen_as_quick_once_it_is_known():
     """Slopes around like hosts say that every strategy suffers from a slow one; around the known world they do not."""
     asked = question(1, "h100:4x1,ib=400g", 32)

@@ -48,6 +48,7 @@ def residual(runs):
     return train_residual(runs, members=3, steps=150, hidden=16)
 
 
+@pytest.mark.slow
 def test_a_known_error_comes_back_on_another_model(residual):
     unseen = runs_of(7, CLUSTERS[0])
     mean, spread = residual.of(unseen)

@@ -38,6 +38,7 @@ def test_without_movable_groups_it_is_the_ordinary_simulator(seed):
     assert_same(found.timeline, simulate(really, devices, priority=default_priority(problem)))
 
 
+@pytest.mark.slow
 def test_assistants_recover_half_of_what_planning_anew_would():
     """The stale plan against the better of itself and a plan made for the actual costs, both at the actual costs."""
     compiler = get_planner("compiler")

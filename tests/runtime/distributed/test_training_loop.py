@@ -258,5 +258,6 @@ def everything(places):
     return True
 
 
+@pytest.mark.slow
 def test_two_devices():
     assert run(2, everything, 2) == [True] * 2

@@ -59,6 +59,7 @@ def _whole(masks):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_the_plain_model_with_these_masks(case, results):
     own = [result[case] for result in results]
     masks = joined(own)

@@ -143,7 +143,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
+    if device.type == "cuda":
+        torch.cuda.init()  # what reads or clears counters of the allocator needs one
+    else:
         torch.set_num_threads(1)
         print("no CUDA device: the same code with small models on the processor; its figures are not a GPU's", file=sys.stderr)
     jobs = {

@@ -8,6 +8,7 @@ that works, cells of `benchmarks.equality` run on eight processes of one card.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -82,9 +83,12 @@ def run_strategy(name: str, device: torch.device) -> dict[str, Any]:
         module.to(device)
     with torch.no_grad():
         expected = float(module(**{key: value.to(device) for key, value in inputs.items()}).loss)
+    gc.collect()  # models of before are in cycles
+    before = 0
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in module.parameters())
     first = {key: value[: batch // count] for key, value in inputs.items()}
     half = HALF if how.get("half") else None
     if "torch" in how:
@@ -112,6 +116,7 @@ def run_strategy(name: str, device: torch.device) -> dict[str, Any]:
     row = {"seconds": statistics.median(seconds[WARMUP:]), "loss": losses[0], "plain_loss": expected}
     row |= {"batch": batch, "seq": seq}
     if cuda:
+        row["before_bytes"] = before
         row["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         row["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
     return row

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=positive, default=5, metavar="N", help="strategies to run (5)")
     add("--launch", metavar="COMMAND", help="how a plan is run, with {plan} and {timings}; default: torchrun on this machine")
     add("--timeout", type=rate, default=600.0, metavar="S", help="seconds after which a run counts as crashed (600)")
-    add("--device", default="cpu", metavar="D", help="cpu (default) or cuda, for runs on this machine")
+    add("--device", choices=("cpu", "cuda"), help="for runs on this machine (cuda where there is a GPU)")
     add("--log", metavar="FILE", help="file of runs, *.runs.jsonl: what it holds counts, and the session goes on from there")
     add("--site", default="", metavar="TEXT", help="tells clusters apart that are planned for alike")
     add("--rule", default="improvement", metavar="NAME", help="chooses runs: improvement (default), calibrate, thompson, list")

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", required=True, help="M.measure.json; for --links C.toml, for --plans T.timings.json"
     )
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda:0")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda:N (the GPU of the local rank where there is one)")
     parser.add_argument("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
     parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind or plan (25)")
     parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing (120)")

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.out)
     if options.trace:
         check_output(options.trace)
-    device = job.start_job(job.JobOptions(device=options.device.partition(":")[0]))
+    device = job.start_job(job.JobOptions(device=options.device and options.device.partition(":")[0]))
     try:
         timings = _measure(options, device)
         if dist.get_rank() == 0:

@@ -95,6 +95,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
     import torch.distributed as dist
 
     from rlplace.runtime.distributed.job import faults, job
+    from rlplace.runtime.distributed.ranks import wait_for_all
 
     device = job.start_job(settings, options.timeout)
     with faults.guard(debug=options.debug):
@@ -102,7 +103,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
         equal = result.comparison is None or dist.get_rank() != 0 or result.comparison.equal
         if dist.get_rank() == 0:
             _show(result, options)
-        dist.barrier()  # torchrun ends the others as soon as one fails
+        wait_for_all()  # torchrun ends the others as soon as one fails
     dist.destroy_process_group()
     return 0 if equal else 1
 

@@ -9,14 +9,13 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import one_line
+from rlplace.runtime.distributed.ranks import one_line, wait_for_all
 from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.distributed.state.whole import whole_state_dict
 from rlplace.runtime.held import first_names
@@ -40,7 +39,7 @@ def use_whole_files(trainer: Any, model: DistributedModel) -> None:
                 save(output_dir, state)
             finally:
                 trainer.model = model
-        dist.barrier()  # what was written is there for everyone
+        wait_for_all()  # what was written is there for everyone
 
     def _save_optimizer_and_scheduler(output_dir: str) -> None:
         state = whole_optimizer_state(model, trainer.optimizer)

@@ -24,15 +24,15 @@ _MEMORY = ("out of memory", "outofmemoryerror", "cannot allocate memory", "std::
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
-def local_command(cluster: Cluster, device: str = "cpu", options: str = "") -> str:
-    """The command for a cluster of one host: this machine."""
+def local_command(cluster: Cluster, device: str | None = None, options: str = "") -> str:
+    """The command for a cluster of one host: this machine; by default on its GPUs where it has any."""
     if len(set(cluster.hosts)) > 1:
         raise InputError(
             "finetune: the cluster has several hosts; --launch says how a plan is run on them, for example "
             f'--launch "srun torchrun ... -m rlplace measure --plans {PLAN} --out {TIMINGS}"'
         )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cluster.num_devices}"]
-    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS} --device {device}"
+    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS}" + (f" --device {device}" if device else "")
     return f"{shlex.join(words)} {asked} {options}".strip()
 
 

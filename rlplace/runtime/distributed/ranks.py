@@ -69,6 +69,11 @@ def start_group(backend: str, timeout_s: float) -> None:
     _patient(dist.group.WORLD)  # now, while nobody is busy
 
 
+def wait_for_all() -> None:
+    """A barrier of all ranks, on this one's own device, which torch would guess with a warning."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+
+
 def default_timeout_s() -> float:
     """The timeout of the default group, which is where a program says how long is too long."""
     group = dist.distributed_c10d._get_default_group()

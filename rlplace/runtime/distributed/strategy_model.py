@@ -133,21 +133,25 @@ class StrategyModel(DistributedModel):
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
         check_inputs((args, kwargs))
         _, passes = self._called(args, kwargs, target)
-        seen: list[Any] = []
+        seen: list[tuple[int | None, int, Any]] = []
+
+        def shape_of(output: Any) -> tuple[int | None, int, Any]:
+            flat, spec = pytree.tree_flatten(output)
+            value = loss_of(output, None) if self._loss is None else None
+            return next((i for i, leaf in enumerate(flat) if leaf is value), None), len(flat), spec
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
-            seen[:] = [output]
+            seen[:] = [shape_of(output)]  # not the output itself: its logits would take memory in the backward
             return self._loss_of(output, part.get(TARGET))
 
         value, stash = self._run(passes, loss)
-        output = seen[0] if seen else self.runner.recorded(passes)[1].captured.output  # type: ignore[union-attr]
-        flat, spec = pytree.tree_flatten(output)
-        position = None if self._loss is not None else next(i for i, leaf in enumerate(flat) if leaf is loss_of(output, None))
+        recorded = None if seen else self.runner.recorded(passes)[1].captured.output  # type: ignore[union-attr]
+        position, leaves, spec = seen[0] if seen else shape_of(recorded)
 
         def made(total: torch.Tensor) -> Any:
             if position is None:
                 return total
-            return pytree.tree_unflatten([total if i == position else None for i in range(len(flat))], spec)
+            return pytree.tree_unflatten([total if i == position else None for i in range(leaves)], spec)
 
         return made, value, stash
 

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 def job(tmp_path_factory):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     store = tmp_path_factory.mktemp("nccl") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -69,9 +69,11 @@ def test_stages_on_one_gpu(job, name, dtype):
 def test_one_process_with_copies_between_the_host_and_the_gpu(name, dtype):
     """Copies over their own streams: half of the model computes on the host."""
     model, inputs, loss = on_gpu(name, dtype)
+    if name == "mixtral" and dtype == torch.float32 and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        pytest.skip("this transformers cannot trace the backward of its experts in single precision on a GPU")
     plan = plan_of(model, inputs, 2, deal="chain")
     kept = copy.deepcopy(model)
     placed = apply(model, plan, ["cuda:0", "cpu"], example_inputs=inputs)
-    reference = loss(kept(**inputs))
-    found = loss(placed(**inputs))
+    reference = loss(kept(**inputs)).detach()
+    found = loss(placed(**inputs)).detach()
     assert abs(float(found) - float(reference)) < 2 * TOLERANCE[dtype] * max(1.0, abs(float(reference)))

@@ -22,7 +22,7 @@ from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan,
 from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, train_step
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group
+from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group, wait_for_all
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_tensors
 from rlplace.runtime.environment import own_device, read_clock
@@ -190,7 +190,7 @@ def train(
         batch = synthetic_batch(loaded.example_inputs, samples, options.seed, step)
         memory = PeakMemory(device, held_tensors(model, optimizer)) if step == first_step + 1 else None
         if options.verify:
-            dist.barrier()  # rank 0 comes from the unplaced model
+            wait_for_all()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
         losses.append(train_step(model, optimizer, batch, **loop))
         seconds.append(read_clock(device) - begin)

@@ -25,7 +25,7 @@ from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import training
 from rlplace.runtime.distributed.job.recipe import synthetic_batch
-from rlplace.runtime.distributed.ranks import gather_objects
+from rlplace.runtime.distributed.ranks import gather_objects, wait_for_all
 from rlplace.runtime.environment import read_clock
 from rlplace.runtime.host_memory import PeakMemory, held_tensors
 from rlplace.runtime.measure import OPTIMIZERS
@@ -132,7 +132,7 @@ class PlanTimer:
 
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[str, float]]:
     """The time of a step on the slowest process, and what this one did meanwhile."""
-    dist.barrier()
+    wait_for_all()
     activity.record(device)
     start_s = read_clock(device)
     step()

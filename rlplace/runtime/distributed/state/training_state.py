@@ -31,7 +31,7 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_record, write_json
 from rlplace.records import build
 from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line
+from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line, wait_for_all
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_parts
 from rlplace.runtime.distributed.state.untrusted import Facts, IndexReader, check_index, check_scheduler
 from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
@@ -111,7 +111,7 @@ def save_checkpoint(
                 shutil.rmtree(left)
             unfinished.mkdir()
         if together:
-            dist.barrier()
+            wait_for_all()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
@@ -123,7 +123,7 @@ def save_checkpoint(
             for old in _complete(folder)[: -max(keep, 1)]:
                 shutil.rmtree(old)
         if together:
-            dist.barrier()
+            wait_for_all()
     return final
 
 

@@ -82,6 +82,8 @@ def sim():
 
 
 def _setup() -> str | None:
+    if torch.cuda.is_available():
+        return "a GPU is here, and autograd takes one kind of accelerator beside the processor"
     if shutil.which("g++") is None:
         return "the simulated devices need g++"
     try:

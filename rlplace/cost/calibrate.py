@@ -187,13 +187,14 @@ def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bo
 def step_factor(measurements: Iterable[Measurement]) -> float:
     """Median of measured over summed time of whole steps; 1 where no measurement has both.
 
-    A step that is bound by the host takes the sum of the issue times, which pricing adds by itself.
+    A step that is bound by the host takes what issuing its kernels takes, which pricing adds by itself.
     """
+    measurements = list(measurements)
+    issue_s = _issue(measurements)
     ratios = []
     for m in measurements:
-        issue = sum(op.issue_s * op.count for op in m.ops if op.issue_s is not None)
         if m.step is not None and m.ops_s > 0:
-            ratios.append(m.step.quiet_s / max(m.ops_s, issue))
+            ratios.append(m.step.quiet_s / max(m.ops_s, issue_s * m.launches))
     if not ratios:
         return 1.0
     return float(np.clip(statistics.median(ratios), 1 / _MOST_FACTOR, _MOST_FACTOR))
@@ -289,13 +290,18 @@ def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[Measured
 
 
 def _issue(measurements: Sequence[Measurement]) -> float:
-    """Host seconds to issue a kernel, where host and device run side by side; 0 where the host does the work."""
+    """Host seconds to issue a kernel, where host and device run side by side; 0 where the host does the work.
+
+    What was seen between marks holds what setting them and walking through the graph take. A step as it is run says how long
+    issuing its kernels takes at most, closely where the host is what it waits for.
+    """
     seconds = kernels = 0.0
     for op in (op for m in measurements for op in m.ops):
         if op.issue_s is not None and op.kind != "view" and op.direction != "update":
             seconds += op.issue_s * op.count
             kernels += _kernels(op) * op.count
-    return min(1.0, seconds / kernels) if kernels else 0.0
+    steps = [m.step.quiet_s / m.launches for m in measurements if m.step is not None and m.launches > 0]
+    return min(1.0, seconds / kernels, *steps) if kernels else 0.0
 
 
 def _source(measurements: Sequence[Measurement]) -> str:

@@ -45,7 +45,8 @@ class Calls:
         size_bytes: float64 [C], bytes that the row reads and writes.
         count: float64 [C], equal kernels that the row is split into, at least 1.
         launches: float64 [C], launch floors that the row pays; below 1 for a share of a fused kernel.
-        sizes: float64 [C] by name of `DIMS`, dims of one kernel; 1 where unknown.
+        sizes: float64 [C] by name of `DIMS`, dims of one kernel; 1 where unknown. `align`: the largest of 8, 4, 2 and 1 that
+            divides the length of every matrix's rows in memory; 8 of what is no product.
     """
 
     op: NDArray[np.int64]
@@ -125,6 +126,8 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
     flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
     size = np.where(direction == 1, _backward_traffic(graph, kind, sizes) * size, size)
+    size = np.where(_batch_norms(graph) & (direction == 0), 1.5 * size, size)
+    size = np.where(graph.op_phase == UPDATE, size * update_passes(graph), size)
     works = (graph.op_flops > 0) | (graph.op_bytes > 0)
 
     m, n, k, batch = (sizes[name] for name in ("m", "n", "k", "batch"))
@@ -191,8 +194,29 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
                 ]
             )
             for name, values in sizes.items()
-        },
+        }
+        | {"align": _alignment(k, n, product | (kind == OP_KINDS.index("conv")))[op]},
     )
+
+
+def _alignment(k: NDArray[np.float64], n: NDArray[np.float64], product: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their gradients."""
+    common = np.gcd(np.gcd(k.astype(np.int64), n.astype(np.int64)), 8)
+    return np.where(product & (common > 0), common, 8).astype(np.float64)
+
+
+def _batch_norms(graph: OpGraph) -> NDArray[np.bool_]:
+    """Which ops [N] read their input twice, once for its statistics."""
+    return np.array(["batch_norm" in target for target in graph.op_target], dtype=bool)
+
+
+def update_passes(graph: OpGraph) -> float:
+    """What an update moves over what is counted for it, parameter, gradient and state once each (`OPTIMIZERS`).
+
+    torch runs it as one pass over memory for each line of its formula: torch/optim/adam.py takes 18 tensors (lerp 3, mul 2,
+    addcmul 3, sqrt 2, div 2, add 2, addcdiv 4), decay 2 more, and momentum in torch/optim/sgd.py 8.
+    """
+    return {"adam": 18 / 7, "adamw": 20 / 7, "momentum": 8 / 5}.get(str(graph.capture.get("optimizer")), 1.0)
 
 
 def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:

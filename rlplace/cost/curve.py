@@ -164,6 +164,12 @@ def roofline_seconds(
     return np.maximum(flops / np.asarray(peak_flops), size_bytes / bandwidth_bytes_per_s)
 
 
+def _unaligned(curve: Curve, sizes: Sizes) -> NDArray[np.float64]:
+    """Factors [N] on the compute term."""
+    factors = np.array([*curve.unaligned[::-1], 1.0])  # of 1, 2, 4 and 8
+    return factors[np.log2(sizes["align"]).astype(np.int64)]
+
+
 def kernel_seconds(
     curve: Curve,
     flops: ArrayLike,
@@ -180,12 +186,13 @@ def kernel_seconds(
         curve: The curve, with or without a residual.
         flops: [N], FLOPs of one call.
         size_bytes: [N], bytes that one call reads and writes.
-        sizes: Dims [N] by name, for the residual.
+        sizes: Dims [N] by name, for the residual; `align` is the largest of 8, 4, 2 and 1 that divides the rows of a product.
         peak_flops: FLOP/s of the device at that precision.
         bandwidth_bytes_per_s: Memory bandwidth of the device.
         processors: Streaming multiprocessors of the device, for the residual.
     """
-    work = work_seconds(curve, flops, size_bytes, peak_flops=peak_flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    peak = peak_flops / _unaligned(curve, sizes) if curve.unaligned and "align" in sizes else peak_flops
+    work = work_seconds(curve, flops, size_bytes, peak_flops=peak, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
     if curve.residual is None:
         return work
     known = {**sizes, "flops": np.asarray(flops, dtype=np.float64), "bytes": np.asarray(size_bytes, dtype=np.float64)}

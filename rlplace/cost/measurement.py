@@ -164,6 +164,7 @@ class Measurement(Record, frozen=True):
         step: Whole steps, None when they were not timed.
         control: The control shape.
         host_s: Part of an instrumented step that belongs to no op (before the first op, between forward and backward).
+        launches: Kernels of a step as pricing counts them (`rlplace.cost.calls.op_launches`); 0 where nobody counted.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Measurement(Record, frozen=True):
     step: StepTiming | None
     control: ControlTiming
     host_s: Seconds = 0.0
+    launches: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
 
     def __post_init__(self) -> None:
         check_record(self, "measurement")

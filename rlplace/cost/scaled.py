@@ -64,7 +64,7 @@ CLASSES: dict[str, OpClass] = {
 TF32_CLASSES = ("conv", "recurrent")
 """What cuDNN runs; its tf32 is on by default, that of matrix products is off."""
 
-RELATED: Mapping[str, str] = {"h200": "h100", "h100": "a100-80g"}
+RELATED: Mapping[str, str] = {"h100": "h200", "h200": "a100-80g"}
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
 budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend none."""
 
@@ -199,4 +199,4 @@ def _carried(curve: Curve, kind: DeviceKind, other: str) -> Curve:
             compute_half_flops=min(curve.compute_half_flops * compute, 1e18),
             bandwidth_half_bytes=min(curve.bandwidth_half_bytes * bandwidth, 1e18),
         )
-    return msgspec.structs.replace(curve, floor_s=None, basis="scaled", source=f"fractions of {other}: {curve.source}")
+    return msgspec.structs.replace(curve, basis="scaled", source=f"fractions of {other}: {curve.source}")

@@ -40,8 +40,11 @@ HOST_MODES = ("eager", "compiled")
 DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "image", "flops", "bytes")
 """Names that a measured shape may be told by. All but the last two are sizes in `OpGraph.op_dims`."""
 
-EAGER_ISSUE_S = 7e-6
-"""Host time to issue one kernel in eager mode; 5 to 10 us is usual."""
+EAGER_ISSUE_S = 25e-6
+"""Host time to issue one kernel in eager mode, with what Python, autograd and the optimizer's loop do for it.
+
+Transformers on one H200 take 25 to 35 us where they wait for the host (docs/cost-model/op-times.md); 5 to 10 us is the bare
+dispatch of an op."""
 
 EAGER_VIEW_S = 2e-6
 """Host time of an op that launches nothing, in eager mode."""
@@ -121,6 +124,8 @@ class Curve(Record, frozen=True):
         basis: One of `BASES`.
         source: For display: data, software, method.
         residual: Optional correction.
+        unaligned: Of products whose rows in memory are not all multiples of 8 elements: factors on the compute term for
+            multiples of 4, of 2, and for odd ones; empty for none.
     """
 
     compute_efficiency: _Share
@@ -133,6 +138,11 @@ class Curve(Record, frozen=True):
     basis: Basis = "scaled"
     source: str = ""
     residual: Residual | None = None
+    unaligned: tuple[Annotated[float, Meta(ge=1, le=100)], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.unaligned) not in (0, 3):
+            raise InputError(f"curve: unaligned has {len(self.unaligned)} factors; give three, for multiples of 4, 2 and 1")
 
 
 class MeasuredShape(Record, frozen=True):

@@ -18,7 +18,8 @@ from rlplace.runtime.environment import own_clock, read_clock
 Key = Hashable
 
 _QUEUED_MARKS = 100  # the launch queue holds about 1,000 entries; a mark stands for an event and a few kernels
-_SLEEP_CYCLES = 20_000_000  # above 10 ms at 1.4 to 2 GHz: longer than the host needs to issue what is queued
+_CLOCK_HZ = 2e9  # of a sleeping kernel; slower clocks sleep longer
+_LEAST_SLEEP_S, _SLEEP_FACTOR, _MOST_SLEEP_S = 0.01, 1.5, 0.2  # longer than the host took to issue as much, the step before
 _PAUSE = ("rlplace", "pause")
 
 
@@ -40,16 +41,18 @@ class Marks:
         self._events: list[Any] = []
         self._spare: list[Any] = []
         self._queued = 0
+        self._issuing_s, self._longest_s, self._sleep_s = 0.0, 0.0, _LEAST_SLEEP_S
 
     def mark(self, key: Key) -> None:
         """Begins the interval of `key`; now and then lets a GPU drain and sleep first, which belongs to no key."""
         if self._cuda and (self._queued >= _QUEUED_MARKS or not self._events):
             if self._events:
                 self._note(_PAUSE)
+                self._longest_s = max(self._longest_s, self._times[-1] - self._issuing_s)
             read_clock(self.device)
             with torch.cuda.device(self.device):
-                torch.cuda._sleep(_SLEEP_CYCLES)
-            self._queued = 0
+                torch.cuda._sleep(int(self._sleep_s * _CLOCK_HZ))
+            self._queued, self._issuing_s = 0, self.clock()
         self._note(key)
 
     def _note(self, key: Key) -> None:
@@ -68,13 +71,15 @@ class Marks:
             Device seconds by key, and the host's seconds to issue each; None where the host does the work itself.
         """
         self._note(None)
+        self._longest_s = max(self._longest_s, self._times[-1] - self._issuing_s)
+        self._sleep_s = min(max(_LEAST_SLEEP_S, _SLEEP_FACTOR * self._longest_s), _MOST_SLEEP_S)
         read_clock(self.device)
         sums = [_sums(self.keys, self._times)]
         if self._cuda:
             gaps = (before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(self._events))
             sums.insert(0, _sums(self.keys, list(itertools.accumulate(gaps, initial=0.0))))
         self._spare += self._events
-        self.keys, self._times, self._events, self._queued = [], [], [], 0
+        self.keys, self._times, self._events, self._queued, self._longest_s = [], [], [], 0, 0.0
         for seconds in sums:
             seconds.pop(_PAUSE, None)
         return sums[0], sums[1] if self._cuda else None

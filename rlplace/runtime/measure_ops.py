@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rlplace.cost.calls import op_directions
+from rlplace.cost.calls import op_directions, op_launches
 from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
@@ -138,6 +138,7 @@ def measure_model(
         step=_step_timing(plain, marked) if step else None,
         control=ControlTiming(shape, first, last),
         host_s=statistics.median([times.get(None, 0.0) for times, _ in marked]) if ops else 0.0,
+        launches=float(op_launches(graph).sum()) if target.type != "cpu" else 0.0,
     )
 
 

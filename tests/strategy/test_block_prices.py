@@ -324,7 +324,7 @@ def test_a_tensor_group_shares_work_and_weights(gpt2):
     assert (half.kept_bytes[FULL] == whole.kept_bytes[FULL]).all()
     assert (half.sent_bytes == whole.sent_bytes).all()
     assert blocks.update_s(0, 2)[layer] < blocks.update_s(0)[layer]
-    assert half.weight_s[layer] <= half.backward_s[layer] <= whole.backward_s[layer]
+    assert half.weight_s[layer] <= half.backward_s[layer] <= whole.backward_s[layer] * (1 + 1e-9)
 
 
 def test_a_tensor_group_sends_hidden_states(gpt2):

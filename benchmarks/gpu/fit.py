@@ -1,0 +1,260 @@
+"""Fits op-time curves on the kernels that `python -m benchmarks.gpu` timed, and reports their error on kernels left out.
+
+    python -m benchmarks.gpu.fit DIR --kind h200            error of the shipped curves, and of a fit on four fifths of the rest
+    python -m benchmarks.gpu.fit DIR --kind h200 --write    fits on all and writes them into rlplace/cost/shipped.cost.json
+
+Work is counted as the cost model counts it in a graph. Half precisions share a fit, and so do the directions of a product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cli.common import print_table
+from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.fit import OpTiming, fit_op_curve
+from rlplace.cost.foreign import SHIPPED, shipped_costs
+from rlplace.cost.measurement import Measurement
+from rlplace.cost.scaled import CLASSES, datasheet_curve, find_curve, peak_of
+from rlplace.cost.table import DIMS, CostTable, Curve, Key, KindCosts
+
+FOLDS, FEWEST, LEAST_UPDATE, LEAST_S, BYTES = 5, 5, 1e7, 1.4e-6, {"bfloat16": 2, "float16": 2}
+SOURCE = "python -m benchmarks.gpu on {device}, torch 2.11, CUDA 13.0; {count} kernels"
+CLASS_OF = {
+    "layer_norm": "norm", "rms_norm": "norm", "log_softmax": "softmax", "sum": "reduction", "cast": "copy",
+    "add": "elementwise", "mul": "elementwise", "gelu": "elementwise", "silu": "elementwise", "relu": "elementwise",
+    "dropout": "elementwise", "adamw_foreach": "optimizer", "adamw_fused": "optimizer", "sgd_foreach": "optimizer",
+}  # fmt: skip
+TENSORS = {"add": (3, 0), "mul": (3, 0), "gelu": (2, 3), "silu": (2, 3), "relu": (2, 0), "copy": (2, 0), "sum": (1, 0),
+           "layer_norm": (2, 5), "rms_norm": (2, 5), "embedding": (2, 2), "softmax": (2, 4.5),
+           "adamw_foreach": (20, 0), "adamw_fused": (7, 0), "sgd_foreach": (3, 0)}  # fmt: skip
+"""Tensors of the largest size that a forward and a backward move; with those that pricing adds for norms and softmax."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A kernel, its curve's key, what it is called, and how its rows lie (see `rlplace.cost.calls.Calls.sizes`)."""
+
+    key: Key
+    timing: OpTiming
+    name: str
+    align: int = 8
+
+
+def read(path: Path) -> list[Timed]:
+    """The kernels of a file, but for updates so small that the host could not issue them in time."""
+    rows = [json.loads(line) for line in path.read_text().splitlines() if "failed" not in line]
+    rows = [row for row in rows if row["direction"] != "update" or row["dims"]["count"] > LEAST_UPDATE]
+    return [timed_of(row) for row in rows if row["seconds"] > 1e-6]
+
+
+def in_steps(folder: Path) -> list[Timed]:
+    """Convolutions and attention as they ran inside the steps of five models.
+
+    Attention under a mask is left out: an exported graph reads it where a step without padding has none.
+    """
+    found = []
+    for path in sorted(folder.glob("*.measure.json")):
+        for op in Measurement.load(path).ops:
+            if op.kind not in ("conv", "attention") or (op.kind == "attention" and path.name.startswith(("bert", "t5"))):
+                continue
+            precision = "half" if op.dtype in BYTES else "tf32" if op.kind == "conv" else "float32"
+            way = "forward" if op.direction == "forward" else "backward"
+            item = CLASSES[op.kind]
+            calls = item.backward_kernels if way == "backward" else item.kernels
+            dims, flops = dict(op.dims), op.flops
+            if dims.get("causal"):
+                flops *= 0.5 + 0.5 / dims["keys"]
+            align = math.gcd(8, dims["n"], dims["k"]) if op.kind == "conv" and {"n", "k"} <= dims.keys() else 8
+            name = f"{path.name.partition('.')[0]} {op.target} {way}"
+            size = 0 if op.kind == "attention" else op.size_bytes
+            found.append(Timed((op.kind, precision, way), OpTiming(flops, size, op.seconds, calls, dims), name, align))
+    return found
+
+
+def timed_of(row: Mapping[str, Any]) -> Timed:
+    """What a kernel of a file does, as the cost model counts it."""
+    op, dtype, direction, dims = row["op"], row["dtype"], row["direction"], row["dims"]
+    size = BYTES.get(dtype, 4)
+    precision = "half" if dtype in BYTES else dtype
+    back = direction != "forward"
+    calls = 1.0
+    if op in ("gemm", "bmm"):
+        batch, m, n, k = dims.get("batch", 1), dims["m"], dims["n"], dims["k"]
+        flops, moved = 2.0 * batch * m * n * k, batch * (m * n + n * k + m * k)
+        key, known = (op, precision, "forward"), {"batch": batch, "m": m, "n": n, "k": k}
+    elif op == "conv":
+        image, stride, kernel = dims["image"], dims["stride"], dims["kernel"]
+        pixels = dims["batch"] * math.ceil(image / stride) ** 2
+        k = dims["channels"] * kernel * kernel
+        calls = 2.0 if back else 1.0
+        flops = calls * 2.0 * pixels * k * dims["filters"]
+        moved = calls * (dims["batch"] * image**2 * dims["channels"] + pixels * dims["filters"] + k * dims["filters"])
+        key, known = (op, precision, "backward" if back else "forward"), {"m": pixels, "n": dims["filters"], "k": k}
+    elif op == "attention":
+        one = dims["batch"] * dims["heads"] * dims["seq"] * dims["head_dim"]
+        flops = (10.0 if back else 4.0) * one * dims["seq"] * (0.5 + 0.5 / dims["seq"] if dims["causal"] == 1 else 1.0)
+        calls, moved = (3.0 if back else 1.0), 0  # FLOPs decide; what a mask moves is for the prior
+        key, known = (op, precision, "backward" if back else "forward"), {}
+    else:
+        return _memory_bound(row, size)
+    rows = {"m", "n"} if direction == "backward_weight" else {"n", "k"}  # sizes of a kernel that lie side by side
+    align = math.gcd(8, *(known[name] for name in rows & known.keys()))
+    return Timed(key, OpTiming(flops, float(size * moved), row["seconds"], calls, known), row["key"], align)
+
+
+def _memory_bound(row: Mapping[str, Any], size: int) -> Timed:
+    """Of a class whose time is that of its bytes, at any dtype: its few FLOPs are left to the prior."""
+    op, dims, back = row["op"], row["dims"], row["direction"] == "backward"
+    count = dims["count"] if "count" in dims else dims["rows"] * dims["columns"]
+    if op == "dropout":
+        moved = count * (2 * size + 1)
+    elif op == "cast":
+        moved = count * 6
+    elif op == "log_softmax":
+        moved = count * size * ((4 if dims["columns"] > 1024 else 3) if back else 2)
+    else:
+        moved = count * size * TENSORS[op][back]
+    name = CLASS_OF.get(op, op)
+    known = {key: dims[key] for key in ("rows", "columns") if key in dims}
+    # A backward of a norm is two kernels, the second of which reads what the first left in the cache.
+    calls = CLASSES[name].backward_kernels if back else max(1.0, CLASSES[name].kernels)
+    way = "update" if name == "optimizer" else "backward" if back and name in ("norm", "softmax", "embedding") else "forward"
+    key = (name, "float32", way)
+    return Timed(key, OpTiming(0.0, float(moved), row["seconds"], calls, known), row["key"])
+
+
+def fit(rows: list[Timed], kind: DeviceKind, source: str) -> dict[Key, Curve]:
+    """A curve for every key of the rows."""
+    found: dict[Key, Curve] = {}
+    for key in sorted({row.key for row in rows}):
+        whole = [row for row in rows if row.key == key]
+        op, precision, direction = key
+        own = [row.timing for row in whole if row.align >= (8 if precision == "half" else 4)]  # loads of 16 bytes
+        apart = op in ("gemm", "bmm", "conv") and precision in ("half", "tf32") and len(own) >= FEWEST
+        own = own if apart else [row.timing for row in whole]
+        stated = "bfloat16" if precision == "half" else precision
+        text = SOURCE.format(device=source, count=len(whole))
+        if op == "optimizer":  # many parameters at once: a small one fills no device by itself, and need not
+            rate = float(np.median([row.size_bytes / row.seconds for row in own])) / kind.memory_bandwidth_bytes_per_s
+            found[key] = Curve(0.5, 1.0, rate, 1.0, floor_s=LEAST_S, basis="fitted", source=text)
+            continue
+        curve = fit_op_curve(
+            own,
+            peak_flops=peak_of(kind, stated),
+            bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+            basis="fitted",
+            source=text,
+            prior=msgspec.structs.replace(datasheet_curve(kind, op, stated, direction), floor_s=2e-6),
+        )
+        curve = msgspec.structs.replace(curve, floor_s=max(curve.floor_s or 0.0, LEAST_S))
+        if not CLASSES[op].matrix:  # no FLOPs were fitted
+            curve = msgspec.structs.replace(curve, compute_half_flops=1.0)
+        found[key] = msgspec.structs.replace(curve, unaligned=_unaligned(curve, whole, kind)) if apart else curve
+    return found
+
+
+def _unaligned(curve: Curve, rows: list[Timed], kind: DeviceKind) -> tuple[float, ...]:
+    """Factors of rows whose sizes are multiples of 4, 2 and 1 only; a less aligned size is never the faster one."""
+    factors: list[float] = []
+    for align in (1, 2, 4):  # the odd ones are most
+        own = [row for row in rows if row.align == align]
+        tried = np.geomspace(1.0, factors[-1] if factors else 10.0, 60)
+        errors = [
+            sum(abs(math.log(predict(msgspec.structs.replace(curve, unaligned=(x, x, x)), row, kind) / row.timing.seconds))
+                for row in own)
+            for x in tried
+        ]  # fmt: skip
+        factors.append(float(f"{tried[int(np.argmin(errors))]:.3g}"))
+    return tuple(reversed(factors))
+
+
+def predict(curve: Curve, row: Timed, kind: DeviceKind) -> float:
+    """Seconds of a kernel."""
+    timing, precision = row.timing, "bfloat16" if row.key[1] == "half" else row.key[1]
+    sizes = {name: np.array([float(size)]) for name, size in timing.dims.items()}
+    known: dict[str, NDArray[np.float64]] = {name: sizes.get(name, np.ones(1)) for name in DIMS}
+    known["align"] = np.array([float(row.align)])
+    work = kernel_seconds(
+        curve, [timing.flops / timing.calls], [timing.size_bytes / timing.calls], known, peak_flops=peak_of(kind, precision),
+        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s, processors=kind.processors,
+    )  # fmt: skip
+    return timing.calls * (float(work[0]) + (kind.launch_s if curve.floor_s is None else curve.floor_s))
+
+
+def shipped(row: Timed, kind: DeviceKind) -> float:
+    """Seconds by what would be used without these rows."""
+    precision = "bfloat16" if row.key[1] == "half" else row.key[1]
+    kinds = {name: costs for name, costs in shipped_costs().kinds.items() if name != kind.name}
+    return predict(find_curve(kind, replace(shipped_costs(), kinds=kinds), row.key[0], precision, row.key[2]), row, kind)
+
+
+def report(rows: list[Timed], kind: DeviceKind) -> None:
+    """Errors by key, each row predicted by a fit on other folds."""
+    fold = np.random.default_rng(0).permutation(len(rows)) % FOLDS
+    left_out = np.zeros(len(rows))
+    for number in range(FOLDS):
+        curves = fit([row for row, own in zip(rows, fold, strict=True) if own != number], kind, "")
+        for index in np.flatnonzero(fold == number):
+            row = rows[index]
+            left_out[index] = predict(curves[row.key], row, kind) if row.key in curves else np.nan
+    seconds = np.array([row.timing.seconds for row in rows])
+    before = np.array([shipped(row, kind) for row in rows])
+    table = []
+    for key in sorted({row.key for row in rows}):
+        own = np.array([row.key == key for row in rows])
+        cells = [*key, str(int(own.sum()))]
+        for large in (False, True):
+            mask = own & (seconds > 30e-6) if large else own
+            for predicted in (before, left_out):
+                error = 100 * (predicted[mask] / seconds[mask] - 1)
+                cells += [f"{np.abs(error).mean():.1f}", f"{np.median(error):+.1f}"] if mask.any() else ["-", "-"]
+        table.append(cells)
+    print_table(
+        ["class", "dtype", "direction", "kernels", "before %", "median", "left out %", "median", "over 30 us: before %",
+         "median", "left out %", "median"],
+        table,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", required=True, choices=sorted(KINDS))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    rows, kind = read(options.folder / "kernels.jsonl") + in_steps(options.folder), KINDS[options.kind]
+    if not options.write:
+        report(rows, kind)
+        return
+    table = shipped_costs()
+    curves = write_halves(fit(rows, kind, f"one {kind.name.upper()}"))
+    own = {**table.kinds, kind.name: KindCosts(curves)}
+    CostTable(own, name=table.name, source=table.source).save(SHIPPED)
+    print(f"wrote {SHIPPED}")
+
+
+def write_halves(curves: Mapping[Key, Curve]) -> dict[Key, Curve]:
+    """Curves of half precision under the names of both dtypes, with five digits."""
+    found: dict[Key, Curve] = {}
+    names = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes", "floor_s")
+    for (op, precision, direction), curve in curves.items():
+        short = msgspec.structs.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
+        for dtype in ("bfloat16", "float16") if precision == "half" else (precision,):
+            found[(op, dtype, direction)] = short
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ CUDNN_ATTENTION = 0.57
 
 SOFTWARE = (
     Software(
-        "mosaicml/llm-foundry", fused_loss=True, factors={("", "attention"): 1.37, ("h100", "gemm"): 1.1},
+        "mosaicml/llm-foundry", fused_loss=True, factors={("", "attention"): 1.37, ("h100", "gemm"): 1.25},
         known="its benchmark script: triton attention (FlashAttention-1), low precision norms; loss_fn fused_crossentropy; "
         "products of a CUDA whose H100 kernels were young. Both factors: least squares over its own rows",
     ),

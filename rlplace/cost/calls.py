@@ -195,13 +195,17 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
             )
             for name, values in sizes.items()
         }
-        | {"align": _alignment(k, n, product | (kind == OP_KINDS.index("conv")))[op]},
+        | {"align": _alignment(graph, k, n, product | (kind == OP_KINDS.index("conv")))[op]},
     )
 
 
-def _alignment(k: NDArray[np.float64], n: NDArray[np.float64], product: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _alignment(
+    graph: OpGraph, k: NDArray[np.float64], n: NDArray[np.float64], product: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     """Float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their gradients."""
-    common = np.gcd(np.gcd(k.astype(np.int64), n.astype(np.int64)), 8)
+    forward = np.where(graph.op_forward >= 0, graph.op_forward, np.arange(graph.num_ops))
+    forward = np.where(k[forward] > 0, forward, np.arange(graph.num_ops))
+    common = np.gcd(np.gcd(k[forward].astype(np.int64), n[forward].astype(np.int64)), 8)
     return np.where(product & (common > 0), common, 8).astype(np.float64)
 
 

@@ -70,7 +70,16 @@ def test_capture_place_simulate(capsys, tmp_path):
     assert run(capsys, "capture", TINY, *arguments, "--out", problem_file)[0] == 0
     assert Problem.load(problem_file).samples_per_microbatch == 4
     code, out, _ = run(capsys, "place", problem_file, "--planner", "best", "--memory", "--out", plan_file)
-    assert code == 0 and "step time" in out and "optimizer" in out
+    assert code == 0 and "step time" in out
+    head, *rows = out[out.index("GB    weights") :].splitlines()[:3]
+    names, problem = head.split()[1:], Problem.load(problem_file)
+    of_rows = [dict(zip(names, map(float, row.split()[1:-1]), strict=False)) for row in rows]
+    for row in of_rows:  # parts add up to the total, of which each is rounded
+        parts = [value for name, value in row.items() if name not in ("total", "memory")]
+        assert sum(parts) == pytest.approx(row["total"], abs=0.0005 * (len(parts) + 1))
+        assert row["memory"] == 32.0 and row["context"] == pytest.approx(0.6)
+    assert sum(row["weights"] for row in of_rows) == pytest.approx(problem.weight_bytes.sum() / 1e9, abs=0.002)
+    assert sum(row["optimizer"] for row in of_rows) == pytest.approx(problem.optimizer_bytes.sum() / 1e9, abs=0.002)
     assert PlacementPlan.load(plan_file, Problem.load(problem_file)).planner == "best"
     code, out, _ = run(capsys, "simulate", problem_file, plan_file, "--trace", trace, "--json")
     assert code == 0 and json.loads(out)["feasible"] is True

@@ -16,7 +16,10 @@ import time
 import command
 import pytest
 
+from rlplace.planners import get_planner
+from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
+from rlplace.simulator import simulate
 
 QUICK = ["--planners", "single,heft,annealing", "--calls", "16"]
 
@@ -56,6 +59,14 @@ def test_the_table_names_executor_metric_budget_and_seeds(capsys, problems):
     assert "16 simulator calls after the floor" in out and "a tie is within 0.1 %" in out
     assert "seed 0: annealing" in out and "no seed, run once: best, single, heft" in out
     assert re.search(r"infeasible: single found no plan", out)
+    block = out[out.index("  step ms") :].split(problems[1])[0].splitlines()[1:]
+    rows = {words[-10]: words for words in (line.split() for line in block) if len(words) >= 10}
+    problem, best = Problem.load(problems[0]), float(rows["best"][-9])
+    for name in ("best", "single", "heft"):  # as every planner's plan is when it is simulated by itself
+        plan = get_planner(name)(problem)
+        step_s = simulate(problem, plan.device_of_group, priority=plan.priority).step_time_s
+        assert rows[name][-9] == f"{1e3 * step_s:.3f}"
+        assert float(rows[name][-6]) == pytest.approx(1e3 * step_s / best, abs=2e-4)
 
 
 def test_csv_has_a_line_a_row(capsys, problems, tmp_path):

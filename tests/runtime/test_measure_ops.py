@@ -1,7 +1,7 @@
 """Ops and whole steps of a tiny model timed end to end, through the command line and through Python."""
 
-import math
 import json
+import math
 
 import pytest
 import torch

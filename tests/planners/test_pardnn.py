@@ -10,7 +10,6 @@ from toys import pardnn_example
 
 from benchmarks.papers.pardnn.baselines import measures
 from benchmarks.papers.pardnn.fifo import fifo
-from benchmarks.papers.pardnn.models import word_rnn
 from rlplace.planners import get_planner
 from rlplace.planners.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
 from rlplace.planners.pardnn.nodegraph import folded_graph, op_graph
@@ -125,9 +124,8 @@ def test_fifo_emulator():
 
 
 def h1_cases():
-    word = word_rnn(batch=4, num_devices=4, layers=4, hidden=256, steps=10)
     return [
-        (word, 0.9),
+        (random_problem(3, 240, 4, shape="wavefront", width=4, shared_parameters=4), 0.9),  # like unrolled recurrent layers
         (random_problem(1, 300, 4, shape="branchy", width=8), 0.8),
         (random_problem(2, 300, 4, width=12), 0.96),
     ]

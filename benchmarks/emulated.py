@@ -165,7 +165,8 @@ def cells(model: str, rate: str) -> list[dict[str, Any]]:
 def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
     """Seconds of a stage's blocks: forward, backward with what runs again, the weights' part of it, and the update."""
     place = draft.places[draft.place_of_stage[stage]]
-    one = costs.passes(0, place.cut(draft.microbatch[0]))
+    joined = draft.data_degree // place.data_degree  # replicas of a wider stage whose samples a pass here computes together
+    one = costs.passes(0, place.cut(draft.microbatch[0] * joined))
     update_s = costs.update_s(0, place.tensor) / (place.shard if place.sharding else 1)
     blocks = range(draft.bounds[stage], draft.bounds[stage + 1])
     backward_s = one.backward_s + one.again_s[np.frombuffer(draft.recompute, dtype=np.uint8), np.arange(len(costs.names))]

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import runs, types_table
@@ -59,3 +60,13 @@ def test_a_step_of_several_passes_is_as_many_times_its_forward_and_backward():
     step_s = simulate(problem, alone).step_time_s
     assert simulate(again, alone).step_time_s == pytest.approx(3 * (step_s - update_s) + update_s)
     assert simulate(repeated(problem, 1), alone).step_time_s == step_s
+
+
+def test_rules_on_emulated_hosts():
+    from benchmarks import runs_emulated
+
+    rows = [json.loads(line) for line in runs_emulated.ROWS.read_text().splitlines()]
+    assert runs_emulated.table() in (ROOT / "docs/results.md").read_text()
+    for row in rows:  # the least of a cell is that of a run
+        assert min(row["over"]) >= 1 and row["over"] == sorted(row["over"], reverse=True)
+        assert row["least_s"] <= min(np.median(run["step_s"]) for run in row["runs"] if run["step_s"]) + 1e-4  # rounded

@@ -51,6 +51,15 @@ class Timed:
     name: str
     align: int = 8
 
+    @property
+    def precision(self) -> str:
+        """Whose peak counts: half precisions have the same."""
+        return _stated(self.key[1])
+
+
+def _stated(precision: str) -> str:
+    return "bfloat16" if precision == "half" else precision
+
 
 def read(path: Path) -> list[Timed]:
     """The kernels of a file, but for updates so small that the host could not issue them in time."""
@@ -171,7 +180,7 @@ def fit(rows: list[Timed], kind: DeviceKind, source: str) -> dict[Key, Curve]:
         own = [row.timing for row in whole if row.align >= (8 if precision == "half" else 4)]  # loads of 16 bytes
         apart = op in ("gemm", "bmm", "conv") and precision in ("half", "tf32") and len(own) >= FEWEST
         own = own if apart else [row.timing for row in whole]
-        stated = "bfloat16" if precision == "half" else precision
+        stated = _stated(precision)
         text = SOURCE.format(device=source, count=len(whole))
         if op == "optimizer":  # many parameters at once: a small one fills no device by itself, and need not
             rate = float(np.median([row.size_bytes / row.seconds for row in own])) / kind.memory_bandwidth_bytes_per_s
@@ -209,12 +218,13 @@ def _unaligned(curve: Curve, rows: list[Timed], kind: DeviceKind) -> tuple[float
 
 def predict(curve: Curve, row: Timed, kind: DeviceKind) -> float:
     """Seconds of a kernel."""
-    timing, precision = row.timing, "bfloat16" if row.key[1] == "half" else row.key[1]
+    timing = row.timing
     sizes = {name: np.array([float(size)]) for name, size in timing.dims.items()}
     known: dict[str, NDArray[np.float64]] = {name: sizes.get(name, np.ones(1)) for name in DIMS}
     known["align"] = np.array([float(row.align)])
     work = kernel_seconds(
-        curve, [timing.flops / timing.calls], [timing.size_bytes / timing.calls], known, peak_flops=peak_of(kind, precision),
+        curve, [timing.flops / timing.calls], [timing.size_bytes / timing.calls], known,
+        peak_flops=peak_of(kind, row.precision),
         bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s, processors=kind.processors,
     )  # fmt: skip
     return timing.calls * (float(work[0]) + (kind.launch_s if curve.floor_s is None else curve.floor_s))
@@ -222,9 +232,8 @@ def predict(curve: Curve, row: Timed, kind: DeviceKind) -> float:
 
 def shipped(row: Timed, kind: DeviceKind) -> float:
     """Seconds by what would be used without these rows."""
-    precision = "bfloat16" if row.key[1] == "half" else row.key[1]
     kinds = {name: costs for name, costs in shipped_costs().kinds.items() if name != kind.name}
-    return predict(find_curve(kind, replace(shipped_costs(), kinds=kinds), row.key[0], precision, row.key[2]), row, kind)
+    return predict(find_curve(kind, replace(shipped_costs(), kinds=kinds), row.key[0], row.precision, row.key[2]), row, kind)
 
 
 def report(rows: list[Timed], kind: DeviceKind) -> None:

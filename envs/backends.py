@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from rlplace.envs.instance import Instance
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.simulator import Simulator
+from rlplace.simulator.records import TRANSFERS
 
-_SIMULATORS = 32  # most that are kept
+KEPT = 32
+"""Instances whose simulators are kept; with more, those that were not used for longest are made again."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,37 @@ class SimulatedBackend:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.simulator = lru_cache(_SIMULATORS)(lambda of: Simulator(of.problem))
+        self.simulator = lru_cache(KEPT)(lambda of: Simulator(of.problem))
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Simulates one plan."""
         self.calls += 1
         step_time, overflow = self.simulator(instance).evaluate(device_of_group)
         return Evaluation(float(step_time), float(overflow))
+
+
+class Parts:
+    """What the devices do in a step of an instance's plans."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._simulator = Simulator(instance.problem, timeline=True)
+
+    def __call__(self, device_of_group: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+        """By device [D]: seconds of work, of transfers that leave, and without work; peak bytes.
+
+        Args:
+            device_of_group: int32 [G].
+        """
+        step_s, _ = self._simulator.evaluate(device_of_group)
+        work, busy_s = self._simulator.work, self._simulator.busy_s
+        sent = work.transfer[: work.layout[TRANSFERS]] if step_s < math.inf else work.transfer[:0]
+        seconds: NDArray[np.float64] = np.bincount(sent["source"], sent["end_s"] - sent["start_s"], len(busy_s))
+        return {
+            "compute_s": busy_s.copy(),
+            "transfer_s": seconds,
+            "idle_s": np.maximum(step_s - busy_s, 0.0) if step_s < math.inf else np.zeros(len(busy_s)),
+            "peak_memory_bytes": self._simulator.peak_memory_bytes.copy(),
+        }
 
 
 class MeasuredBackend(SimulatedBackend):

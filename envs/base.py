@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypedDict
 
 import gymnasium as gym
@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Backend, Evaluation, SimulatedBackend
+from rlplace.envs.backends import KEPT, Backend, Evaluation, Parts, SimulatedBackend
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, load_and_pinned, memory_pressure, observation_space
@@ -92,12 +92,14 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             )
         self.backend: Backend = SimulatedBackend() if backend is None else backend
         self.render_mode = render_mode
-        self._full = [full_graph(instance, self.max_groups) for instance in self.instances] if observation == "full" else None
+        self.full = [full_graph(instance, self.max_groups) for instance in self.instances] if observation == "full" else None
+        self.simulates = type(self.backend) is SimulatedBackend
+        self.parts_of = lru_cache(KEPT)(Parts)
         self._index = 0
         self._done = True
 
     def _make_spaces(self, candidates: int, features: int) -> None:
-        full = self._full is not None
+        full = self.full is not None
         self.observation_space = observation_space(self.max_groups, candidates, features, full)  # type: ignore[assignment]
         self.action_space = spaces.Discrete(candidates)  # type: ignore[assignment]
 
@@ -115,17 +117,24 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             raise InputError(f"action {show(action)} is not a whole number in 0..{self.action_space.n - 1}")  # type: ignore[attr-defined]
         return int(action)
 
-    def _draw_instance(self, options: dict[str, Any] | None) -> None:
-        self._done = True  # until the reset is through
+    def draw_index(self, random: np.random.Generator, options: dict[str, Any] | None) -> int:
+        """The number of the problem of the next episode: ``options["problem"]``, or drawn.
+
+        Raises:
+            InputError: The options name no problem.
+        """
         if not isinstance(options, (dict, type(None))):
             raise InputError(f"options must be a dictionary, found {show(options)}")
         chosen = (options or {}).get("problem")
         if chosen is None:
-            self._index = int(self.np_random.integers(len(self.instances)))
-        elif isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(self.instances):
-            self._index = int(chosen)
-        else:
-            raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
+            return int(random.integers(len(self.instances)))
+        if isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(self.instances):
+            return int(chosen)
+        raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
+
+    def _draw_instance(self, options: dict[str, Any] | None) -> None:
+        self._done = True  # until the reset is through
+        self._index = self.draw_index(self.np_random, options)
 
     def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments stack."""
@@ -133,17 +142,27 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         padded[: len(device_of_group)] = device_of_group
         return padded
 
-    def _closing_info(self, result: Evaluation, plan: NDArray[np.int32]) -> dict[str, Any]:
-        """The entries of the last info of an episode about its plan."""
+    def closing_info(self, index: int, step_time_s: float, relative_overflow: float, plan: NDArray[np.int32]) -> dict[str, Any]:
+        """The entries of the last info of an episode about its plan.
+
+        Args:
+            index: Number of the problem.
+            step_time_s: Of the plan.
+            relative_overflow: Of the plan.
+            plan: int32 [G].
+        """
+        instance, result = self.instances[index], Evaluation(float(step_time_s), float(relative_overflow))
+        parts = self.parts_of(instance)(plan)
         info: dict[str, Any] = {
-            "problem": self._index,
+            "problem": index,
             "feasible": result.feasible,
             "step_time_s": result.step_time_s,
             "relative_overflow": result.relative_overflow,
             "device_of_group": self._padded(plan),
+            **{name: np.pad(values, (0, self.max_devices - len(values))) for name, values in parts.items()},
         }
         if result.feasible:
-            info["vs_best_baseline"] = result.step_time_s / self.instance.reference_step_time_s
+            info["vs_best_baseline"] = result.step_time_s / instance.reference_step_time_s
         return info
 
     def _assemble(
@@ -160,8 +179,8 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             "candidate_group": candidate_group,
             "context": context_vector(self.instance, context),
         }
-        if self._full is not None:
-            observation.update({key: value.copy() for key, value in self._full[self._index].items()})
+        if self.full is not None:
+            observation.update({key: value.copy() for key, value in self.full[self._index].items()})
         return observation
 
     def action_masks(self) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.compiled import entry
+from rlplace.compiled import entry, inner
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import memory_pressure
@@ -128,8 +128,8 @@ class Construction:
         )  # fmt: skip
 
 
-@entry
-def device_features(  # type: ignore[no-untyped-def]
+@inner
+def describe(  # type: ignore[no-untyped-def]
     group, plan, load_s, free_s, finish_s, need_bytes, limit_bytes, allowed, time_s, mean_time_s, neighbor_ptr, neighbor,
     neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish, out,
 ):  # fmt: skip
@@ -188,3 +188,9 @@ def device_features(  # type: ignore[no-untyped-def]
         row[14] = static[2]
         for f in range(len(row)):
             row[f] = min(max(row[f], -CLIP), CLIP)
+
+
+@entry
+def device_features(*arguments):  # type: ignore[no-untyped-def]
+    """`describe`, called from Python."""
+    describe(*arguments)

@@ -50,8 +50,9 @@ class PlacementEnv(PlacerEnv):
     Terminates when all groups are placed, when no device is legal for the next group (the rest is then placed for memory
     and repaired), or at an illegal action. Never truncates.
 
-    The last info holds ``device_of_group``, int32 (max_groups,) with -1 as padding, and ``feasible``, ``step_time_s``,
-    ``relative_overflow``.
+    The last info holds ``device_of_group``, int32 (max_groups,) with -1 as padding, ``feasible``, ``step_time_s``,
+    ``relative_overflow``, and by device (max_devices,) ``compute_s``, ``transfer_s`` (of transfers that leave it), ``idle_s``
+    and ``peak_memory_bytes``.
 
     ## Arguments
     problems: problems or instances. backend: default `SimulatedBackend`. max_devices, max_groups: sizes of the spaces,
@@ -96,13 +97,12 @@ class PlacementEnv(PlacerEnv):
             info = {"problem": self._index, "feasible": False, "illegal": True, "relative_overflow": overflow}
             return self._observe(), infeasible_reward(overflow), True, False, info
         state.place(device)
-        if state.done:
-            return self._finish(repaired=False)
-        if not state.legal().any():
-            fallback = greedy_fit(self.instance)
-            self._plan = np.where(self._plan >= 0, self._plan, fallback).astype(np.int32)
-            return self._finish(repaired=True)
-        return self._observe(), 0.0, False, False, {"problem": self._index}
+        stuck = not state.done and not state.legal().any()
+        if not (state.done or stuck):
+            return self._observe(), 0.0, False, False, {"problem": self._index}
+        self._done = True
+        self._plan, reward, info = self.finish(self._index, self._plan, stuck=stuck)
+        return self._observe(), reward, True, False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
@@ -122,20 +122,27 @@ class PlacementEnv(PlacerEnv):
         """The group that the next action places."""
         return self._construction.group
 
-    def _finish(self, *, repaired: bool) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        self._done = True
-        result = self.backend.evaluate(self.instance, self._plan)
+    def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, dict[str, Any]]:
+        """The plan at the end of an episode, its reward and its info.
+
+        Args:
+            index: Number of the problem.
+            plan: int32 [G], -1 for groups that are not placed.
+            stuck: Whether the rest must be placed for memory.
+        """
+        instance, repaired = self.instances[index], stuck
+        plan = np.where(plan >= 0, plan, greedy_fit(instance)).astype(np.int32) if stuck else plan
+        result = self.backend.evaluate(instance, plan)
         if not result.feasible:
-            mended = repair(self.instance.problem, self._plan, self._repairer.simulator(self.instance))
+            mended = repair(instance.problem, plan, self._repairer.simulator(instance))
             if mended is not None:
-                repaired = True
-                self._plan = np.asarray(mended, dtype=np.int32)
-                result = self.backend.evaluate(self.instance, self._plan)
+                plan, repaired = np.asarray(mended, dtype=np.int32), True
+                result = self.backend.evaluate(instance, plan)
         reward = infeasible_reward(result.relative_overflow)
         if result.feasible:
-            reward = self._reward(result.step_time_s, self.instance.reference_step_time_s)
-        info = self._closing_info(result, self._plan)
-        return self._observe(), reward, True, False, {**info, "repaired": repaired}
+            reward = self._reward(result.step_time_s, instance.reference_step_time_s)
+        info = self.closing_info(index, result.step_time_s, result.relative_overflow, plan)
+        return plan, reward, {**info, "repaired": repaired}
 
     def _observe(self) -> Observation:
         state, devices = self._construction, self.instance.problem.num_devices

@@ -13,7 +13,7 @@ from rlplace.envs.backends import Evaluation, SimulatedBackend
 from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide, blind_view
-from rlplace.envs.instance import Instance, infeasible_reward, score
+from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio, score
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices
@@ -59,12 +59,12 @@ class RefinementEnv(PlacerEnv):
     ## Episode end
     Terminates at stop, after `max_moves` moves, or at an illegal action. Never truncates.
 
-    The last info holds ``device_of_group``, int32 (max_groups,) with -1 as padding, and ``feasible``, ``step_time_s``,
-    ``relative_overflow``.
+    The last info is as in Placement-v0, of the best plan.
 
     ## Arguments
     problems, backend, max_devices, max_groups, observation: as in Placement-v0. moves: K. max_moves: length of an episode.
-    start: see above.
+    start: see above. reward: called as in Placement-v0 with the best plan's step time; a step that finds a better plan is
+    rewarded by how much that rises.
 
     ## Version history
     v0: first version.
@@ -80,6 +80,7 @@ class RefinementEnv(PlacerEnv):
         moves: int = 32,
         max_moves: int = 24,
         start: str = "best",
+        reward: FinalReward = log_ratio,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(problems, **common)
@@ -90,7 +91,8 @@ class RefinementEnv(PlacerEnv):
                 f"moves must be a whole number of at least 2 (one is stop) and max_moves of at least 1, found {show(moves)} "
                 f"and {show(max_moves)}"
             )
-        self._moves, self._max_moves, self._start = moves, max_moves, start
+        self.moves, self.max_moves, self._start = moves, max_moves, start
+        self._reward, self.plain = reward, reward is log_ratio
         self._make_spaces(moves, NUM_FEATURES)
         self._guide_of = lru_cache(_GUIDES)(lambda instance: Guide(instance, moves - 1, 0))
 
@@ -101,8 +103,15 @@ class RefinementEnv(PlacerEnv):
         self._guide = self._guide_of(self.instance)
         self._unit_s = self.instance.ideal_s
         self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
-        self._plan = self._starting_plan((options or {}).get("plan"))
-        self._left = self._max_moves
+        self._plan, moves = self.starting_plan(self.instance, self.np_random, (options or {}).get("plan"))
+        for _ in range(moves):
+            self._look()
+            self._offer()
+            legal = np.flatnonzero(self._legal)
+            choice = int(legal[self.np_random.integers(len(legal))])
+            if choice > 0:
+                self._plan = self._guide.moved(self._plan, choice - 1)
+        self._left = self.max_moves
         self._best_result = self._evaluate()
         self._best_plan = self._plan.copy()
         self._score = self._best_score = self._score_of(self._best_result)
@@ -125,6 +134,10 @@ class RefinementEnv(PlacerEnv):
         self._score = self._score_of(result)
         gain = max(0.0, self._best_score - self._score)
         if gain > 0:
+            if not self.plain:
+                was = self._best_result
+                pairs = (was.step_time_s, was.relative_overflow), (result.step_time_s, result.relative_overflow)
+                gain = self.gain(self.instance, *pairs)
             self._best_score, self._best_plan, self._best_result = self._score, self._plan.copy(), result
         self._left -= 1
         if self._left == 0:
@@ -151,7 +164,7 @@ class RefinementEnv(PlacerEnv):
 
         These are the labels of the warm start: every simulator call labels a move.
         """
-        gains = np.full(self._moves, -np.inf)
+        gains = np.full(self.moves, -np.inf)
         gains[0] = 0.0
         which = np.flatnonzero(self._legal[1:])
         if type(self.backend) is SimulatedBackend:
@@ -163,8 +176,17 @@ class RefinementEnv(PlacerEnv):
             gains[k + 1] = self._score - self._score_of(result)
         return gains
 
-    def _starting_plan(self, devices: Any) -> NDArray[np.int32]:
-        instance = self.instance
+    def starting_plan(self, instance: Instance, random: np.random.Generator, devices: Any) -> tuple[NDArray[np.int32], int]:
+        """A plan to start from, and how many random moves of it are made first.
+
+        Args:
+            instance: The instance.
+            random: Draws where ``start="mixed"``.
+            devices: A device per group, or None.
+
+        Raises:
+            InputError: `devices` is no plan of the instance.
+        """
         if devices is not None:
             try:
                 plan = check_devices(devices, (instance.problem.num_groups,), instance.problem)
@@ -172,19 +194,21 @@ class RefinementEnv(PlacerEnv):
                 raise InputError(f"options['plan'] must name a device for every group: {error}") from None
             if not instance.allowed[np.arange(len(plan)), plan].all():
                 raise InputError("options['plan'] puts a group on a device where it may not sit")
-            return plan
+            return plan, 0
         if self._start == "greedy" or instance.floor is None:
-            return greedy_fit(instance)
-        self._plan = instance.floor.copy()
-        if self._start == "mixed" and self.np_random.random() < 0.5:
-            for _ in range(int(self.np_random.integers(1, 9))):
-                self._look()
-                self._offer()
-                legal = np.flatnonzero(self._legal)
-                choice = int(legal[self.np_random.integers(len(legal))])
-                if choice > 0:
-                    self._plan = self._guide.moved(self._plan, choice - 1)
-        return self._plan
+            return greedy_fit(instance), 0
+        moves = int(random.integers(1, 9)) if self._start == "mixed" and random.random() < 0.5 else 0
+        return instance.floor.copy(), moves
+
+    def gain(self, instance: Instance, was: tuple[float, float], now: tuple[float, float]) -> float:
+        """What `reward` says of the step from one best plan to the next, each as step time and overflow."""
+        before, after = (
+            self._reward(step_s, instance.reference_step_time_s)
+            if overflow == 0.0 and step_s < np.inf
+            else infeasible_reward(overflow)
+            for step_s, overflow in (was, now)
+        )
+        return after - before
 
     def _score_of(self, result: Evaluation) -> float:
         return score(result.step_time_s, result.relative_overflow, self.instance.reference_step_time_s)
@@ -215,20 +239,21 @@ class RefinementEnv(PlacerEnv):
         self._legal[1 : count + 1] = guide.table[:count, _PINNED] <= np.float32(max(1.0, filling.max()))
 
     def _clear(self) -> None:
-        self._table = np.zeros((self._moves, NUM_FEATURES), dtype=np.float32)
-        self._first = np.full(self._moves, -1, dtype=np.int32)
-        self._legal = np.zeros(self._moves, dtype=bool)
+        self._table = np.zeros((self.moves, NUM_FEATURES), dtype=np.float32)
+        self._first = np.full(self.moves, -1, dtype=np.int32)
+        self._legal = np.zeros(self.moves, dtype=bool)
         self._legal[0] = True
 
     def _end(self, reward: float, *, illegal: bool = False) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         self._done = True
         self._clear()
-        info = self._closing_info(self._best_result, self._best_plan)
+        best = self._best_result
+        info = self.closing_info(self._index, best.step_time_s, best.relative_overflow, self._best_plan)
         return self._observe(), reward, True, False, {**info, "illegal": illegal}
 
     def _observe(self) -> Observation:
         context = [
-            self._left / self._max_moves,
+            self._left / self.max_moves,
             self._score,
             self._best_score,
             float(self._guide.view.load.max()) / self._unit_s,

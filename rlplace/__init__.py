@@ -105,7 +105,8 @@ def _register_environments() -> None:
     entries = {"Placement": "placement:PlacementEnv", "Refinement": "refinement:RefinementEnv", "Cluster": "cluster:ClusterEnv"}
     for name, entry in entries.items():
         if f"rlplace/{name}-v0" not in gymnasium.registry:
-            gymnasium.register(f"rlplace/{name}-v0", entry_point=f"rlplace.envs.{entry}")
+            vector = f"rlplace.envs.vector.{entry[:-3]}VectorEnv" if name in ("Placement", "Refinement") else None
+            gymnasium.register(f"rlplace/{name}-v0", entry_point=f"rlplace.envs.{entry}", vector_entry_point=vector)
 
 
 _register_environments()

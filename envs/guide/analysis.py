@@ -45,57 +45,78 @@ def _totals(f, v, plan, transfer, peak, step, overflow):
 
 @inner
 def _slack(f, v, plan, start, end, step, by_start):
+    # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
     devices = len(v.load)
+    task_group, output_ptr, outputs, consumer_ptr, consumers = (
+        f.task_group,
+        f.output_ptr,
+        f.outputs,
+        f.consumer_ptr,
+        f.consumers,
+    )
+    edge_of, input_ptr, inputs, producer_ptr, producers = f.edge_of, f.input_ptr, f.inputs, f.producer_ptr, f.producers
+    arrival, latest_end, before, owner = v.arrival, v.late, v.before, f.owner
+    tight, wait, queue, hurried, gap, margin, least = v.tightness, v.wait, v.queue, v.hurried, v.gap, v.margin, v.slack
     following = np.full(devices, step)
-    v.tightness[:] = 0.0
-    v.wait[:] = 0.0
-    v.queue[:] = 0.0
-    v.hurried[:] = 0.0
-    v.gap[:] = np.inf
-    v.margin[:] = np.inf
-    v.slack[:] = np.inf
+    tight[:] = 0.0
+    wait[:] = 0.0
+    queue[:] = 0.0
+    hurried[:] = 0.0
+    gap[:] = np.inf
+    margin[:] = np.inf
+    least[:] = np.inf
     for i in range(len(start) - 1, -1, -1):
         t = by_start[i]
-        g = f.task_group[t]
+        g = task_group[t]
         d = plan[g]
+        began, ended = start[t], end[t]
         late = min(step, following[d])
-        for o in range(f.output_ptr[t], f.output_ptr[t + 1]):
-            value = f.outputs[o]
-            for c in range(f.consumer_ptr[value], f.consumer_ptr[value + 1]):
-                reader = f.consumers[c]
-                there = plan[f.task_group[reader]]
+        for o in range(output_ptr[t], output_ptr[t + 1]):
+            value = outputs[o]
+            for c in range(consumer_ptr[value], consumer_ptr[value + 1]):
+                reader = consumers[c]
+                there = plan[task_group[reader]]
                 lag = 0.0
-                if there != d and v.arrival[value * devices + there] >= 0.0:
-                    lag = max(v.arrival[value * devices + there] - end[t], 0.0)
-                late = min(late, v.late[reader] - (end[reader] - start[reader]) - lag)
-                edge = f.edge_of[c]
+                if there != d and arrival[value * devices + there] >= 0.0:
+                    lag = max(arrival[value * devices + there] - ended, 0.0)
+                latest = latest_end[reader] - (end[reader] - start[reader])
+                late = min(late, latest - lag)
+                edge = edge_of[c]
                 if edge >= 0:
-                    v.gap[edge] = min(v.gap[edge], start[reader] - end[t])
-                    latest = v.late[reader] - (end[reader] - start[reader])
-                    v.margin[edge] = min(v.margin[edge], latest - end[t])
-                    v.hurried[edge] = max(v.hurried[edge], lag * tightness(latest - end[t] - lag, step, STRICT))
-        v.late[t] = late
-        following[d] = min(following[d], late - (end[t] - start[t]))
-        v.tightness[g] = max(v.tightness[g], tightness(late - end[t], step, TIGHT))
-        v.slack[g] = min(v.slack[g], max(late - end[t], 0.0))
+                    gap[edge] = min(gap[edge], start[reader] - ended)
+                    margin[edge] = min(margin[edge], latest - ended)
+                    if lag > 0.0:
+                        hurried[edge] = max(hurried[edge], lag * tightness(latest - ended - lag, step, STRICT))
+        latest_end[t] = late
+        following[d] = min(following[d], late - (ended - began))
+        tight[g] = max(tight[g], tightness(late - ended, step, TIGHT))
+        least[g] = min(least[g], max(late - ended, 0.0))
         ready = 0.0
-        for k in range(f.input_ptr[t], f.input_ptr[t + 1]):
-            ready = max(ready, _ready(f, v, plan, end, f.inputs[k], d))
-        v.wait[g] += max(start[t] - ready, 0.0)
-        strict, previous = tightness(late - end[t], step, STRICT), v.before[t]
-        for _ in range(_QUEUE):
-            if previous < 0 or end[previous] <= ready:
-                break
-            if f.task_group[previous] != g:
-                v.queue[f.task_group[previous]] += strict * (min(end[previous], start[t]) - max(start[previous], ready))
-            previous = v.before[previous]
-    for value in range(len(f.owner)):
-        if f.owner[value] >= 0:  # a parameter is there from the beginning
-            for c in range(f.consumer_ptr[value], f.consumer_ptr[value + 1]):
-                if f.edge_of[c] >= 0:
-                    edge, reader = f.edge_of[c], f.consumers[c]
-                    v.gap[edge] = min(v.gap[edge], start[reader])
-                    v.margin[edge] = min(v.margin[edge], v.late[reader] - (end[reader] - start[reader]))
+        for k in range(input_ptr[t], input_ptr[t + 1]):
+            value = inputs[k]
+            arrived = arrival[value * devices + d]
+            if arrived >= 0.0:
+                ready = max(ready, arrived)
+            else:
+                for p in range(producer_ptr[value], producer_ptr[value + 1]):
+                    ready = max(ready, end[producers[p]])
+        wait[g] += max(began - ready, 0.0)
+        previous = before[t]
+        if previous >= 0 and end[previous] > ready:
+            strict = tightness(late - ended, step, STRICT)
+            for _ in range(_QUEUE):
+                if previous < 0 or end[previous] <= ready:
+                    break
+                if task_group[previous] != g:
+                    queue[task_group[previous]] += strict * (min(end[previous], began) - max(start[previous], ready))
+                previous = before[previous]
+    for value in range(len(owner)):
+        if owner[value] >= 0:  # a parameter is there from the beginning
+            for c in range(consumer_ptr[value], consumer_ptr[value + 1]):
+                if edge_of[c] >= 0:
+                    edge, reader = edge_of[c], consumers[c]
+                    gap[edge] = min(gap[edge], start[reader])
+                    margin[edge] = min(margin[edge], latest_end[reader] - (end[reader] - start[reader]))
 
 
 @inner

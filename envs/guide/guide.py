@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry, inner, stamp_of
+from rlplace.envs.guide import facts as facts_of
 from rlplace.envs.guide import view as view_of
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import SHARES, draw_moves
-from rlplace.envs.guide.facts import make_facts
+from rlplace.envs.guide.facts import Facts, make_facts
 from rlplace.envs.guide.features import NUM_FEATURES, move_features
-from rlplace.envs.guide.view import make_view
+from rlplace.envs.guide.view import View, make_view
 from rlplace.envs.instance import Instance
 from rlplace.simulator import Simulator
 from rlplace.simulator import records as r
 
-_ROOM = 1 << 16
+ROOM = 1 << 16
+"""Least entries of the groups of drawn moves together."""
 
 
 class Guide:
@@ -37,7 +40,7 @@ class Guide:
         channels = int(self.facts.channels.max(initial=-1)) + 1
         self.view = make_view(self.facts, channels)
         self.arguments = tuple(self.facts), tuple(self.view)
-        room = max(_ROOM, 4 * problem.num_groups)
+        room = max(ROOM, 4 * problem.num_groups)
         self.ptr = np.zeros(moves + 1, dtype=np.int64)
         self.groups, self.targets = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.int32)
         self.kinds = np.zeros(moves, dtype=np.int8)
@@ -99,14 +102,41 @@ def blind_view(guide: Guide, plan: NDArray[np.int32]) -> None:
         guide: The guide whose view is filled.
         plan: int32 [G].
     """
-    facts, view = guide.facts, guide.view
-    devices, groups = len(view.load), np.arange(len(plan))
-    for name, unknown in view._asdict().items():
-        if name != "arrival":
-            unknown[:] = 0.0
-    view.load[:] = np.bincount(plan, weights=facts.group_s[groups, plan], minlength=devices)
-    view.pinned[:] = view.peak[:] = np.bincount(plan, weights=facts.pinned, minlength=devices)
-    view.tightness[:] = view.part[:] = 1.0
-    view.gap[:] = view.margin[:] = np.inf  # no transfer is known to be urgent
-    view.total[view_of.STEP] = guide.instance.reference_step_time_s
-    view.total[view_of.WORK], view.total[view_of.BUSIEST] = view.load.sum(), view.load.max()
+    _blind(*guide.arguments, plan, guide.instance.reference_step_time_s)
+
+
+@inner
+def blind(facts, view, plan, reference_s):  # type: ignore[no-untyped-def]
+    """`blind_view` of `Facts` and `View` as plain tuples."""
+    f, v = Facts(*facts), View(*view)
+    for whole in (
+        v.load, v.peak, v.pinned, v.channel, v.slack, v.wait, v.queue, v.urgent, v.chain, v.blocked, v.sent, v.hurried, v.total,
+        v.late,
+    ):  # fmt: skip
+        whole[:] = 0.0
+    for table in (v.saved, v.idle, v.crowd, v.shared, v.free_bins):
+        table[:] = 0.0
+    for cube in (v.clash, v.critical_bins):
+        cube[:] = 0.0
+    v.before[:] = 0
+    for g in range(len(plan)):
+        v.load[plan[g]] += f.group_s[g, plan[g]]
+        v.pinned[plan[g]] += f.pinned[g]
+    v.peak[:] = v.pinned
+    v.tightness[:] = 1.0
+    v.part[:] = 1.0
+    v.gap[:] = np.inf  # no transfer is known to be urgent
+    v.margin[:] = np.inf
+    v.total[view_of.STEP], v.total[view_of.WORK], v.total[view_of.BUSIEST] = reference_s, v.load.sum(), v.load.max()
+
+
+def _compile(stamp):  # type: ignore[no-untyped-def]
+    @entry
+    def blind_view(facts, view, plan, reference_s):  # type: ignore[no-untyped-def]
+        _ = stamp
+        blind(facts, view, plan, reference_s)
+
+    return blind_view
+
+
+_blind = _compile(stamp_of(facts_of, view_of))

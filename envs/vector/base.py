@@ -1,0 +1,191 @@
+"""The common base of both vector environments: seeds, autoreset, threads and infos as in `gymnasium.vector.SyncVectorEnv`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from rlplace.envs.base import Observation, PlacerEnv
+from rlplace.envs.instance import Instance
+from rlplace.errors import InputError, show
+
+APART = 64
+"""Environments from which two threads step them; fewer are stepped sooner by one."""
+
+Infos = dict[str, Any]
+
+
+class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
+    """N environments on problems of a list, stepped together; see the subclasses.
+
+    Everything that N single environments of `gymnasium.vector.SyncVectorEnv` return is returned, bit for bit, but rendering.
+
+    Attributes:
+        single: A single environment of the same arguments: spaces, instances, rules.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(
+        self,
+        num_envs: int,
+        single: PlacerEnv,
+        *,
+        threads: int = 2,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
+    ) -> None:
+        if not isinstance(num_envs, int) or num_envs < 1 or not isinstance(threads, int) or threads < 1:
+            raise InputError(
+                f"num_envs and threads must be whole numbers of at least 1, found {show(num_envs)} and {show(threads)}"
+            )
+        if not single.simulates:
+            raise InputError(
+                "vector environments simulate; for another backend use gymnasium.make_vec(..., vectorization_mode='sync')"
+            )
+        self.single, self.num_envs = single, num_envs
+        self.metadata = {**self.metadata, "autoreset_mode": AutoresetMode(autoreset_mode)}
+        self.single_observation_space, self.single_action_space = single.observation_space, single.action_space  # type: ignore[assignment]
+        self.observation_space = batch_space(single.observation_space, num_envs)  # type: ignore[assignment]
+        self.action_space = batch_space(single.action_space, num_envs)
+        self._limit = math.inf if max_episode_steps is None else max_episode_steps
+        self._taken = np.zeros(num_envs, dtype=np.int64)
+        self._over = np.ones(num_envs, dtype=bool)  # no episode has begun
+        self._random = [seeding.np_random(None) for _ in range(num_envs)]
+        self._index = np.zeros(num_envs, dtype=np.int64)
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self._threads = threads
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """The bank of instances."""
+        return self.single.instances
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """The random numbers of each environment."""
+        return tuple(generator for generator, _ in self._random)
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Their seeds."""
+        return tuple(seed for _, seed in self._random)
+
+    def reset(  # type: ignore[override]
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Infos]:
+        """Begins episodes; options: ``reset_mask`` bool [N] chooses environments, the others are those of the single one."""
+        seeds = (
+            [seed] * self.num_envs
+            if seed is None
+            else [seed + e for e in range(self.num_envs)]
+            if isinstance(seed, int)
+            else list(seed)
+        )
+        if len(seeds) != self.num_envs:
+            raise InputError(f"seed: expected one number or {self.num_envs}, found {len(seeds)}")
+        options = dict(options or {})
+        mask = options.pop("reset_mask", np.ones(self.num_envs, dtype=bool))
+        if not (isinstance(mask, np.ndarray) and mask.shape == (self.num_envs,) and mask.dtype == np.bool_ and mask.any()):
+            raise InputError(f"options['reset_mask'] must be a bool array [{self.num_envs}] with a True")
+        rows = np.flatnonzero(mask)
+        for e in rows.tolist():
+            if seeds[e] is not None:
+                self._random[e] = seeding.np_random(seeds[e])
+        self._restart(rows, options)
+        return self._observe(), self._numbers(mask)
+
+    def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Infos]:
+        """One step of every environment; the autoreset mode says what becomes of those whose episode is over."""
+        chosen = np.asarray(actions)
+        if chosen.shape != (self.num_envs,) or chosen.dtype.kind not in "iu" or not self._in_range(chosen):
+            raise InputError(
+                f"actions must be whole numbers [{self.num_envs}] in 0..{self.single.action_space.n - 1}, found {show(actions)}"
+            )  # type: ignore[attr-defined]
+        mode = self.metadata["autoreset_mode"]
+        begin = np.flatnonzero(self._over)
+        if len(begin) and mode is not AutoresetMode.NEXT_STEP:
+            raise RuntimeError(f"the episodes of environments {begin.tolist()} are over; call reset()")
+        rows = np.flatnonzero(~self._over)
+        rewards, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, dtype=bool)
+        closing = self._advance(rows, chosen.astype(np.int64), rewards)
+        terminated[list(closing)] = True
+        self._taken[rows] += 1
+        truncated = ~self._over & (self._taken >= self._limit)
+        if len(begin):
+            self._restart(begin, {})
+        over = terminated | truncated
+        infos = self._numbers(np.ones(self.num_envs, dtype=bool))
+        if mode is AutoresetMode.SAME_STEP and over.any():
+            last, numbers = self._observe(), self._index.copy()
+            for e in np.flatnonzero(over).tolist():
+                final = {"problem": int(numbers[e]), **closing.get(e, {})}
+                seen = {name: values[e] for name, values in last.items()}
+                infos = self._add_info(infos, {"final_obs": seen, "final_info": final}, e)
+            self._restart(np.flatnonzero(over), {})
+            infos["problem"] = self._index.copy()
+        else:
+            for e, info in closing.items():
+                infos = self._add_info(infos, info, e)
+            self._over = over
+        return self._observe(), rewards, terminated, truncated, infos
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Bool [N, actions], True where an action is legal; never all False in a row."""
+        raise NotImplementedError
+
+    def _restart(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
+        """Begins the episodes of some environments."""
+        for e in rows.tolist():
+            self._index[e] = self.single.draw_index(self._random[e][0], options)
+        self._over[rows], self._taken[rows] = False, 0
+        self._begin(rows, options)
+
+    def _begin(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _advance(self, rows: NDArray[np.int64], actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
+        """Steps environments and fills their rewards; returns the closing infos of those that ended."""
+        raise NotImplementedError
+
+    def _observe(self) -> Observation:
+        raise NotImplementedError
+
+    def _in_range(self, actions: NDArray[Any]) -> bool:
+        return bool((actions >= 0).all() and (actions < self.single.action_space.n).all())  # type: ignore[attr-defined]
+
+    def _numbers(self, mask: NDArray[np.bool_]) -> Infos:
+        """What every info has: the number of the problem."""
+        return {"problem": np.where(mask, self._index, 0), "_problem": mask.copy()}
+
+    def _graph(self) -> Observation:
+        """The constant part of an observation."""
+        named = {"graph": self._index.astype(np.int32)[:, None]}
+        full = self.single.full
+        if full is None:
+            return named
+        return {**named, **{key: np.stack([full[i][key] for i in self._index.tolist()]) for key in full[0]}}
+
+    def _spread(self, call: Callable[[NDArray[np.int64], int], object], rows: NDArray[np.int64]) -> None:
+        """Calls ``call(rows, thread)`` for parts of the rows, which run at the same time."""
+        if self._pool is None or len(rows) < APART:
+            call(rows, 0)
+            return
+        parts = np.array_split(rows, self._threads)
+        others = [self._pool.submit(call, part, number + 1) for number, part in enumerate(parts[1:])]
+        call(parts[0], 0)
+        for other in others:
+            other.result()
+
+    def close_extras(self, **_: Any) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()

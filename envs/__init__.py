@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.envs.backends import Backend, Evaluation, MeasuredBackend, SimulatedBackend
 from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.observation import EDGE_FEATURES, NODE_FEATURES
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from rlplace.envs.cluster import ClusterEnv
 
 __all__ = [
+    "EDGE_FEATURES",
+    "NODE_FEATURES",
     "Backend",
     "ClusterEnv",
     "Evaluation",

@@ -38,7 +38,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         STAGE_FEATURES: Of a stage of its plan.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012
     FEATURES, STAGE_FEATURES = FEATURES, STAGE_FEATURES
 
     def __init__(

@@ -17,7 +17,22 @@ from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
 
 NUM_CONTEXT = 8
-NUM_NODE_FEATURES = 10
+NODE_FEATURES = (
+    "log_work",  # log of the mean time over the mean group's
+    "work",  # mean time over the ideal step time
+    "log_sent",  # log of the transfer seconds of what it sends, over a mean link
+    "log_received",  # of what it receives
+    "pinned",  # provable bytes over the smallest memory; 0 without limits
+    "footprint",  # the same for its largest op
+    "criticality",  # longest path through it over the longest path
+    "depth",  # where in the step it starts
+    "degree",  # log of its number of neighbours
+    "forward",  # whether it has forward ops
+)
+"""Columns of `nodes` with ``observation="full"``."""
+EDGE_FEATURES = ("log_seconds", "log_over_work")
+"""Columns of `edge_features`: transfer time over a mean link, over the ideal step time and over the producer's own time."""
+NUM_NODE_FEATURES = len(NODE_FEATURES)
 MAX_PROBLEMS = 1 << 20
 
 

@@ -1,7 +1,7 @@
 """rlplace: a reinforcement-learning device placer for PyTorch.
 
 Public names are loaded on first use, so that ``import rlplace`` stays quick; importing the package registers the gymnasium
-environments ``rlplace/Placement-v0`` and ``rlplace/Refinement-v0``.
+environments, ``rlplace/Placement-v0`` and others (docs/agent/environments.md).
 """
 
 from __future__ import annotations
@@ -102,11 +102,27 @@ def _register_environments() -> None:
     """Idempotent; the entry points are strings, so that nothing heavy is imported."""
     import gymnasium
 
-    entries = {"Placement": "placement:PlacementEnv", "Refinement": "refinement:RefinementEnv", "Cluster": "cluster:ClusterEnv"}
-    for name, entry in entries.items():
+    registered: dict[str, tuple[Any, ...]] = {  # most steps, reward at which it counts as solved, makers, arguments
+        "Placement": (4096, 0.0, "envs.placement:PlacementEnv", "envs.vector.placement:PlacementVectorEnv"),
+        "Refinement": (1024, 0.01, "envs.refinement:RefinementEnv", "envs.vector.refinement:RefinementVectorEnv"),
+        "Cluster": (64, None, "envs.cluster:ClusterEnv", None),
+        "Toy": (64, -0.05, "envs.toy:toy_env", "envs.toy:toy_vector"),
+    }
+    for name in ("Placement", "Refinement"):
+        most, mark, *_ = registered[name]
+        makers = f"agents.problems.ids:{name.lower()}", f"agents.problems.ids:{name.lower()}_vector"
+        for split in ("train", "val", "test", "branchy"):
+            registered[f"{name}-{split}"] = most, mark, *makers, {"split": split}
+    for name, (most, mark, maker, vector, *rest) in registered.items():
         if f"rlplace/{name}-v0" not in gymnasium.registry:
-            vector = f"rlplace.envs.vector.{entry[:-3]}VectorEnv" if name in ("Placement", "Refinement") else None
-            gymnasium.register(f"rlplace/{name}-v0", entry_point=f"rlplace.envs.{entry}", vector_entry_point=vector)
+            gymnasium.register(
+                f"rlplace/{name}-v0",
+                entry_point=f"rlplace.{maker}",
+                vector_entry_point=vector and f"rlplace.{vector}",
+                max_episode_steps=most,
+                reward_threshold=mark,
+                kwargs=rest[0] if rest else {},
+            )
 
 
 _register_environments()

@@ -25,7 +25,7 @@ FORMAT, VERSION = "rlplace.cases", 2
 INDEX = "cases.json"
 _SUFFIX = ".problem.json"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # part of a file name
-_SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator")
+_SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator", "planners")
 
 
 class _Entry(Record, frozen=True):
@@ -112,7 +112,7 @@ def set_folder(name: str) -> Path:
 
 @cache
 def made_by() -> dict[str, str]:
-    """Versions and a digest of the sources that captured and priced cases depend on."""
+    """Versions and a digest of the sources that captured and priced cases, and their floors, depend on."""
     versions = {name: metadata.version(name) for name in ("torch", "numpy")}
     try:
         versions["transformers"] = metadata.version("transformers")

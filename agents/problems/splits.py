@@ -27,7 +27,7 @@ from rlplace.agents.problems.graphs import (
     priced,
 )
 from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder, set_made_by
-from rlplace.agents.problems.training import limit_memory, log_uniform, settle, vary_hardware
+from rlplace.agents.problems.training import limit_memory, log_uniform, settle, training_case, vary_hardware
 from rlplace.problem.generate import random_problem
 
 _LLAMA = "hf:llama,hidden_size=1024,intermediate_size=2816,num_attention_heads=16,num_key_value_heads=16"
@@ -76,6 +76,8 @@ OTHER_GROUPS = (24, 200)
 
 Item = TypeVar("Item")
 
+TRAIN_CASES = 64
+
 _MEMORY = (None, 2.0, 1.3, 1.1)
 _VARIED = (False, False, True)
 _VALIDATION_SYNTHETIC = ((4, 1), (8, 2), (11, 1), (16, 4), (2, 1), (13, 1), (6, 1), (3, 1), (12, 2))
@@ -97,6 +99,11 @@ def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], No
         progress: Called with lines about the progress.
     """
     return _fixed("test", folder, progress)
+
+
+def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+    """The first `TRAIN_CASES` cases of the training stream with seed 0, which has no end; see `test_cases`."""
+    return _fixed("train", folder, progress)
 
 
 test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to collect
@@ -122,7 +129,7 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     if kept_by is not None:
         tell(f"{path} was made by other sources or versions; making it anew")
     tell(f"making the {name} split (about a minute); it is kept in {path}")
-    cases = build(SPLITS[name])
+    cases = [training_case(0, number) for number in range(TRAIN_CASES)] if name == "train" else build(SPLITS[name])
     save_cases(cases, path, made_by=by)
     return cases
 

@@ -1,0 +1,81 @@
+"""Environments on the splits, by id: ``rlplace/Placement-train-v0``, ``-val-v0``, ``-test-v0`` and ``-branchy-v0``, and so on.
+
+Problems and floors are made on first use, which takes minutes, and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rlplace.agents.problems.sources import made_by, set_folder
+from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
+from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.placement import PlacementEnv
+from rlplace.envs.refinement import RefinementEnv
+from rlplace.envs.vector.placement import PlacementVectorEnv
+from rlplace.envs.vector.refinement import RefinementVectorEnv
+from rlplace.errors import InputError, unknown_name
+from rlplace.files import read_json, write_json
+
+_CASES = {"train": train_cases, "val": validation_cases, "test": test_cases, "branchy": test_cases}
+SPLITS = tuple(_CASES)
+"""Splits by the name in an id; *branchy* is the part of *test* whose graphs offer parallel work."""
+
+FORMAT, VERSION = "rlplace.floors", 1
+
+
+@cache
+def instances_of(split: str) -> tuple[Instance, ...]:
+    """The instances of a split, with the plan of `best` as floor.
+
+    Args:
+        split: One of `SPLITS`.
+
+    Raises:
+        InputError: There is no such split.
+        MissingError: Captures need the transformers extra.
+    """
+    if split not in SPLITS:
+        raise unknown_name("split", split, SPLITS)
+    cases = _CASES[split](progress=lambda line: print(f"rlplace: {line}", file=sys.stderr))
+    path = set_folder("floors") / f"{'test' if split == 'branchy' else split}.json"
+    try:
+        kept = read_json(path, FORMAT, VERSION)
+    except InputError:
+        kept = {}
+    if kept.get("made_by") != made_by():
+        print(f"rlplace: planning {len(cases)} floors of {split} (minutes); they are kept in {path}", file=sys.stderr)
+        floors = {case.problem.fingerprint: make_instance(case.problem).floor for case in cases}
+        kept = {"made_by": made_by(), "floors": {key: None if plan is None else plan.tolist() for key, plan in floors.items()}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"format": FORMAT, "version": VERSION, **kept})
+    chosen = [case.problem for case in cases if split != "branchy" or case.branchy]
+    plans = [kept["floors"][problem.fingerprint] for problem in chosen]
+    return tuple(
+        make_instance(problem, floor=None if plan is None else np.array(plan, dtype=np.int32), compute_floor=False)
+        for problem, plan in zip(chosen, plans, strict=True)
+    )
+
+
+def placement(split: str, **options: Any) -> PlacementEnv:
+    """Placement-v0 on a split."""
+    return PlacementEnv(**{"problems": instances_of(split), **options})
+
+
+def placement_vector(num_envs: int, split: str, **options: Any) -> PlacementVectorEnv:
+    """The same as a vector environment."""
+    return PlacementVectorEnv(num_envs, **{"problems": instances_of(split), **options})
+
+
+def refinement(split: str, **options: Any) -> RefinementEnv:
+    """Refinement-v0 on a split."""
+    return RefinementEnv(**{"problems": instances_of(split), **options})
+
+
+def refinement_vector(num_envs: int, split: str, **options: Any) -> RefinementVectorEnv:
+    """The same as a vector environment."""
+    return RefinementVectorEnv(num_envs, **{"problems": instances_of(split), **options})

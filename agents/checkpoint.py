@@ -1,6 +1,6 @@
 """Checkpoints: safetensors weights, a JSON config and a card. Loading runs no code of the checkpoint.
 
-A checkpoint is a folder ``policy.safetensors``, ``config.json`` (format ``rlplace.checkpoint`` version 2) and ``card.md``.
+A checkpoint is a folder ``policy.safetensors``, ``config.json`` (format ``rlplace.checkpoint`` version 3) and ``card.md``.
 A run folder also has ``optimizer.safetensors``, from which training goes on: Adam's moments, and the weights and counts that
 belong to them.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -21,18 +21,19 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from rlplace.agents.config import ENVIRONMENT, MAX_HIDDEN
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import PERCEPTRON, Policy, columns_of, policy_class, policy_name
 from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 from rlplace.tensors import check, fill, read_tensors
 
 FORMAT = "rlplace.checkpoint"
-VERSION = 2
+VERSION = 3
 STATE = "optimizer.safetensors"
 WEIGHTS = "policy.safetensors"
 _WEIGHT = "weight."
-_REQUIRED = {"environment", "network", "features", "training"}
+_REQUIRED = {"environment", "policy", "settings", "features", "training"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +42,18 @@ class Checkpoint:
 
     Attributes:
         name: Folder name.
-        network: The network in evaluation mode.
+        network: The policy in evaluation mode.
         environment: Id of the environment it was trained on, for example ``"rlplace/Refinement-v0"``.
         training: Facts of its training: steps, seed, problems, versions.
     """
 
     name: str
-    network: PlacerNetwork
+    network: Policy
     environment: str
     training: Mapping[str, Any]
 
 
-def save_checkpoint(
-    folder: str | Path, network: PlacerNetwork, *, environment: str, training: Mapping[str, Any], card: str
-) -> None:
+def save_checkpoint(folder: str | Path, network: Policy, *, environment: str, training: Mapping[str, Any], card: str) -> None:
     """Writes a checkpoint folder: its files are those of one call even with other writers, and a full disk changes none."""
     folder = Path(folder)
     make_folder(folder)
@@ -63,7 +62,8 @@ def save_checkpoint(
         "format": FORMAT,
         "version": VERSION,
         "environment": environment,
-        "network": network.config.to_dict(),
+        "policy": policy_name(network),
+        "settings": network.settings(),
         "features": list(network.features),
         "weights": hashlib.sha256(weights).hexdigest(),
         "training": dict(training),
@@ -85,11 +85,11 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
         raise InputError(f"{card}: is missing; a checkpoint is a folder of {WEIGHTS}, config.json and card.md")
     with locked(folder, shared=True):  # not while another process is between its files
         config, payload = read_config(folder), read_bytes(path)
-    sizes = _network_config(config, folder)
-    weights = check_sizes(sizes, config["features"], path, payload)
+    make = maker(config["policy"], config["settings"], config["features"], folder / "config.json")
+    weights = check_sizes(make, path, payload)
     if config.get("weights", digest := hashlib.sha256(payload).hexdigest()) != digest:
         raise InputError(f"{path}: not the weights that config.json was written with; save or copy the checkpoint again")
-    network = PlacerNetwork(sizes, features=config["features"])
+    network = make()
     fill(network, weights, path)
     network.eval()
     return Checkpoint(folder.name, network, config["environment"], config["training"])
@@ -100,25 +100,48 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
     fill(module, read_tensors(path), path)
 
 
-def check_sizes(sizes: NetworkConfig, features: Sequence[str], path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
-    """Reads weights and checks them against a network of these sizes, before memory is taken for such a network.
+def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) -> Callable[[], Policy]:
+    """A function that makes the policy of these settings; nothing is made yet.
+
+    Raises:
+        InputError: The policy is unknown, or the settings are not plain data by name.
+    """
+    kind = policy_class(name)
+    if not isinstance(settings, dict):
+        raise InputError(f"{where}: settings must be an object, found {show(settings)}")
+    if kind is PlacerNetwork:
+        check_keys(settings, {"hidden", "second"}, (), f"{where}: settings")
+        for key, value in settings.items():
+            whole_number(value, f"{where}: settings.{key}", 1, MAX_HIDDEN)
+    columns_of(features)
+
+    def make() -> Policy:
+        try:
+            return kind(features=tuple(features), **settings)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: policy {name} cannot be made of these settings: {show(str(error), 200)}") from error
+
+    return make
+
+
+def check_sizes(make: Callable[[], Policy], path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
+    """Reads weights and checks them against a policy, before memory is taken for such a one.
 
     Args:
-        sizes: Layer sizes of the network.
-        features: Names of its inputs.
+        make: Makes the policy, see `maker`.
         path: The file of the weights.
         payload: Contents of the file, where they are read already.
 
     Raises:
-        InputError: The file is damaged, or holds weights of a network of other sizes.
+        InputError: The file is damaged, or holds weights of a policy of other sizes.
     """
     weights = read_tensors(path, payload)
     with torch.device("meta"):
-        check(PlacerNetwork(sizes, features=features).state_dict(), weights, path)
+        check(make().state_dict(), weights, path)
     return weights
 
 
-def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:
+def save_state(path: Path, network: Policy, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:
     """Writes the state from which training resumes as one safetensors file: weights, Adam's state, and counts of progress."""
     tensors = {f"{_WEIGHT}{name}": value for name, value in network.state_dict().items()}
     for index, state in moments["state"].items():
@@ -127,7 +150,7 @@ def save_state(path: Path, network: PlacerNetwork, moments: Mapping[str, Any], p
     write_bytes(path, save_tensors({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}))
 
 
-def load_state(path: Path, network: PlacerNetwork, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[int]]:
+def load_state(path: Path, network: Policy, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[int]]:
     """Reads a file of `save_state`: fills the network, returns Adam's state with the settings of `optimizer`, and counts."""
     tensors = read_tensors(path)
     if "progress" not in tensors or tensors["progress"].shape != (3,) or tensors["progress"].dtype != torch.int64:
@@ -186,19 +209,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint, checked."""
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
+    if "network" in config:  # version 2
+        config.update(policy=PERCEPTRON, settings=config.pop("network"))
     check_keys(config, _REQUIRED, {"weights"}, str(path))
     if config["environment"] != ENVIRONMENT:
         raise InputError(f"{path}: environment {show(config['environment'])} is not {ENVIRONMENT}, which agents are trained in")
-    if config["features"] != list(FEATURES):
+    features = config["features"]
+    named = [*map(str, features)] if isinstance(features, list) else []
+    if not named or len(set(named)) < len(named) or not set(named) <= set(FEATURES):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
         raise InputError(f"{path}: training must be an object")
     return config
-
-
-def _network_config(config: Mapping[str, Any], folder: Path) -> NetworkConfig:
-    where = f"{folder / 'config.json'}: network"
-    sizes = config["network"]
-    check_keys(sizes, {"hidden", "second"}, (), where)
-    hidden, second = (whole_number(sizes[name], f"{where}.{name}", 1, MAX_HIDDEN) for name in ("hidden", "second"))
-    return NetworkConfig(hidden, second)

@@ -6,9 +6,10 @@ import tomllib
 from importlib.resources import files
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
-from rlplace.agents.network import NetworkConfig
+from rlplace.agents.policies import PERCEPTRON
 from rlplace.records import Record, build
 
 ENVIRONMENT = "rlplace/Refinement-v0"
@@ -36,7 +37,9 @@ class TrainConfig(Record, frozen=True):
         part_cases: Cases of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
         batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: Hyperparameters of PPO.
-        hidden, second: Network sizes, see `NetworkConfig`.
+        hidden, second: Sizes of the shipped policy, see `NetworkConfig`.
+        policy: Name of the policy, see `rlplace.agents.policies`.
+        settings: Settings of another policy than the shipped one.
         seed: Seed of all random choices.
         device: torch device of PPO, or ``auto``.
         processes: Number of processes that collect labels; 0: one a core.
@@ -61,13 +64,14 @@ class TrainConfig(Record, frozen=True):
     hidden: _Width
     second: _Width
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    policy: str = PERCEPTRON
+    settings: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     device: str = "auto"
     processes: _Steps = 0
 
-    @property
-    def network(self) -> NetworkConfig:
-        """Sizes of the network."""
-        return NetworkConfig(self.hidden, self.second)
+    def settings_of(self) -> dict[str, Any]:
+        """The settings of the policy."""
+        return {"hidden": self.hidden, "second": self.second} if self.policy == PERCEPTRON else dict(self.settings)
 
     @staticmethod
     def load(**changes: Any) -> TrainConfig:

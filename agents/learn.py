@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.labels import Rows, walk
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy, read_by
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 
@@ -65,7 +65,7 @@ def price_moves(
 
 
 def fit_moves(
-    network: PlacerNetwork,
+    network: Policy,
     lessons: Sequence[Lesson],
     *,
     rehearsed: Sequence[Lesson] = (),
@@ -75,10 +75,10 @@ def fit_moves(
     rate: float = _RATE,
     keep: float = 0.0,
 ) -> float:
-    """Fits the network to priced moves; returns the mean loss of the last quarter of the steps.
+    """Fits a policy to priced moves; returns the mean loss of the last quarter of the steps.
 
     Args:
-        network: The network, changed in place.
+        network: The policy, changed in place.
         lessons: Each batch is drawn from one of them.
         rehearsed: Half of the batches are drawn from one of these, if there are any.
         steps: Steps of Adam.
@@ -89,7 +89,7 @@ def fit_moves(
     """
     from rlplace.agents.pretrain import descend, ranking_loss
 
-    new, old = _tables(lessons), _tables(rehearsed)
+    new, old = _tables(lessons, network), _tables(rehearsed, network)
     if not new:
         return float("nan")
     rng = np.random.default_rng([seed, 7])
@@ -103,7 +103,7 @@ def fit_moves(
         source = old if old and step % 2 else new
         features, change = source[int(rng.integers(len(source)))]
         chosen = torch.from_numpy(rng.choice(len(features), min(_BATCH, len(features)), replace=False))
-        loss = ranking_loss(network.scores(features[chosen].float())[0], change[chosen])
+        loss = ranking_loss(network.scores(None, features[chosen]), change[chosen])
         if source is new:
             losses.append(loss.item())
         if keep:
@@ -114,7 +114,7 @@ def fit_moves(
     return float(np.mean(losses[-max(1, len(losses) // 4) :])) if losses else float("nan")
 
 
-def _tables(lessons: Sequence[Lesson]) -> list[tuple[Tensor, ...]]:
+def _tables(lessons: Sequence[Lesson], network: Policy) -> list[tuple[Tensor, Tensor]]:
     """(features, change) of every lesson that has something to rank."""
-    columns = [zip(*lesson.rows, strict=True) for lesson in lessons if len(lesson.rows) >= 2]
-    return [tuple(torch.from_numpy(np.stack(column)) for column in table) for table in columns]
+    tables = [zip(*lesson.rows, strict=True) for lesson in lessons if len(lesson.rows) >= 2]
+    return [(read_by(network, np.stack(features)), torch.from_numpy(np.stack(change))) for features, change in tables]

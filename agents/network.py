@@ -7,15 +7,14 @@ nothing depends on the number or the order of devices, groups or candidates. B o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rlplace.agents.policies import Looked, Policy
 from rlplace.envs.observation import NUM_CONTEXT
 
 HEURISTIC = {
@@ -49,12 +48,8 @@ class NetworkConfig:
     hidden: int = 64
     second: int = 32
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint's config."""
-        return asdict(self)
 
-
-class PlacerNetwork(nn.Module):
+class PlacerNetwork(Policy):
     """Scores candidates and values states.
 
     Attributes:
@@ -67,15 +62,16 @@ class PlacerNetwork(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str]) -> None:
+    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str], **sizes: Any) -> None:
         """A network that is the heuristic.
 
         Args:
             config: Layer sizes.
             features: Names of the columns of the candidates.
+            sizes: Layer sizes by name, as `settings` gives them.
         """
         super().__init__()
-        self.config = NetworkConfig() if config is None else config
+        self.config = NetworkConfig(**sizes) if config is None else config
         self.features = tuple(features)
         hidden, second = self.config.hidden, self.config.second
         self.linear = nn.Linear(len(self.features), 1, bias=False)
@@ -100,11 +96,18 @@ class PlacerNetwork(nn.Module):
         self.mean.copy_(mean)
         self.scale.copy_(scale)
 
-    def scores(self, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [..., K] and second-layer activations [..., K, S] of candidates [..., K, F]."""
+    def settings(self) -> dict[str, Any]:
+        """Its sizes."""
+        return asdict(self.config)
+
+    def described(self, candidates: Tensor) -> Tensor:
+        """Second-layer activations [..., K, S] of candidates [..., K, F]."""
         before = self.first((candidates - self.mean) / self.scale)
-        after = torch.relu(self.second(torch.relu(before)))
-        return (self.linear(candidates) + self.residual(after)).squeeze(-1), after
+        return torch.relu(self.second(torch.relu(before)))
+
+    def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
+        """Logits [..., K] of moves [..., K, F]; the plan does not matter."""
+        return (self.linear(moves) + self.residual(self.described(moves))).squeeze(-1)
 
     def forward(self, candidates: Tensor, candidate_group: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Scores candidates.
@@ -115,19 +118,15 @@ class PlacerNetwork(nn.Module):
             context: float32 [B, C].
         """
         named = candidate_group >= 0
-        logits, after = self.scores(candidates)
+        after = self.described(candidates)
+        logits = (self.linear(candidates) + self.residual(after)).squeeze(-1)
         weight = named.unsqueeze(2).float()
         pooled = (after * weight).sum(1) / weight.sum(1).clamp(min=1.0)
         summary = torch.cat([pooled, context], dim=1)
         return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
 
-    def compiled(self) -> tuple[NDArray[np.float32], ...]:
-        """The scorer for `rlplace.agents.guided`: linear [F], first [F, H] and bias [H], second [H, S] and bias [S], last [S].
-
-        The standardisation is folded into the first layer.
-        """
-        with torch.no_grad():
-            first = self.first.weight / self.scale
-            bias = self.first.bias - first @ self.mean
-            parts = (self.linear.weight[0], first.T, bias, self.second.weight.T, self.second.bias, self.residual.weight[0])
-            return tuple(np.ascontiguousarray(part.cpu().numpy(), dtype=np.float32) for part in parts)
+    def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`forward` of observations of an environment."""
+        groups = observation["candidate_group"].long()
+        candidates = observation["candidates"].reshape(*groups.shape, len(self.features))
+        return self(candidates, groups, observation["context"])

@@ -1,11 +1,11 @@
-"""The placer network as a policy of stock `MaskablePPO`, and of algorithms that know no masks.
+"""Any `Policy` as one of stock `MaskablePPO`, and of algorithms that know no masks.
 
 Only `_build` is overridden: SB3's feature extractor becomes the whole network, whose output is split into logits and value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,36 +16,40 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy, columns_of
+from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError
 
 
-class NetworkExtractor(BaseFeaturesExtractor):
-    """Runs `PlacerNetwork` on a batch of observations; features are the K logits and the value, [B, K + 1].
+class PolicyExtractor(BaseFeaturesExtractor):
+    """Runs a `Policy` on a batch of observations; features are the K logits and the value, [B, K + 1]."""
 
-    Attributes:
-        kind: Class of the network.
-    """
-
-    kind: type[PlacerNetwork] = PlacerNetwork
-
-    def __init__(self, observation_space: spaces.Dict, config: NetworkConfig, features: Sequence[str]) -> None:
+    def __init__(
+        self, observation_space: spaces.Dict, features: Sequence[str], network: type[Policy], settings: Mapping[str, Any]
+    ) -> None:
         candidates, table = observation_space["candidate_group"].shape, observation_space["candidates"].shape
         assert candidates is not None and table is not None
-        if table[0] != candidates[0] * len(features):
-            raise InputError(
-                f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
-                f"{table[0] / candidates[0]:g} numbers; pass FEATURES of its class"
-            )
+        wide = table[0] // candidates[0]
         super().__init__(observation_space, candidates[0] + 1)
-        self.network = self.kind(config, features=features)
+        self.network = network(features=tuple(features), **settings)
+        self._columns = None
+        if len(features) != wide:
+            chosen = columns_of(features) if wide == len(FEATURES) else None
+            if chosen is None:
+                raise InputError(
+                    f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
+                    f"{wide} numbers; pass FEATURES of its class"
+                )
+            self._columns = torch.from_numpy(chosen)
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""
-        groups = observations["candidate_group"].long()
-        candidates = observations["candidates"].reshape(*groups.shape, len(self.network.features))
-        logits, value = self.network(candidates, groups, observations["context"])
-        return torch.cat([logits, value], dim=1)
+        if self._columns is not None:
+            groups = observations["candidate_group"].shape
+            table = observations["candidates"].reshape(*groups, -1)[..., self._columns]
+            observations = {**observations, "candidates": table.reshape(groups[0], -1)}
+        return torch.cat(self.network.look(observations), dim=1)
 
 
 class _Split(nn.Module):
@@ -68,8 +72,6 @@ class _Split(nn.Module):
 class _NetworkPolicy:
     """The common part of both policies; it precedes SB3's class in their bases."""
 
-    extractor: type[NetworkExtractor] = NetworkExtractor
-
     def __init__(
         self,
         observation_space: spaces.Dict,
@@ -77,16 +79,16 @@ class _NetworkPolicy:
         lr_schedule: Schedule,
         *,
         features: Sequence[str],
-        config: NetworkConfig | None = None,
+        network: type[Policy] = PlacerNetwork,
+        settings: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        extractor = {"config": NetworkConfig() if config is None else config, "features": tuple(features)}
         super().__init__(
             observation_space,
             action_space,
             lr_schedule,
-            features_extractor_class=self.extractor,
-            features_extractor_kwargs=extractor,
+            features_extractor_class=PolicyExtractor,
+            features_extractor_kwargs={"features": features, "network": network, "settings": settings or {}},
             ortho_init=False,
             **options,
         )  # type: ignore[call-arg]
@@ -100,17 +102,18 @@ class _NetworkPolicy:
         policy.optimizer = policy.optimizer_class(policy.parameters(), lr=lr_schedule(1), **policy.optimizer_kwargs)
 
     @property
-    def network(self: Any) -> PlacerNetwork:
-        """The network inside, which checkpoints save."""
+    def network(self: Any) -> Policy:
+        """The policy inside, which checkpoints save."""
         extractor = self.features_extractor
-        assert isinstance(extractor, NetworkExtractor)
+        assert isinstance(extractor, PolicyExtractor)
         return extractor.network
 
 
 class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
     """Policy for `MaskablePPO` on either environment.
 
-    Pass ``policy_kwargs={"config": NetworkConfig(), "features": RefinementEnv.FEATURES}``; only `features` is required.
+    Pass ``policy_kwargs={"features": RefinementEnv.FEATURES}``, and ``"network"``, a class of `Policy`, with its ``"settings"``
+    where it is another than the shipped one.
     """
 
 

@@ -18,7 +18,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.instance import Instance, make_instance
@@ -66,7 +66,7 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
     return instances
 
 
-def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
+def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
     """A `MaskablePPO` whose policy holds a copy of the network."""
     envs = VecMonitor(DummyVecEnv([lambda: RefinementEnv(instances, start="mixed")] * config.envs), info_keywords=("feasible",))
     model = MaskablePPO(
@@ -82,7 +82,7 @@ def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: Tr
         ent_coef=config.entropy,
         seed=seed,
         device=config.device,
-        policy_kwargs={"config": config.network, "features": network.features},
+        policy_kwargs={"network": type(network), "features": network.features, "settings": network.settings()},
     )
     policy = model.policy
     assert isinstance(policy, PlacerPolicy)
@@ -91,7 +91,7 @@ def make_model(network: PlacerNetwork, instances: Sequence[Instance], config: Tr
 
 
 def run_part(
-    network: PlacerNetwork,
+    network: Policy,
     moments: dict[str, Any] | None,
     instances: Sequence[Instance],
     config: TrainConfig,

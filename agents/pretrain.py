@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.labels import Labels
-from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy, read_by
 
 CASES, STATES = 8, 8
 """Cases of a batch, and states of each."""
@@ -42,7 +42,7 @@ def _read(path: Path, written_ns: int) -> Labels:
 
 
 def fit(
-    network: PlacerNetwork,
+    network: Policy,
     optimizer: torch.optim.Optimizer,
     files: Sequence[Path],
     *,
@@ -54,7 +54,7 @@ def fit(
     """Makes the steps `first` to `last` of `steps`; returns the mean loss.
 
     Args:
-        network: The network, changed in place.
+        network: The policy, changed in place.
         optimizer: Optimizer of its parameters; the number of the step sets its learning rate.
         files: Label files.
         first: Number of the first step to make.
@@ -67,29 +67,29 @@ def fit(
     for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
-        features, change = _batch(_window(files, step, seed), np.random.default_rng([seed, step]))
-        total += descend(network, optimizer, ranking_loss(network.scores(features)[0], change))
+        features, change = _batch(network, _window(files, step, seed), np.random.default_rng([seed, step]))
+        total += descend(network, optimizer, ranking_loss(network.scores(None, features), change))
     network.eval()
     return total / max(last - first, 1)
 
 
-def set_standard(network: PlacerNetwork, files: Sequence[Path]) -> None:
+def set_standard(network: Policy, files: Sequence[Path]) -> None:
     """Standardises features by their mean and spread over some label files."""
     rows = []
     for path in files[:64]:
         labels = _labels(path)
         rows.append(labels.features[::8][np.isfinite(labels.change[::8])].astype(np.float32))
     table = np.concatenate(rows)
-    network.standardise(torch.from_numpy(table.mean(axis=0)), torch.from_numpy(table.std(axis=0) + 1e-2))
+    network.standardise(read_by(network, table.mean(axis=0)), read_by(network, table.std(axis=0) + 1e-2))
 
 
-def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, float]:
+def captured_gain(network: Policy, files: Sequence[Path]) -> dict[int, float]:
     """Share of the best move's gain that the best of the 1, 4 and 16 highest scored moves has, over all states with a gain."""
     captured, best = np.zeros(len(_RANKS)), 0.0
     for path in files:
         labels = _labels(path)
         with torch.no_grad():
-            logits = network.scores(torch.from_numpy(labels.features.astype(np.float32)))[0].numpy()
+            logits = network.scores(None, read_by(network, labels.features)).numpy()
         gain = np.clip(np.where(np.isfinite(labels.change), -labels.change, -1.0), -1.0, _GAIN)
         logits[~np.isfinite(labels.change)] = -np.inf
         ranked = np.take_along_axis(gain, np.argsort(-logits, axis=1), axis=1)
@@ -98,7 +98,7 @@ def captured_gain(network: PlacerNetwork, files: Sequence[Path]) -> dict[int, fl
     return {rank: float(share) for rank, share in zip(_RANKS, captured / max(best, 1e-12), strict=True)}
 
 
-def descend(network: PlacerNetwork, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+def descend(network: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
     """Makes one step of the optimizer, gradients clipped; returns the loss before it."""
     optimizer.zero_grad()
     loss.backward()
@@ -121,12 +121,12 @@ def _order(count: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).permutation(count)
 
 
-def _batch(files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor]:
+def _batch(network: Policy, files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor]:
     chosen = [_labels(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
     rows = [rng.choice(len(labels.change), min(STATES, len(labels.change)), replace=False) for labels in chosen]
     features = np.concatenate([labels.features[row] for labels, row in zip(chosen, rows, strict=True)])
     change = np.concatenate([labels.change[row] for labels, row in zip(chosen, rows, strict=True)])
-    return torch.from_numpy(features.astype(np.float32)), torch.from_numpy(change)
+    return read_by(network, features), torch.from_numpy(change)
 
 
 def ranking_loss(logits: Tensor, change: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor, nn
 
 from rlplace.agents.network import NetworkConfig, PlacerNetwork
-from rlplace.agents.policy import NetworkExtractor, PlacerPolicy
+from rlplace.agents.policy import PlacerPolicy
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
 from rlplace.envs.scenario import Scenario
@@ -75,7 +75,7 @@ class RunsNetwork(PlacerNetwork):
         summary = torch.cat([(after * there).sum(1) / there.sum(1).clamp(min=1.0), context], dim=1)
         return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
 
-    def looked_at(self, observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """`forward` of observations of the environment."""
         groups = observation["candidate_group"].long()
         rows = groups.shape
@@ -85,23 +85,6 @@ class RunsNetwork(PlacerNetwork):
         plans = self.plans(stages.reshape(*place.shape, len(STAGE_FEATURES)), place)[which]
         candidates, alike = observation["candidates"].reshape(*rows, -1), observation["alike"].reshape(*rows, rows[-1])
         return self(candidates, groups, observation["context"], alike, plans)
-
-
-class RunsExtractor(NetworkExtractor):
-    """Runs `RunsNetwork`."""
-
-    kind = RunsNetwork
-
-    def forward(self, observations: dict[str, Tensor]) -> Tensor:
-        """Returns float32 [B, K + 1]."""
-        assert isinstance(self.network, RunsNetwork)
-        return torch.cat(self.network.looked_at(observations), dim=1)
-
-
-class RunsPolicy(PlacerPolicy):
-    """Policy for `MaskablePPO` on `rlplace/Cluster-v0`."""
-
-    extractor = RunsExtractor
 
 
 def train_runs(
@@ -123,11 +106,11 @@ def train_runs(
     """
     envs = DummyVecEnv([lambda: ClusterEnv(scenarios, runs=runs)] * ENVS)
     model = MaskablePPO(
-        RunsPolicy, envs, n_steps=ROLLOUT, batch_size=BATCH, n_epochs=EPOCHS, learning_rate=RATE, gamma=1.0, ent_coef=ENTROPY,
-        seed=seed, device="cpu", policy_kwargs={"config": NetworkConfig(), "features": FEATURES},
+        PlacerPolicy, envs, n_steps=ROLLOUT, batch_size=BATCH, n_epochs=EPOCHS, learning_rate=RATE, gamma=1.0, ent_coef=ENTROPY,
+        seed=seed, device="cpu", policy_kwargs={"network": RunsNetwork, "features": FEATURES},
     )  # fmt: skip
     policy = model.policy
-    assert isinstance(policy, RunsPolicy) and isinstance(policy.network, RunsNetwork)
+    assert isinstance(policy, PlacerPolicy) and isinstance(policy.network, RunsNetwork)
     standardise(policy.network, scenarios, runs)
     while model.num_timesteps < decisions:
         model.learn(ENVS * ROLLOUT, reset_num_timesteps=False)
@@ -164,7 +147,7 @@ def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator]
         stages = max(sum(one.stages for one in draft.pipelines) for draft in belief.pool.drafts)
         seen = {**observe(belief, max(runs, len(belief.ran) + 1), count), **plan_graphs(belief.pool, count, stages)}
         with torch.no_grad():
-            scores = network.looked_at({name: torch.from_numpy(value[None]) for name, value in seen.items()})[0][0].numpy()
+            scores = network.look({name: torch.from_numpy(value[None]) for name, value in seen.items()})[0][0].numpy()
         return int(np.argmax(np.where(belief.left, scores[:count], -np.inf)))
 
     return choose

@@ -1,6 +1,6 @@
 """The agent's search: one instance, one network, a budget of simulator calls or seconds.
 
-A `Search` holds the buffers of the compiled loop (`rlplace.agents.guided`) and runs it in chunks, so that a deadline is kept.
+A `Search` holds the buffers of the compiled parts (`rlplace.agents.guided`) and asks the policy once between the two.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import time
 from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Looked, Policy, read_by
 from rlplace.envs.guide.draw import SHARES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
@@ -20,10 +22,9 @@ from rlplace.envs.instance import Instance
 from rlplace.planners.common.evaluate import Score
 from rlplace.planners.common.search import MoveMaker
 
-_CHUNK = 256  # simulations between two looks at the clock
-_CHUNK_S = 0.02
 _SEEN = 1 << 18  # plans that are remembered
-_IDLE = 20  # chunks in a row that end for want of untried moves: where all plans can be remembered, all are known then
+_EMPTY = 50  # looks in a row that find no untried move, after which the search ends
+_IDLE = 1000  # such looks in all: where all plans can be remembered, all are known then
 _KICK = 3
 PINNED = FEATURES.index("pinned_target")
 
@@ -50,7 +51,7 @@ class Search:
     def __init__(
         self,
         instance: Instance,
-        network: PlacerNetwork,
+        policy: Policy,
         start: NDArray[np.int32],
         *,
         seed: int,
@@ -59,7 +60,7 @@ class Search:
 
         Args:
             instance: The instance to solve.
-            network: Network that ranks moves.
+            policy: Ranks moves.
             start: int32 [G], the plan to start from.
             seed: Seed of all random choices.
         """
@@ -76,7 +77,7 @@ class Search:
         self._keys = rng.integers(0, 1 << 63, size=instance.allowed.shape, dtype=np.uint64)
         self._seen = np.zeros(_SEEN, dtype=np.uint64)
         self._logits = np.zeros(_MOVES, dtype=np.float32)
-        self._weights = network.compiled()
+        self._policy = policy
         self.calls = 0
 
     @property
@@ -119,7 +120,7 @@ class Search:
             legal = guide.table[:count, PINNED] <= 1.0
             if not legal.any():
                 return
-            values = np.where(legal, self._logits_of(count), -np.inf)
+            values = np.where(legal, self._scores(plan, count), -np.inf)
             if number:
                 values = values + rng.gumbel(size=count)
             plan = guide.moved(plan, int(np.argmax(values)))
@@ -133,46 +134,46 @@ class Search:
         """
         begin_s, first = time.monotonic(), self.calls
         limit = math.inf if calls is None else calls
-        chunk = _CHUNK if deadline_s == math.inf else 1
         progress, slope = 0.0, 0.0 if calls is None else 1.0 / max(1, calls)
         few = float(np.log(self.instance.allowed.sum(axis=1)).sum()) <= math.log(_SEEN) + 1e-9
-        idle = 0
-        while progress < 1.0:
-            asked = int(min(chunk, limit - (self.calls - first)))
-            now_s = time.monotonic()
-            used = self._chunk(asked, progress, slope)
-            self.calls += used
-            idle = idle + 1 if used < asked else 0
-            if used == 0 or (few and idle >= _IDLE):
-                return
+        empty = idle = 0
+        while progress < 1.0 and empty < _EMPTY and not (few and idle >= _IDLE):
+            used = self.calls
+            tried = self._round(int(min(_TRIES + 1, limit - (self.calls - first))), progress, slope)
+            empty, idle = (0, idle) if tried else (empty + 1, idle + 1)
             done = (self.calls - first) / limit
             if deadline_s != math.inf:
-                end_s = time.monotonic()
-                done = max(done, (end_s - begin_s) / max(deadline_s - begin_s, 1e-9))
-                rate_s = (end_s - now_s) / used
-                chunk = min(_CHUNK, 2 * chunk, max(1, int(_CHUNK_S / max(rate_s, 1e-9))))
-                slope = (done - progress) / used
+                done = max(done, (time.monotonic() - begin_s) / max(deadline_s - begin_s, 1e-9))
+                slope = (done - progress) / max(self.calls - used, 1)
             progress = done
 
-    def _logits_of(self, count: int) -> NDArray[np.float32]:
-        """The scores of `guided.network_scores` for the first moves of the table."""
-        linear, first, bias, second, second_bias, last = self._weights
-        table = self._guide.table[:count]
-        after = np.maximum(np.maximum(table @ first + bias, 0.0) @ second + second_bias, 0.0)
-        return table @ linear + after @ last
+    def _scores(self, plan: NDArray[np.int32], count: int) -> NDArray[np.float32]:
+        """What the policy says of the first moves of the table."""
+        with torch.inference_mode():
+            moves = read_by(self._policy, self._guide.table[:count])
+            return self._policy.scores(Looked(self._guide, plan), moves).numpy()
 
-    def _chunk(self, calls: int, progress: float, slope: float) -> int:
-        from rlplace.agents.guided import search
+    def _round(self, calls: int, progress: float, slope: float) -> int:
+        """One look at the plan and some tries, `calls` simulations at most; returns the tries."""
+        from rlplace.agents.guided import CALLS, attempt, look
 
-        g = self._guide
-        return int(
-            search(
-                self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._weights,
-                self._plan, self._best, self._score, self._counts, g.state, self._keys, self._seen, SHARES, g.ptr, g.groups,
-                g.targets, g.kinds, g.table, self._logits, calls, _NOISE, _TRIES, _STALE, _FILL,
-                _HOT, _COOLING, _PATIENCE, progress, slope, _KICK,
-            )
+        g, counts = self._guide, self._counts
+        state = (
+            self._simulation, self._trial, *g.arguments, tuple(self._moves.tables), self._plan, self._best, self._score, counts,
+            g.state,
         )  # fmt: skip
+        before = int(counts[CALLS])
+        count = int(look(*state, SHARES, g.ptr, g.groups, g.targets, g.kinds, g.table, calls))
+        left, tried = min(_TRIES, calls - int(counts[CALLS]) + before), 0
+        if count and left:
+            self._logits[:count] = self._scores(self._plan, count)
+        if left:
+            tried = attempt(
+                *state, self._keys, self._seen, g.ptr, g.groups, g.targets, g.table, self._logits, count, left, _NOISE, _STALE,
+                _FILL, _HOT, _COOLING, _PATIENCE, progress, slope, _KICK,
+            )  # fmt: skip
+        self.calls += int(counts[CALLS]) - before
+        return int(tried)
 
 
 @cache

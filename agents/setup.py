@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rlplace.agents.checkpoint import Checkpoint
 from rlplace.agents.learn import fit_moves, price_moves
 from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy
 from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
@@ -186,7 +187,7 @@ def _warm_up() -> None:
     _learn(PlacerNetwork(features=FEATURES), instance, plan, time.monotonic() + 0.05, 0)
 
 
-def _learn(network: PlacerNetwork, instance: Instance, plan: np.ndarray, deadline_s: float, seed: int) -> int:
+def _learn(network: Policy, instance: Instance, plan: np.ndarray, deadline_s: float, seed: int) -> int:
     """Prices moves around a plan for half of the time and fits the network to them for the other half; returns the calls."""
     half_s = (time.monotonic() + deadline_s) / 2.0
     lesson = price_moves(instance, [plan], deadline_s=half_s, seed=seed)

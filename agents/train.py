@@ -26,13 +26,13 @@ from rlplace.agents.checkpoint import (
     load_state,
     load_weights,
     make_folder,
+    maker,
     read_config,
     save_checkpoint,
     save_state,
 )
 from rlplace.agents.config import ENVIRONMENT, TrainConfig
 from rlplace.agents.gather import check_labels, gather
-from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.pretrain import captured_gain, fit, set_standard
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.guide.features import FEATURES
@@ -100,9 +100,10 @@ class _Run:
         self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
+        make = maker(config.policy, config.settings_of(), FEATURES, out)
         if resume:  # before anything is as large as a config says
-            check_sizes(config.network, FEATURES, out / "policy.safetensors")
-        self.network = PlacerNetwork(config.network, features=FEATURES)
+            check_sizes(make, out / "policy.safetensors")
+        self.network = make()
         self.fitted = self.decisions = self.parts = 0
         self.notes: dict[str, Any] = {"seconds": 0.0}
         self._moments: dict[str, Any] | None = None

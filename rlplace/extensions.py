@@ -1,4 +1,4 @@
-"""Planners, device kinds and cost models of other packages, found by entry point.
+"""Planners, device kinds, cost models and policies of other packages, found by entry point.
 
 A package that is installed beside rlplace offers them under the names of `GROUPS` in its own metadata (docs/plugins.md). Names
 are listed without importing anything; the code behind a name runs when the name is first used. Built-in names cannot be taken.
@@ -19,8 +19,11 @@ from rlplace.errors import InputError, show
 PLANNERS = "rlplace.planners"
 DEVICES = "rlplace.devices"
 COSTS = "rlplace.costs"
+POLICIES = "rlplace.policies"
 
-GROUPS: Mapping[str, str] = MappingProxyType({PLANNERS: "planner", DEVICES: "device kind", COSTS: "cost model"})
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {PLANNERS: "planner", DEVICES: "device kind", COSTS: "cost model", POLICIES: "policy"}
+)
 """Entry point groups, each with the name of the kind of its entries."""
 
 

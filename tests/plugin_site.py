@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "plugin"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def install(folder, name, module, text, entry_points, version="1.0"):
@@ -18,9 +18,9 @@ def install(folder, name, module, text, entry_points, version="1.0"):
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def install_example(folder):
-    """The package of examples/plugin."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    module = "rlplace_example_plugin"
-    text = (EXAMPLE / f"{module}.py").read_text()
+def install_example(folder, name="plugin"):
+    """A package of examples/."""
+    project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())["project"]
+    module = project["name"].replace("-", "_")
+    text = (EXAMPLES / name / f"{module}.py").read_text()
     install(folder, project["name"], module, text, project["entry-points"], project["version"])

@@ -217,9 +217,7 @@ def test_the_stamp_of_the_simulator_is_of_all_its_files() -> None:
 
 
 def test_the_walk_finds_what_a_kernel_holds() -> None:
-    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.planners.common.movekernels"} <= reached(
-        guided.search
-    )
+    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.planners.common.movekernels"} <= reached(guided.look)
 
 
 @pytest.mark.long

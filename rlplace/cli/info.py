@@ -46,9 +46,10 @@ def _facts() -> dict[str, Any]:
     import gymnasium
 
     from rlplace.agents.checkpoint import shipped_checkpoints
+    from rlplace.agents.policies import PERCEPTRON
     from rlplace.cluster.parse import Cluster
     from rlplace.cluster.presets import KINDS, RESERVED
-    from rlplace.extensions import COSTS, DEVICES
+    from rlplace.extensions import COSTS, DEVICES, POLICIES
     from rlplace.extensions import PLANNERS as PLANNER_GROUP
     from rlplace.planners import OF_STRATEGIES, PLANNERS
 
@@ -60,20 +61,26 @@ def _facts() -> dict[str, Any]:
         "presets": sorted(KINDS),
         "checkpoints": shipped_checkpoints(),
         "environments": sorted(name for name in gymnasium.registry if name.startswith("rlplace/")),
-        "plugins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: ()}),
+        "plugins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: (), POLICIES: (PERCEPTRON,)}),
     }
 
 
 def _plug_ins(taken: dict[str, Collection[str]]) -> list[dict[str, str | None]]:
     """What installed packages offer, each tried, with the reason where it cannot be used."""
+    from rlplace.agents.policies import policy_class
     from rlplace.cluster.presets import device_kind
     from rlplace.cost.foreign import own_costs
     from rlplace.errors import RlplaceError
-    from rlplace.extensions import COSTS, DEVICES, GROUPS, extensions, refusal
+    from rlplace.extensions import COSTS, DEVICES, GROUPS, POLICIES, extensions, refusal
     from rlplace.extensions import PLANNERS as PLANNER_GROUP
     from rlplace.planners import get_planner
 
-    use: dict[str, Callable[[str], Any]] = {PLANNER_GROUP: get_planner, DEVICES: device_kind, COSTS: own_costs}
+    use: dict[str, Callable[[str], Any]] = {
+        PLANNER_GROUP: get_planner,
+        DEVICES: device_kind,
+        COSTS: own_costs,
+        POLICIES: policy_class,
+    }
     plug_ins = []
     for group, what in GROUPS.items():
         for extension in extensions(group).values():

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=positive, metavar="N", help="cases to pre-train on")
     parser.add_argument("--fit-steps", type=natural, metavar="N", help="steps of pre-training, 0 for none")
     parser.add_argument("--steps", type=natural, metavar="N", help="PPO decisions, 0 for none")
+    parser.add_argument("--policy", metavar="NAME", help="policy to train (perceptron); 'rlplace info' lists others")
     parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
     parser.add_argument("--processes", type=positive, metavar="N", help="processes that price moves (one a core)")
@@ -97,6 +98,7 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[s
         "cases": options.cases,
         "fit_steps": options.fit_steps,
         "steps": options.steps,
+        "policy": options.policy,
         "seed": options.seed,
         "device": options.device,
         "processes": options.processes,

@@ -56,7 +56,7 @@ def started(monkeypatch):
 
 
 def test_what_is_cold_is_started_once(started, monkeypatch):
-    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "search")
+    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "attempt")
     assert first_use.compile_ahead() and first_use.compile_ahead()
     assert started == ["from rlplace.planners.best import warm_up; warm_up()"]
     assert first_use.compile_ahead(first_use.STRATEGY)

@@ -149,7 +149,8 @@ def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
         return simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
 
     monkeypatch.setattr(guided, "simulate_plans", counted)
-    monkeypatch.setattr(guided, "search", njit(guided.search.py_func))
+    monkeypatch.setattr(guided, "look", njit(guided.look.py_func))
+    monkeypatch.setattr(guided, "attempt", njit(guided.attempt.py_func))
     for seed, calls in ((0, 1), (1, 2), (2, 30), (3, 300)):
         instance = instance_of(seed, memory_factor=(None, 1.3)[seed % 2])
         search = Search(instance, make_network(), start_of(instance), seed=seed)

@@ -58,20 +58,21 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, s
     """Counted where the calls are made, not by what the search says about itself."""
     planner.warm_up()  # once a process, and not to be counted
     made, looks = [], []
-    chunk, look = Search._chunk, planner.Search.roll_out
+    around, look = Search._round, planner.Search.roll_out
 
-    def counted_chunk(self, wanted, *args):
-        used = chunk(self, wanted, *args)
-        assert used <= wanted
-        made.append(used)
-        return used
+    def counted_round(self, wanted, *args):
+        before = self.calls
+        tried = around(self, wanted, *args)
+        assert tried <= self.calls - before <= wanted
+        made.append(self.calls - before)
+        return tried
 
     def counted_rollout(self, *args):
         before = self._guide.simulator.calls
         look(self, *args)
         looks.append(self._guide.simulator.calls - before)
 
-    monkeypatch.setattr(Search, "_chunk", counted_chunk)
+    monkeypatch.setattr(Search, "_round", counted_round)
     monkeypatch.setattr(Search, "roll_out", counted_rollout)
     problem = random_problem(2, num_groups=16, num_devices=3)
     start = get_planner("best")(problem).device_of_group

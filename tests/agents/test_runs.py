@@ -37,7 +37,7 @@ def network():
 
 def logits_of(network, observation):
     with torch.no_grad():
-        return network.looked_at(observation)[0][0]
+        return network.look(observation)[0][0]
 
 
 def test_an_untrained_policy_takes_the_largest_expected_improvement():

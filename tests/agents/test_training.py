@@ -230,4 +230,4 @@ def test_hyperparameters_are_checked():
     with pytest.raises(InputError, match=r"hyperparameters: gamma: expected a number in 0\.\.1, found 1\.5"):
         TrainConfig.load(gamma=1.5)
     assert TrainConfig.load(steps=None) == TrainConfig.load()
-    assert TrainConfig.load(hidden=7).network.hidden == 7
+    assert TrainConfig.load(hidden=7).settings_of()["hidden"] == 7

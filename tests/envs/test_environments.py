@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from toys import fork_join, memory_tight_pair, two_device_chain
 
 import rlplace
-from rlplace.agents.network import HEURISTIC, NetworkConfig
+from rlplace.agents.network import HEURISTIC
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_instance
 from rlplace.errors import InputError
@@ -217,7 +217,7 @@ def instances():
 @pytest.mark.parametrize("env_class", [PlacementEnv, RefinementEnv])
 @pytest.mark.parametrize(("algorithm", "policy"), [(MaskablePPO, PlacerPolicy), (TRPO, UnmaskedPlacerPolicy)])
 def test_learning_changes_the_network(instances, env_class, algorithm, policy):
-    options = {"config": NetworkConfig(hidden=8), "features": env_class.FEATURES}
+    options = {"settings": {"hidden": 8}, "features": env_class.FEATURES}
     model = algorithm(policy, env_class(instances), n_steps=32, batch_size=32, policy_kwargs=options, seed=0)
     before = {name: value.clone() for name, value in model.policy.network.state_dict().items()}
     model.learn(32)

@@ -1,0 +1,161 @@
+"""`Policy`: what ranks moves of a plan. The agent's search, training and checkpoints know policies by this alone.
+
+Other packages offer theirs by name, as entry points of the group ``rlplace.policies`` (docs/agent/policies.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rlplace.envs.base import context_vector
+from rlplace.envs.guide.features import FEATURES
+from rlplace.envs.guide.guide import Guide
+from rlplace.errors import InputError, unknown_name
+from rlplace.extensions import POLICIES, find, names, wrong
+
+PERCEPTRON = "perceptron"
+"""Name of the policy that is shipped, `rlplace.agents.network.PlacerNetwork`."""
+
+
+class Looked(NamedTuple):
+    """A plan that was simulated and analysed, with moves that were drawn from it.
+
+    Attributes:
+        guide: Its instance, the analysed timeline (`Guide.view`), and the moves: `Guide.move(k)` says which groups go where.
+        plan: int32 [G], device of each group.
+    """
+
+    guide: Guide
+    plan: NDArray[np.int32]
+
+
+class Policy(nn.Module):
+    """Base of policies: a torch module that is made by ``cls(features=names, **settings)``.
+
+    A subclass defines `look`, from which everything else follows; `scores` may be defined beside it where that is quicker.
+
+    Attributes:
+        features: Names of the columns of a candidate that it reads: some of the environment's, in any order.
+    """
+
+    features: tuple[str, ...]
+
+    def settings(self) -> dict[str, Any]:
+        """Plain data: the arguments beside `features` that make such a policy."""
+        return {}
+
+    def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What PPO trains: logits [B, K] of all actions and values [B, 1] of states.
+
+        Args:
+            observation: A batch of what the environment observes; ``candidates`` float32 [B, K * F] has the columns of
+                `features` alone, in their order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define look(observation)")
+
+    def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
+        """What the search asks, once for many moves: their logits [K].
+
+        Args:
+            state: The plan; None in pre-training, whose labels keep the moves alone (moves then have more axes before K).
+            moves: float32 [K, F], the columns of `features`.
+        """
+        if state is None:
+            raise InputError(f"{type(self).__name__} cannot be pre-trained on labels, which hold no plans; use --fit-steps 0")
+        guide, count = state.guide, len(moves)
+        load_s = float(guide.view.load.max()) / guide.instance.ideal_s
+        observation = {
+            "device_of_group": torch.from_numpy(state.plan),
+            "candidates": moves.reshape(-1),
+            "candidate_group": torch.from_numpy(guide.groups[guide.ptr[:count]]),
+            "context": torch.from_numpy(context_vector(guide.instance, [1.0, 0.0, 0.0, load_s])),
+        }
+        return self.look({name: value[None] for name, value in observation.items()})[0][0]
+
+    def standardise(self, mean: Tensor, scale: Tensor) -> None:
+        """Told once, before pre-training: mean and scale of its features, float32 [F] each."""
+
+    def save(self, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = "") -> None:
+        """Writes a checkpoint, which ``rlplace place --agent FOLDER`` takes; see `rlplace.agents.checkpoint`."""
+        from rlplace.agents.checkpoint import save_checkpoint
+        from rlplace.agents.config import ENVIRONMENT
+
+        save_checkpoint(folder, self, environment=ENVIRONMENT, training=training or {}, card=card or f"# {Path(folder).name}\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Policy:
+        """Reads a checkpoint of this class.
+
+        Raises:
+            InputError: It is one of another class, or damaged.
+        """
+        from rlplace.agents.checkpoint import load_checkpoint
+
+        policy = load_checkpoint(folder).network
+        if not isinstance(policy, cls):
+            raise InputError(f"{folder}: holds a {type(policy).__name__}, not a {cls.__name__}")
+        return policy
+
+
+def columns_of(features: Sequence[str], known: Sequence[str] = FEATURES) -> NDArray[np.int64] | None:
+    """Where a policy's features stand in a table of `known` ones; None where they are the whole table.
+
+    Raises:
+        InputError: A feature is unknown.
+    """
+    if tuple(features) == tuple(known):
+        return None
+    for name in features:
+        if name not in known:
+            raise unknown_name("feature", name, tuple(known))
+    return np.array([tuple(known).index(name) for name in features])
+
+
+def read_by(policy: Policy, table: NDArray[Any]) -> Tensor:
+    """float32 [..., F], the columns of a table of moves [..., `FEATURES`] that a policy reads."""
+    columns = columns_of(policy.features)
+    return torch.from_numpy(np.asarray(table if columns is None else table[..., columns], dtype=np.float32))
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class of policies of this name.
+
+    Raises:
+        InputError: No built-in policy and no installed package has the name, or what has it is no policy.
+    """
+    from rlplace.agents.network import PlacerNetwork
+
+    if name == PERCEPTRON:
+        return PlacerNetwork
+    extension = find(POLICIES, name, (PERCEPTRON,))
+    if extension is None:
+        raise unknown_name("policy", name, (PERCEPTRON, *names(POLICIES, (PERCEPTRON,))))
+    found = extension.load()
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise wrong(extension, f"is {found!r:.80}, not a class of rlplace.agents.policies.Policy")
+    return found
+
+
+def policy_name(policy: Policy) -> str:
+    """The name by which a checkpoint finds the class of a policy again.
+
+    Raises:
+        InputError: No name leads to it.
+    """
+    for name in (PERCEPTRON, *names(POLICIES, (PERCEPTRON,))):
+        try:
+            if policy_class(name) is type(policy):
+                return name
+        except InputError:  # of a package that cannot be imported
+            continue
+    raise InputError(
+        f"{type(policy).__module__}.{type(policy).__qualname__} is known by no name; offer it as an entry point of the group "
+        f"{POLICIES} and install its package (docs/agent/policies.md)"
+    )

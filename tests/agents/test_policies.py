@@ -1,0 +1,158 @@
+"""The seam for policies: one of another package is trained, saved, loaded, and places; what is no policy is refused."""
+
+import importlib
+import json
+import sys
+
+import numpy as np
+import plugin_site
+import pytest
+import torch
+from torch import nn
+
+import rlplace
+from rlplace import extensions
+from rlplace.agents.checkpoint import load_checkpoint
+from rlplace.agents.config import TrainConfig
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Looked, Policy, columns_of, policy_class, policy_name, read_by
+from rlplace.agents.problems import cases_of
+from rlplace.agents.search import Search
+from rlplace.agents.train import train
+from rlplace.cli.main import main
+from rlplace.envs import make_instance
+from rlplace.envs.guide.features import FEATURES
+from rlplace.envs.guide.guide import Guide
+from rlplace.errors import InputError
+from rlplace.problem.generate import random_problem
+
+
+@pytest.fixture
+def outside(tmp_path_factory, monkeypatch):
+    """examples/policy, installed."""
+    folder = tmp_path_factory.mktemp("site")
+    monkeypatch.syspath_prepend(str(folder))
+    extensions.forget()
+    plugin_site.install_example(folder, "policy")
+    yield importlib.import_module("rlplace_example_policy")
+    extensions.forget()
+    sys.modules.pop("rlplace_example_policy", None)
+
+
+def test_a_policy_from_outside_is_trained_saved_loaded_and_places(outside, tmp_path, capsys):
+    policy = outside.train(str(tmp_path / "agent"), 256, envs=4)
+    config = json.loads((tmp_path / "agent" / "config.json").read_text())
+    assert (
+        config["policy"] == "attention" and config["features"] == list(outside.FEATURES) and config["settings"]["width"] == 32
+    )
+    loaded = outside.AttentionPolicy.load(tmp_path / "agent")
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name])
+    problem = random_problem(3, num_groups=16, num_devices=3)
+    problem.save(tmp_path / "one.problem.json")
+    assert (
+        main(["place", str(tmp_path / "one.problem.json"), "--agent", str(tmp_path / "agent"), "--calls", "60", "--json"]) == 0
+    )
+    placed = json.loads(capsys.readouterr().out)
+    plan = rlplace.load_agent(tmp_path / "agent").place(problem, calls=60)
+    assert placed["placement"]["device_of_group"] == plan.device_of_group.tolist()
+    assert plan.predicted.step_time_s <= rlplace.place(problem, planner="best").predicted.step_time_s
+
+
+def test_its_scores_are_what_the_search_follows(outside):
+    """The observation that the base class makes of a look gives the logits of the environment's own."""
+    instance = make_instance(random_problem(1, num_groups=14, num_devices=3))
+    policy, guide, plan = outside.AttentionPolicy().eval(), Guide(instance, 40, 0), instance.floor.copy()
+    guide.look(plan)
+    count = guide.draw(plan)
+    with torch.no_grad():
+        scores = policy.scores(Looked(guide, plan), read_by(policy, guide.table[:count]))
+        turned = policy.scores(Looked(guide, plan), read_by(policy, guide.table[:count]).flip(0)).flip(0)
+    assert scores.shape == (count,) and torch.allclose(scores, turned, atol=1e-5)
+    asked = []
+    monkey = type(policy).scores
+    policy.scores = lambda state, moves: asked.append(len(moves)) or monkey(policy, state, moves)
+    search = Search(instance, policy, plan, seed=0)
+    search.run(calls=120)
+    assert 3 <= len(asked) <= 60  # once a look, for many tries
+    assert search.calls == 120
+
+
+def test_rlplace_train_trains_it(outside, tmp_path):
+    config = TrainConfig.load(
+        policy="attention",
+        settings={"width": 8},
+        fit_steps=0,
+        steps=64,
+        part=64,
+        part_cases=1,
+        envs=2,
+        rollout=32,
+        batch_size=32,
+    )
+    assert train(cases_of(["synthetic"]), config, tmp_path / "run", report=lambda line: None) == 64
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert isinstance(checkpoint.network, outside.AttentionPolicy) and checkpoint.network.width == 8
+    assert checkpoint.network.features == FEATURES
+
+
+def test_without_its_package_a_checkpoint_says_what_is_missing(outside, tmp_path, monkeypatch):
+    outside.AttentionPolicy().save(tmp_path / "agent")
+    monkeypatch.setattr(extensions, "_entries", lambda group: [])
+    extensions.forget()
+    with pytest.raises(InputError, match="unknown policy 'attention'"):
+        load_checkpoint(tmp_path / "agent")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 3}, "cannot be made of these settings.*depth"), ({"width": "wide"}, "cannot be made"),
+        ([1], "must be an object"), ({"width": 16}, "has shape"),
+    ],
+)  # fmt: skip
+def test_settings_that_lie(outside, tmp_path, settings, message):
+    outside.AttentionPolicy().save(tmp_path / "agent")
+    path = tmp_path / "agent" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "settings": settings}))
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(tmp_path / "agent")
+
+
+def test_names_lead_to_classes_and_back(outside):
+    assert policy_class("perceptron") is PlacerNetwork and policy_name(PlacerNetwork(features=FEATURES)) == "perceptron"
+    assert policy_class("attention") is outside.AttentionPolicy and policy_name(outside.AttentionPolicy()) == "attention"
+
+    class Nameless(Policy):
+        features = FEATURES
+
+    with pytest.raises(
+        InputError, match=r"Nameless is known by no name; offer it as an entry point of the group rlplace\.policies"
+    ):
+        policy_name(Nameless())
+    with pytest.raises(InputError, match="cannot be pre-trained on labels"):
+        Nameless().scores(None, torch.zeros(2, len(FEATURES)))
+    with pytest.raises(InputError, match="holds a PlacerNetwork, not a AttentionPolicy"):
+        outside.AttentionPolicy.load("default")
+
+
+def test_what_is_no_policy_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extensions.forget()
+    text = "from torch import nn\n\nclass Plain(nn.Module):\n    pass\n"
+    plugin_site.install(tmp_path, "plain-policy", "plain_policy", text, {"rlplace.policies": {"plain": "plain_policy:Plain"}})
+    with pytest.raises(InputError, match=r"not a class of rlplace\.agents\.policies\.Policy"):
+        policy_class("plain")
+    assert main(["info"]) == 0 and "plain, policy, plain-policy 1.0" in capsys.readouterr().out
+    extensions.forget()
+    sys.modules.pop("plain_policy", None)
+
+
+def test_columns_are_found_by_name():
+    table = np.arange(2 * len(FEATURES), dtype=np.float32).reshape(2, -1)
+    policy = nn.Module()
+    policy.features = (FEATURES[5], FEATURES[0])
+    assert read_by(policy, table).tolist() == [[5.0, 0.0], [5.0 + len(FEATURES), float(len(FEATURES))]]
+    assert columns_of(FEATURES) is None
+    with pytest.raises(InputError, match=f"did you mean '{FEATURES[0]}'"):
+        columns_of((FEATURES[0] + "s",))

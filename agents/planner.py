@@ -93,19 +93,6 @@ class Agent:
         better = rollouts.best.objective_s < setup.score.objective_s
         return setup.answer(rollouts.plan if better else setup.first, agent=self.checkpoint.name, **rollouts.figures)
 
-    def adapt(
-        self,
-        problem: Problem,
-        *,
-        time_limit_s: float = 30.0,
-        seed: int = 0,
-        start: Start = None,
-    ) -> PlacementPlan:
-        """Fine-tunes on one problem while it searches; see `rlplace.agents.setup.adapt`."""
-        from rlplace.agents.setup import adapt
-
-        return adapt(self.checkpoint, problem, time_limit_s=time_limit_s, seed=seed, start=start)
-
 
 def _warm_up() -> None:
     compile_ahead()

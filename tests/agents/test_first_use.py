@@ -9,11 +9,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 from rlplace.agents import first_use, guided, search
-from rlplace.agents import setup as adapt
-from rlplace.agents.labels import walk
-from rlplace.envs import make_instance
 from rlplace.envs.guide import analysis, draw, features
-from rlplace.envs.guide.guide import Guide
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
 from rlplace.planners.annealing import kernels as annealing
@@ -137,12 +133,3 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     while not done:
         _, _, done, _, _ = env.step(int(rng.choice(np.flatnonzero(env.action_masks()))))
     assert {name: count for name, count in signatures().items() if count != before[name]} == {}
-
-
-def test_adapting_has_compiled_everything_before_its_time_begins():
-    adapt._warm_up()
-    before = signatures()
-    assert before["rlplace.envs.guide.draw.draw_moves"] == 1
-    guide = Guide(make_instance(random_problem(1, 20, 4, memory_factor=1.3, hosts=2)), 32, 0)
-    assert walk(guide, guide.instance.floor, 4, np.random.default_rng(0))
-    assert signatures() == before

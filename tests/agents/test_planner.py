@@ -283,6 +283,3 @@ def test_wrong_arguments(agents, arguments, message):
     problem = random_problem(1, num_groups=8, num_devices=2)
     with pytest.raises(InputError, match=message):
         agents["refinement"].place(problem, **arguments)
-    if set(arguments) - {"calls", "samples"}:
-        with pytest.raises(InputError, match=message):
-            agents["refinement"].adapt(problem, **arguments)

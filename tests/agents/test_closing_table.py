@@ -1,0 +1,35 @@
+"""The table at the end of a training: the agent beside classical planners on given cases."""
+
+from toys import memory_tight_pair
+
+from rlplace.agents.cases import Case
+from rlplace.cli.compare_table import print_summaries
+from rlplace.comparing.closing import compare_agent
+from rlplace.problem.generate import random_problem
+
+
+def cases():
+    problems = [random_problem(seed, num_groups=12, num_devices=2 + seed) for seed in range(2)]
+    tight = random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5)
+    return [
+        Case("a", "x", problems[0], branchy=True),
+        Case("b", "x", problems[1]),
+        Case("c", "x", memory_tight_pair().problem),
+        Case("none", "x", tight),
+    ]
+
+
+def test_the_table(tmp_path, make_checkpoint, capsys):
+    make_checkpoint(tmp_path / "mine")
+    every, branchy = compare_agent(tmp_path / "mine", cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)
+    by_name = {line.planner: line for line in every.summaries}
+    assert list(by_name) == ["single", "best", "annealing", "agent, one rollout", "agent"]
+    best, agent = by_name["best"], by_name["agent"]
+    assert (best.ratio, best.feasible, best.problems, best.wins, best.losses) == (1.0, 3, 4, 0, 0)
+    assert agent.ratio <= 1.0 and agent.losses == 0 and agent.feasible == 3
+    assert by_name["agent, one rollout"].ratio <= 1.0
+    assert by_name["single"].ratio >= 1.0 and by_name["single"].feasible == 2
+    assert {line.problems for line in branchy.summaries} == {1}
+    print_summaries(every, "title")
+    text = capsys.readouterr().out
+    assert "title, makespan of one step" in text and "3/4" in text and "nan" not in text

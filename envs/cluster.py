@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
 from rlplace.envs.guide.features import CLIP
+from rlplace.envs.instance import FinalReward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.envs.scenario import Scenario, default_scenarios
 from rlplace.errors import InputError
@@ -48,6 +49,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         runs: int = 5,
         run_cost: float = 0.005,
         loss_cost: float = 0.01,
+        reward: FinalReward = log_ratio,
         render_mode: str | None = None,
     ) -> None:
         """An environment over scenarios.
@@ -57,6 +59,8 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
             runs: Most runs of an episode.
             run_cost: Of every run, as a log of throughput.
             loss_cost: Of a run that does not fit, besides.
+            reward: Called with the true step time of the quickest run and the least of all candidates; a run is rewarded by
+                how much that rises, from -`LOST` before any run, less its cost.
             render_mode: ``"ansi"`` or None.
 
         Raises:
@@ -66,6 +70,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         if not scenarios or any(math.isinf(scenario.least_s) for scenario in scenarios):
             raise InputError("Cluster-v0 needs scenarios, each with a candidate that fits; leave the others out")
         self.scenarios = list(scenarios)
+        self._reward = reward
         self.runs, self.run_cost, self.loss_cost, self.render_mode = runs, run_cost, loss_cost, render_mode
         self.candidates = max(len(scenario.pool.drafts) for scenario in scenarios)
         most = self.candidates + 1
@@ -103,7 +108,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
             return self._observe(), -self.run_cost, over, False, self._info()
         if action == self.candidates:
             return self._observe(), 0.0, True, False, self._info()
-        before, scenario = self.over, self.scenario
+        before, scenario = self._worth(), self.scenario
         share = float(scenario.share[action])
         fits = share <= 1.0
         step_s = float(scenario.step_s[action] * math.exp(self.np_random.normal(0.0, NOISE))) if fits else None
@@ -111,7 +116,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         self.belief = self.belief.told(
             Ran(int(action), step_s, share if fits else None, not fits, scenario.pace_s if fits else (), busy_s)
         )
-        reward = before - self.over - self.run_cost - (0.0 if fits else self.loss_cost)
+        reward = self._worth() - before - self.run_cost - (0.0 if fits else self.loss_cost)
         return self._observe(), reward, over, False, self._info()
 
     @property
@@ -119,6 +124,11 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         """Log of the true step time of the quickest run over the least of all candidates."""
         done = [ran.candidate for ran in self.belief.ran if ran.step_s is not None]
         return LOST if not done else min(LOST, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
+
+    def _worth(self) -> float:
+        """What `reward` says of the quickest run."""
+        done = [ran.candidate for ran in self.belief.ran if ran.step_s is not None]
+        return max(-LOST, self._reward(float(self.scenario.step_s[done].min()), self.scenario.least_s)) if done else -LOST
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [K + 1]: what has not run yet, and to stop once something has."""

@@ -12,8 +12,8 @@ from worlds import pool, question
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import InputError
-from rlplace.measured.choose import LOST
 from rlplace.measured.corrected import run_of
+from rlplace.measured.choose import LOST
 from rlplace.measured.truths import Truth
 
 
@@ -116,3 +116,12 @@ def test_a_log_of_real_runs_is_replayed():
     env.reset(seed=0)
     *_, info = env.step(int(np.argmin(scenario.step_s)))
     assert info["over"] == pytest.approx(1.0)
+
+
+def test_a_reward_of_ones_own_counts_what_the_best_run_is_worth():
+    env = ClusterEnv(reward=lambda step_s, least_s: -step_s / least_s, run_cost=0.0, loss_cost=0.0)
+    env.reset(seed=0)
+    first, second = np.flatnonzero(env.scenario.share <= 1.0)[:2]
+    worth = [-float(env.scenario.step_s[number]) / env.scenario.least_s for number in (first, second)]
+    assert env.step(int(first))[1] == pytest.approx(max(worth[0], -LOST) + LOST)
+    assert env.step(int(second))[1] == pytest.approx(max(0.0, max(worth) - max(worth[0], -LOST)))

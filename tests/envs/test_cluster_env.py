@@ -12,8 +12,8 @@ from worlds import pool, question
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import InputError
-from rlplace.measured.corrected import run_of
 from rlplace.measured.choose import LOST
+from rlplace.measured.corrected import run_of
 from rlplace.measured.truths import Truth
 
 

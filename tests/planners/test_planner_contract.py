@@ -15,7 +15,7 @@ from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
-SEARCH = ("annealing", "local_search")
+SEARCH = ("annealing", "local_search", "lns")
 EXACT = ("cp_sat", "dlplacer")
 CLASSICAL = tuple(dict.fromkeys(("random", "bipartition", *ONE_SHOT, "best", *SEARCH, *EXACT)))
 
@@ -149,7 +149,7 @@ def test_bad_options():
     problem = random_problem(0, 4, 2)
     with pytest.raises(InputError, match="samples"):
         get_planner("random")(problem, samples=0)
-    for name in ("annealing", "local_search"):
+    for name in SEARCH:
         for calls in (-1, 2.5, True):
             with pytest.raises(InputError, match=f"{name}: calls"):
                 get_planner(name)(problem, calls=calls)
@@ -169,6 +169,9 @@ def test_bad_options():
         ("local_search", {"random_tries": True}, "random_tries"),
         ("local_search", {"kick": 0}, "kick must be"),
         ("local_search", {"kick_worse": -1.0}, "kick_worse must not be negative"),
+        ("lns", {"largest": 1.5}, "largest must be a number from 0 up to 1, found 1.5"),
+        ("lns", {"noise": float("nan")}, "noise must be"),
+        ("lns", {"worse": float("inf")}, "worse must be"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(planner, options, said):
@@ -186,6 +189,10 @@ def test_settings_that_make_no_sense_are_refused(planner, options, said):
         ("local_search", {"random_tries": 2}),
         ("local_search", {"kick": 9}),
         ("local_search", {"kick_worse": 0.5}),
+        ("lns", {"largest": 0.5}),
+        ("lns", {"noise": 0.1}),
+        ("lns", {"balance": 1.0}),
+        ("lns", {"worse": 0.1}),
     ],
 )
 def test_settings_change_what_is_found(planner, options):
@@ -201,7 +208,7 @@ def test_settings_change_what_is_found(planner, options):
 @pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SPLIT])
 def test_the_prediction_of_a_plan_holds(name):
     problem = random_problem(5, 14, 3, shape="layered", unlike=True)
-    options = {"calls": 60} if name in ("annealing", "local_search", "agent") else {}
+    options = {"calls": 60} if name in (*SEARCH, "agent") else {}
     if name in ("cp_sat", "dlplacer"):
         options = {"effort": 0.05}  # without it, minutes on a proof
     plan = get_planner(name)(problem, seed=1, **options)

@@ -23,7 +23,7 @@ from rlplace.envs import EDGE_FEATURES, NODE_FEATURES, Instance, PlacementEnv
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.planners import get_planner
 
-WIDTH, ROUNDS = 64, 3
+WIDTH, ROUNDS = 48, 2
 
 
 class GraphPolicy(nn.Module):
@@ -54,9 +54,10 @@ class GraphPolicy(nn.Module):
         nodes = seen["nodes"].reshape(batch, groups, -1)
         state = torch.tanh(self.node(torch.cat([nodes, (place >= 0).float().unsqueeze(2), here.unsqueeze(2)], dim=2)))
         edges = seen["edges"].reshape(batch, -1, 2).long()
+        edges = edges[:, : max(1, int((edges[:, :, 0] >= 0).sum(1).max()))]  # the rest is padding
         real = (edges[:, :, 0] >= 0).float().unsqueeze(2)
         source, target = (edges[:, :, end].clamp(min=0).unsqueeze(2).expand(-1, -1, WIDTH) for end in range(2))
-        size = seen["edge_features"].reshape(batch, edges.shape[1], -1)
+        size = seen["edge_features"].reshape(batch, -1, len(EDGE_FEATURES))[:, : edges.shape[1]]
         for number in range(ROUNDS):
             heard = [state]
             for way, (a, b) in enumerate(((source, target), (target, source))):
@@ -105,7 +106,8 @@ def train(args: argparse.Namespace, instances: tuple[Instance, ...]) -> GraphPol
             seen, reward, terminated, truncated, _ = envs.step(action.numpy())
             ended = terminated | truncated
             earned += reward[ended].tolist()
-            row = (mask, action, chances.log_prob(action), value, torch.from_numpy(reward).float(), over)
+            won = torch.from_numpy(reward).float().clamp(min=-1.0)  # what does not fit is bad enough at that
+            row = (mask, action, chances.log_prob(action), value, won, over)
             for name, item in zip(kept, row, strict=True):
                 kept[name].append(item)
             over = torch.from_numpy(ended).float()
@@ -174,8 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total-steps", type=int, default=400_000)
     parser.add_argument("--problems", type=int, default=512, help="to train on")
-    parser.add_argument("--num-envs", type=int, default=128)
-    parser.add_argument("--num-steps", type=int, default=32)
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--gamma", type=float, default=1.0)
     parser.add_argument("--gae-lambda", type=float, default=0.95)

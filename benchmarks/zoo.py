@@ -1,0 +1,234 @@
+"""The baselines of agents/zoo: stock algorithms, random play, heuristics and searches on the same unseen problems.
+
+    python -m benchmarks.zoo                                          all that has no rows yet, half an hour on two cores
+    python -m benchmarks.zoo --algo a2c dqn --env Toy --seeds 0       trains these again and replaces their rows
+    python -m benchmarks.zoo --table                                  writes docs/agent/baselines.md from the rows
+
+Learned policies play one greedy episode a problem. In Toy an episode builds a plan and is compared with the optimum; in
+Refinement it makes up to 24 moves from the plan of `best` and is compared with that; searches get as many simulations (24) from
+the same start, so that all see the same number of plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import A2C, DQN, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+
+from rlplace.agents.card import versions
+from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
+from rlplace.agents.vecenv import PlacerVecEnv
+from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
+from rlplace.envs.toy import UNSEEN, toy_instances
+from rlplace.errors import InfeasibleError
+from rlplace.planners import get_planner
+from rlplace.problem.generate import random_problem
+
+ROOT = Path(__file__).resolve().parents[1]
+ZOO, ROWS, PAGE = ROOT / "agents" / "zoo", Path(__file__).with_suffix(".rows.jsonl"), ROOT / "docs" / "agent" / "baselines.md"
+ALGORITHMS: dict[str, Any] = {"maskable_ppo": MaskablePPO, "ppo": PPO, "a2c": A2C, "dqn": DQN}
+POLICIES: dict[str, Any] = {"PlacerPolicy": PlacerPolicy, "UnmaskedPlacerPolicy": UnmaskedPlacerPolicy}
+CLASSICAL = {
+    "Toy": ("random play", "heft", "m_etf", "best", "annealing", "lns"),
+    "Refinement": ("random play", "best", "annealing", "local_search", "lns"),
+}
+KINDS: dict[str, Any] = {"Toy": PlacementEnv, "Refinement": RefinementEnv}
+CALLS, SEEDS = 24, (0, 1, 2)
+LOOKS = 8  # points of a curve
+
+
+@cache
+def problems(env: str, split: str) -> tuple[Instance, ...]:
+    """Problems to train on, or those that nothing is trained on."""
+    if env == "Toy":
+        return toy_instances(*((0, 256) if split == "train" else (UNSEEN, 64)))
+    first, shapes = (0, 32) if split == "train" else (UNSEEN, 24), ("branchy", "layered", "towers", "wavefront")
+    numbers = range(first[0], first[0] + first[1])
+    made = [
+        random_problem(number, num_groups=24 + 8 * (number % 5), num_devices=2 + 2 * (number % 3), shape=shapes[number % 4])
+        for number in numbers
+    ]
+    return tuple(make_instance(problem) for problem in made)
+
+
+def sizes(env: str) -> dict[str, int]:
+    """Sizes of the spaces that hold both splits."""
+    both = [one.problem for split in ("train", "test") for one in problems(env, split)]
+    return {"max_groups": max(one.num_groups for one in both), "max_devices": max(one.num_devices for one in both)}
+
+
+def played(env: str, choose: Callable[[Any, NDArray[np.bool_]], int]) -> list[float]:
+    """Step time over the reference's at the end of an episode on each unseen problem; inf where the plan does not fit."""
+    play = KINDS[env](problems(env, "test"), **sizes(env))
+    over = []
+    for number in range(len(play.instances)):
+        seen, _ = play.reset(seed=0, options={"problem": number})
+        done = False
+        while not done:
+            seen, _, done, _, info = play.step(choose(seen, play.action_masks()))
+        over.append(info.get("vs_best_baseline", np.inf))
+    return over
+
+
+def searched(env: str, name: str, seed: int) -> list[float]:
+    """The same of a planner."""
+    over = []
+    for instance in problems(env, "test"):
+        options: dict[str, Any] = {"calls": CALLS, "seed": seed} if name in ("annealing", "local_search", "lns") else {}
+        if options and env == "Refinement":
+            options["start"] = instance.floor
+        try:
+            over.append(get_planner(name)(instance.problem, **options).predicted.step_time_s / instance.reference_step_time_s)
+        except InfeasibleError:
+            over.append(np.inf)
+    return over
+
+
+class Curve(BaseCallback):
+    """Mean reward of episodes, by decisions."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self.points: list[tuple[int, float]] = []
+        self._every, self._won, self._ended = total // LOOKS, np.zeros(0), []
+
+    def _on_step(self) -> bool:
+        if not len(self._won):
+            self._won = np.zeros(self.training_env.num_envs)
+        self._won += self.locals["rewards"]
+        over = np.flatnonzero(self.locals["dones"])
+        self._ended += self._won[over].tolist()
+        self._won[over] = 0.0
+        if self.num_timesteps >= (len(self.points) + 1) * self._every and self._ended:
+            self.points.append((self.num_timesteps, round(float(np.mean(self._ended)), 4)))
+            self._ended = []
+        return True
+
+
+def trained(algo: str, env: str, seed: int) -> tuple[list[float], dict[str, Any]]:
+    """Trains, writes weights and card, and plays; returns what was reached and facts of the training."""
+    settings = yaml.safe_load((ZOO / f"{algo}.yml").read_text())[env]
+    options = dict(settings)
+    count, total, policy = options.pop("n_envs"), options.pop("n_timesteps"), options.pop("policy")
+    kind = KINDS[env]
+    vector = gym.make_vec(
+        f"rlplace/{env}-v0",
+        num_envs=count,
+        problems=problems(env, "train"),
+        autoreset_mode="SameStep",
+        **sizes(env),
+        **({"start": "mixed"} if env == "Refinement" else {}),
+    )
+    if policy in POLICIES:
+        options["policy_kwargs"] = {"features": kind.FEATURES}
+    torch.set_num_threads(1)
+    model = ALGORITHMS[algo](POLICIES.get(policy, policy), PlacerVecEnv(vector), seed=seed, device="cpu", **options)
+    begin, curve = time.monotonic(), Curve(total)
+    model.learn(total, callback=curve)
+    seconds = time.monotonic() - begin
+    folder = ZOO / algo / env / f"seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = model.policy.network if policy in POLICIES else model.policy
+    save_file({name: value.contiguous() for name, value in inner.state_dict().items()}, folder / "policy.safetensors")
+
+    def choose(seen: Any, mask: NDArray[np.bool_]) -> int:
+        words = {"action_masks": mask} if algo == "maskable_ppo" else {}
+        action = int(model.predict(seen, deterministic=True, **words)[0])
+        return action if mask[action] else int(np.argmax(mask))  # the episode of one that never learned masks goes on
+
+    over = played(env, choose)
+    facts = {"decisions": model.num_timesteps, "seconds": round(seconds), "curve": curve.points}
+    told = {"environment": env, "seed": seed, **settings, **facts, **versions(), "license": "Apache-2.0"}
+    lines = [f"# {algo} on {env}", "", *(f"- {key}: {value}" for key, value in told.items()), ""]
+    (folder / "card.md").write_text("\n".join(lines))
+    return over, facts
+
+
+def rows() -> list[dict[str, Any]]:
+    """The rows of the file."""
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def measure(algos: list[str], envs: list[str], seeds: list[int], again: bool) -> None:
+    """Makes the rows that are missing, or all that are named."""
+    for env in envs:
+        learned_here = [algo for algo in ALGORITHMS if env in yaml.safe_load((ZOO / f"{algo}.yml").read_text())]
+        for method in (*CLASSICAL[env], *learned_here):
+            for seed in seeds:
+                learned = method in ALGORITHMS
+                if (learned and method not in algos) or (method in ("heft", "m_etf", "best") and seed):
+                    continue
+                kept = [row for row in rows() if (row["env"], row["method"], row["seed"]) != (env, method, seed)]
+                if len(kept) < len(rows()) and not (again and learned):
+                    continue
+                rng, facts = np.random.default_rng(seed), {}
+                if learned:
+                    over, facts = trained(method, env, seed)
+                elif method == "random play":
+                    over = played(env, lambda seen, mask, rng=rng: int(rng.choice(np.flatnonzero(mask))))
+                else:
+                    over = searched(env, method, seed)
+                numbers = [None if value == np.inf else round(value, 6) for value in over]
+                row = {"env": env, "method": method, "seed": seed, "over": numbers, **facts}
+                ROWS.write_text("".join(json.dumps(one) + "\n" for one in [*kept, row]))
+                print(env, method, seed, f"{mean(numbers):.4f}", facts.get("seconds", ""), flush=True)
+
+
+def mean(over: list[float | None]) -> float:
+    """Geometric mean of plans that fit."""
+    return float(np.exp(np.mean(np.log([value for value in over if value is not None]))))
+
+
+def table() -> str:
+    """The page."""
+    lines = [
+        "# Baselines", "",
+        "`python -m benchmarks.zoo --table` makes this page from `benchmarks/zoo.rows.jsonl`. Geometric means over unseen",
+        "problems and three seeds (heuristics have none), with the least and the largest of the seeds; settings, weights,",
+        "cards and curves are in `agents/zoo`. In Toy a plan is built and compared with the optimum. In Refinement 24 moves",
+        "(searches: 24 simulations) are made from the plan of `best`, which is 1.", "",
+        "| environment | method | step time | seeds | fits | decisions | seconds |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows():
+        found.setdefault((row["env"], row["method"]), []).append(row)
+    for env in KINDS:
+        group = [(method, seeds) for (of, method), seeds in found.items() if of == env]
+        for method, seeds in sorted(group, key=lambda item: np.mean([mean(row["over"]) for row in item[1]])):
+            means = [mean(row["over"]) for row in seeds]
+            fits = sum(value is not None for row in seeds for value in row["over"]) / sum(len(row["over"]) for row in seeds)
+            spread = f"{min(means):.4f}-{max(means):.4f}" if len(means) > 1 else ""
+            facts = [f"{seeds[0].get('decisions', 0):,}" if "decisions" in seeds[0] else "", str(seeds[0].get("seconds", ""))]
+            average = float(np.exp(np.mean(np.log(means))))
+            lines.append(f"| {env} | {method} | {average:.4f} | {spread} | {100 * fits:.0f} % | {facts[0]} | {facts[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algo", nargs="+", choices=[*ALGORITHMS], default=[])
+    parser.add_argument("--env", nargs="+", choices=[*KINDS], default=[*KINDS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*SEEDS])
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if not options.table:
+        measure(options.algo or [*ALGORITHMS], options.env, options.seeds, again=bool(options.algo))
+    PAGE.write_text(table())
+
+
+if __name__ == "__main__":
+    main()

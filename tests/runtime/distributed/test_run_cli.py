@@ -11,7 +11,7 @@ import torch
 from launch import run, torchrun
 
 from rlplace.cli.main import main
-from rlplace.runtime.distributed.job.recipe import synthetic_batch
+from rlplace.runtime.distributed.job.training import synthetic_batch
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 

@@ -24,7 +24,6 @@ from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import training
-from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.ranks import gather_objects, wait_for_all
 from rlplace.runtime.environment import read_clock
 from rlplace.runtime.host_memory import PeakMemory, held_tensors
@@ -192,4 +191,6 @@ def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> Pla
         **options: Further fields of `PlanTimer`.
     """
     example = loaded.example_inputs
-    return PlanTimer(loaded.module, lambda samples: synthetic_batch(example, samples, 0, 0), loaded.loss, device, **options)
+    return PlanTimer(
+        loaded.module, lambda samples: training.synthetic_batch(example, samples, 0, 0), loaded.loss, device, **options
+    )

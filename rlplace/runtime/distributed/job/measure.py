@@ -190,7 +190,5 @@ def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> Pla
         device: Where this process computes.
         **options: Further fields of `PlanTimer`.
     """
-    example = loaded.example_inputs
-    return PlanTimer(
-        loaded.module, lambda samples: training.synthetic_batch(example, samples, 0, 0), loaded.loss, device, **options
-    )
+    inputs = partial(training.synthetic_batch, loaded.example_inputs, seed=0, step=0)
+    return PlanTimer(loaded.module, inputs, loaded.loss, device, **options)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any
 
 import torch
 from torch import fx, nn
-
-from rlplace.runtime import aliases
 
 
 def tensors_in(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,10 +47,26 @@ def rewrite_devices(node: fx.Node, device: torch.device) -> None:
     if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
         node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
         node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
-    for module in aliases.sub_graphs(node):
+    for module in _sub_graphs(node):
         for inner in list(module.graph.nodes):
             if is_check(inner):
                 module.graph.erase_node(inner)
             else:
                 rewrite_devices(inner, device)
         module.recompile()
+
+
+def _sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that a higher-order node calls."""
+    modules = []
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            value = get_attr(node.graph.owning_module, str(argument.target))
+            if isinstance(value, fx.GraphModule):
+                modules.append(value)
+    return modules
+
+
+def get_attr(module: Any, target: str) -> Any:
+    """The attribute at a dotted path."""
+    return operator.attrgetter(target)(module)

@@ -14,11 +14,10 @@ import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
-from rlplace.runtime.aliases import get_attr, shared_memory, written_by
 from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.held import rewrite_devices
+from rlplace.runtime.held import get_attr, rewrite_devices
 from rlplace.runtime.native.blocks import owner
-from rlplace.runtime.native.capture import Captured
+from rlplace.runtime.native.capture import Captured, written_buffer
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -51,15 +50,15 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
         blocks: Per stage the paths of its blocks; what lies inside a block goes with it.
 
     Raises:
-        InputError: A unit is in no stage, or an earlier stage reads what a later one makes.
+        InputError: A unit is in no stage, an earlier stage reads what a later one makes, or one stage writes what others read.
     """
     stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
-    nodes, reads = list(captured.graph.nodes), _reads(captured.graph)
-    stage_of = _stages(captured, stage_of_block, reads)
+    nodes = list(captured.graph.nodes)
+    stage_of = _stages(captured, stage_of_block)
     stage_of[nodes[-1]] = len(blocks) - 1
     read_until: dict[fx.Node, int] = {}
     for node in nodes:
-        for value in reads[node]:
+        for value in node.all_input_nodes:
             read_until[value] = max(read_until.get(value, FLOATING), stage_of[node])
     crossing = [
         [node for node in nodes if FLOATING < stage_of[node] <= edge < read_until.get(node, FLOATING)]
@@ -68,44 +67,34 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
     for node in (node for edge in crossing for node in edge):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
-    trained = _trained(captured)
-    stages = []
+    written = {buffer: stage_of[node] for node in nodes if (buffer := written_buffer(node)) is not None}
+    trained, stages = _trained(captured), []
     for number, (taken, given) in enumerate(pairwise(crossing)):
         own = [node for node in nodes if stage_of[node] == number]
-        graph, inputs = _stage_graph(nodes, taken, given, _needed([*own, *given], set(taken), reads))
+        needed = _needed([*own, *given], set(taken))
+        for buffer, stage in written.items():
+            if buffer in needed and stage != number:
+                raise InputError(
+                    f"native: buffer {show(buffer.target)} is written in stage {stage} and read in {number}; cut elsewhere"
+                )
+        graph, inputs = _stage_graph(nodes, taken, given, needed)
         stages.append(
             StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
         )
     return stages
 
 
-def _reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What every node has to come after: its inputs, and what wrote to their memory before."""
-    memory, writers, reads = shared_memory(graph.nodes), dict[fx.Node, list[fx.Node]](), dict[fx.Node, list[fx.Node]]()
-    for node in graph.nodes:
-        families = dict.fromkeys(memory.find(value) for value in node.all_input_nodes)
-        reads[node] = [*node.all_input_nodes, *(writer for family in families for writer in writers.get(family, ()))]
-        for value in written_by(node):
-            writers.setdefault(memory.find(value), []).append(node)
-    return reads
-
-
-def _stages(
-    captured: Captured, stage_of_block: Mapping[str, int], reads: Mapping[fx.Node, Sequence[fx.Node]]
-) -> dict[fx.Node, int]:
+def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
     """The stage of every node, `FLOATING` for what has no parameter behind it."""
     stage_of: dict[fx.Node, int] = {}
     parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
     for node in captured.graph.nodes:
-        before = max((stage_of[value] for value in reads[node]), default=FLOATING)
+        before = max((stage_of[value] for value in node.all_input_nodes), default=FLOATING)
         stage_of[node] = before
         if node.op == "call_module":
             stage_of[node] = _stage_of_unit(captured, str(node.target), before, stage_of_block)
-        elif is_random(node) or any(value in parameters for value in node.all_input_nodes):
+        elif is_random(node) or written_buffer(node) or any(value in parameters for value in node.all_input_nodes):
             stage_of[node] = max(before, 0)
-    for node in captured.graph.nodes:
-        if any(FLOATING < stage_of[value] != stage_of[node] for value in written_by(node)):
-            raise InputError(f"native: {node.name} writes to a value of another stage; cut elsewhere")
     for node in parameters:
         stages = {stage_of[user] for user in node.users}
         if owner(str(node.target), captured.units) is not None or len(stages) > 1:
@@ -173,14 +162,14 @@ def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
     return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
 
 
-def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node], reads: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
+def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     """Everything behind some nodes, up to what the stage before hands over."""
     needed, open_nodes = set(taken), list(wanted)
     while open_nodes:
         node = open_nodes.pop()
         if node not in needed:
             needed.add(node)
-            open_nodes.extend(reads[node])
+            open_nodes.extend(node.all_input_nodes)
     return needed
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rlplace.runtime import aliases
-
 _key: tuple[int, int] | None = None  # seed and step of what runs now in this process
 
 
@@ -65,10 +63,10 @@ def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
-    named = {argument.name: value for argument, value in aliases.arguments(node)}
-    return not (
-        named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0
-    )
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    given = zip((argument.name for argument in arguments), node.args, strict=False)
+    named = {argument.name: argument.default_value for argument in arguments} | dict(given) | node.kwargs
+    return not (named.get("train") is False or 0.0 in (named.get(name) for name in ("dropout_p", "p", "dropout")))
 
 
 def seed_random_ops(graph: fx.Graph) -> int:

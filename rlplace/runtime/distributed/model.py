@@ -95,7 +95,7 @@ class Deliver(torch.autograd.Function):
         return None, None
 
 
-_OWN = ("batching", "random_state", "report", "nothing")
+_OWN = ("batching", "meta_model", "nothing", "random_state", "ranks", "report")
 
 
 class DistributedModel(nn.Module):
@@ -113,14 +113,17 @@ class DistributedModel(nn.Module):
         random_state: Seed of the random ops, and number of the next training step: what their streams depend on.
         report: What runs the plan.
         nothing: A parameter without elements.
+        ranks: The processes that run the model.
+        meta_model: The model without its values, all of it: names, shapes, modes, code.
     """
 
     nothing: nn.Parameter
+    meta_model: nn.Module
 
     def __init__(self, meta: nn.Module, ranks: Ranks, batching: Batching, seed: int, report: str) -> None:
         super().__init__()
-        vars(self)["_meta"] = meta  # not a child: its tensors are not this rank's
-        self._ranks = ranks
+        vars(self)["meta_model"] = meta  # not a child: its tensors are not this rank's
+        self.ranks = ranks
         self.batching = batching
         self.random_state = seed, 0
         self.report = report
@@ -149,22 +152,12 @@ class DistributedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(vars(self)["_meta"], name)  # such as a transformers model's config
+            value = getattr(vars(self)["meta_model"], name)  # such as a transformers model's config
             if isinstance(value, (nn.Module, torch.Tensor)):
                 raise AttributeError(
                     f"{name!r} of the model is not on this rank; state_dict() and named_parameters() have what is"
                 ) from None
             return value
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that run the model."""
-        return self._ranks
-
-    @property
-    def meta_model(self) -> nn.Module:
-        """The model without its values, all of it: names, shapes, modes, code."""
-        return vars(self)["_meta"]
 
     @abstractmethod
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:

@@ -13,7 +13,7 @@ from rlplace.errors import InputError
 from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, round_to_modules
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime import check
-from rlplace.runtime.distributed.graph.inputs import micro_batch
+from rlplace.runtime.distributed.execution.batches import micro_batch
 from rlplace.runtime.distributed.joint.forward import PlacedForward
 from rlplace.runtime.held import tensors_in
 

@@ -16,16 +16,15 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import check_first_batches
+from rlplace.runtime.distributed.execution.batches import check_first_batches, micro_batch
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
-from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, devices_of, part_text, ranks_of
-from rlplace.runtime.distributed.strategy_model import keyword_inputs, sum_parts
+from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.native.wrap import average_left_out, left_out
+from rlplace.runtime.native.gradients import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

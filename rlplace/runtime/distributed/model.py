@@ -13,7 +13,7 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.graph.inputs import has_target
+from rlplace.runtime.distributed.execution.batches import has_target
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.held import first_names
 

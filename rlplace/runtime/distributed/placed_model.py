@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import check_inputs, check_same_graph
+from rlplace.runtime.distributed.execution.batches import any_loss, check_inputs, check_same_graph, has_target, takes_target
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss, flat_inputs
-from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, takes_target
 from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.graph import joint_graph
@@ -22,7 +21,7 @@ from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import agree, own_tree
 from rlplace.runtime.held import meta_copy, tensors_in
-from rlplace.runtime.native.clip import clip_grad_norm_
+from rlplace.runtime.native.gradients import clip_grad_norm_
 
 JOINT_GRAPH = "joint_graph"
 """What runs placements."""

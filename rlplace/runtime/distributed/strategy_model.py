@@ -17,10 +17,9 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of
+from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of, takes_target
 from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
 from rlplace.runtime.distributed.graph.forward_graph import Loss
-from rlplace.runtime.distributed.graph.inputs import takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import own_part
@@ -28,11 +27,9 @@ from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Pass, Share, passes_of, share_of
-from rlplace.runtime.native.clip import clip_grad_norm_
+from rlplace.runtime.native.gradients import Ties, average_left_out, clip_grad_norm_, sum_parts
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
-from rlplace.runtime.native.ties import Ties
-from rlplace.runtime.native.wrap import average_left_out
 
 if TYPE_CHECKING:
     from rlplace.runtime.native.pipeline import PipelineRun
@@ -263,13 +260,6 @@ class StrategyModel(DistributedModel):
         counted = [(parameter, copies.get(parameter, 1)) for _, parameter in self.named_parameters()]
         processes = self.place.mesh.size() // self.place.mesh["pipeline"].size()
         return clip_grad_norm_(counted, processes, self.place.device, max_norm, norm_type, error_if_nonfinite)
-
-
-def sum_parts(parameter: torch.Tensor) -> None:
-    """A gradient of partial sums over the tensor axis is summed, as its parameter is held."""
-    if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
-        if parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def _part(output: Any, samples: int, number: int, parts: int) -> Any:

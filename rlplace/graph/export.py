@@ -204,3 +204,33 @@ def run_backward(loss: torch.Tensor) -> None:
     `Tensor.backward` is itself a function that modes may override, and a mode is off while it handles one.
     """
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_check(node: fx.Node) -> bool:
+    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
+    return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
+        node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+    )
+
+
+def rewrite_devices(node: fx.Node, device: torch.device) -> None:
+    """Replaces the devices that export wrote into the arguments, sub-graphs included."""
+    if node.op != "call_function":
+        return
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+        node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
+    for module in _sub_graphs(node):
+        for inner in list(module.graph.nodes):
+            if is_check(inner):
+                module.graph.erase_node(inner)
+            else:
+                rewrite_devices(inner, device)
+        module.recompile()
+
+
+def _sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that a higher-order node calls."""
+    owner = node.graph.owning_module
+    values = (operator.attrgetter(str(one.target))(owner) for one in node.all_input_nodes if one.op == "get_attr")
+    return [value for value in values if isinstance(value, fx.GraphModule)]

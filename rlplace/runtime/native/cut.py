@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
+from rlplace.graph.export import rewrite_devices
 from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.held import get_attr, rewrite_devices
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured, written_buffer
 
@@ -121,7 +122,7 @@ def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: M
 
 
 def _is_parameter(captured: Captured, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(get_attr(captured.module, str(node.target)), nn.Parameter)
+    return node.op == "get_attr" and isinstance(attrgetter(str(node.target))(captured.module), nn.Parameter)
 
 
 def _trained(captured: Captured) -> set[fx.Node]:
@@ -129,7 +130,7 @@ def _trained(captured: Captured) -> set[fx.Node]:
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
         own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
-        held = node.op == "get_attr" and getattr(get_attr(captured.module, node.target), "requires_grad", False)
+        held = node.op == "get_attr" and getattr(attrgetter(node.target)(captured.module), "requires_grad", False)
         value = node.meta.get("val")
         whole = not isinstance(value, torch.Tensor) or value.is_floating_point()
         detached = getattr(node.target, "_opname", "") == "detach"
@@ -186,7 +187,7 @@ def stage_module(captured: Captured, stage: StageGraph, device: torch.device) ->
     made.recompile()
     saved = set(captured.model.state_dict())
     for node in stage.graph.nodes:
-        value = get_attr(made, node.target) if node.op == "get_attr" else None
+        value = attrgetter(node.target)(made) if node.op == "get_attr" else None
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
             place, _, name = node.target.rpartition(".")
             made.get_submodule(place)._non_persistent_buffers_set.add(name)
@@ -211,8 +212,8 @@ def same_held(again: Captured, first: Captured, device: torch.device) -> None:
             )
         place, _, name = str(node.target).rpartition(".")
         try:
-            value = get_attr(first.module, str(node.target))
+            value = attrgetter(str(node.target))(first.module)
         except AttributeError:  # a constant of this record
-            value = get_attr(again.module, str(node.target))
+            value = attrgetter(str(node.target))(again.module)
         if isinstance(value, torch.Tensor):
             setattr(again.module.get_submodule(place), name, value.to(device))

@@ -6,10 +6,13 @@ import functools
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from rlplace.errors import InputError
 from rlplace.runtime.distributed.execution import activity
@@ -168,8 +171,12 @@ class DistributedModel(nn.Module):
         """Runs the forward only; returns what the model would."""
 
     @abstractmethod
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        """Processes that hold a parameter of this rank, or a part of it."""
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank trains, each with the first of the names that the model has for it."""
+        yield from self.named_parameters()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
@@ -181,14 +188,17 @@ class DistributedModel(nn.Module):
             yield self.nothing
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer gets, in groups that one foreach or fused operation can take."""
-        return [{"params": list(self.parameters())}]
+        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
+        parameters = list(self.parameters())
+        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
+        return [{"params": group} for group in groups if group]
 
-    @abstractmethod
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales all gradients of the model so that their common norm is at most `max_norm`; every rank calls it.
 
-        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only.
+        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only. Every element counts once, wherever its
+        copies are.
 
         Args:
             max_norm: Upper limit.
@@ -201,3 +211,27 @@ class DistributedModel(nn.Module):
         Raises:
             RuntimeError: The norm is not finite, and that is an error.
         """
+        infinite, device = norm_type == float("inf"), self.ranks.device
+        total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        for name, parameter in self.named_parameters():
+            if (gradient := parameter.grad) is not None and gradient.numel():
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                norm = torch.linalg.vector_norm(local.to(total), norm_type)
+                copies = self._holders(name, parameter) // _parts(gradient)
+                total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies
+        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        norm = total if infinite else total ** (1.0 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm, foreach=False)  # which takes one mesh
+        return norm
+
+
+def _parts(gradient: torch.Tensor) -> int:
+    """Processes that a gradient is cut over; others hold copies."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))
+    return prod(size for size, cut in zip(sizes, gradient.placements, strict=True) if not isinstance(cut, Replicate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import agree, own_tree
 from rlplace.runtime.held import meta_copy, tensors_in
-from rlplace.runtime.native.gradients import clip_grad_norm_
 
 JOINT_GRAPH = "joint_graph"
 """What runs placements."""
@@ -72,10 +71,6 @@ class PlacedModel(DistributedModel):
         agree(tensors_in(own), self._owners)
         super().train(model.training)
 
-    def engines(self) -> list[Engine]:
-        """The engines made so far, one per signature of inputs."""
-        return list(self._engines.values())
-
     def train(self, mode: bool = True) -> PlacedModel:
         """Sets the mode of all modules."""
         self.meta_model.train(mode)
@@ -111,14 +106,8 @@ class PlacedModel(DistributedModel):
     def _made_engine(self, graph: ForwardGraph) -> Engine:
         return Engine(build_joint(graph, self._plan, self.ranks.device, self._owners), self.ranks, tensors_in(self))
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `DistributedModel.trained`."""
-        yield from self.named_parameters()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """See `DistributedModel.clip_grad_norm_`."""
-        held = [(parameter, len(self._owners[name])) for name, parameter in self.named_parameters()]
-        return clip_grad_norm_(held, 1, self.ranks.device, max_norm, norm_type, error_if_nonfinite)
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        return len(self._owners[name])
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rlplace.errors import InputError, MissingError, show, unknown_name
+from rlplace.graph.fake import tensors_in
 from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, plan_groups, round_to_modules
 from rlplace.plan.plan import PlacementPlan, require_placement
 from rlplace.runtime.distributed.execution.batches import micro_batch
 from rlplace.runtime.distributed.joint.assign import planned_devices
 from rlplace.runtime.distributed.joint.forward import PlacedForward
-from rlplace.runtime.held import tensors_in
 
 
 @dataclass

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import first_names
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import has_target
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.held import first_names
 
 
 @dataclass(frozen=True)

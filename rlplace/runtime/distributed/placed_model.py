@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import meta_copy, tensors_in
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.execution.batches import any_loss, check_inputs, check_same_graph, has_target, takes_target
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss, flat_inputs
@@ -20,7 +21,6 @@ from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import agree, own_tree
-from rlplace.runtime.held import meta_copy, tensors_in
 
 JOINT_GRAPH = "joint_graph"
 """What runs placements."""

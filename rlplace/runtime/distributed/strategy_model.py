@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of, takes_target
-from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import own_part
+from rlplace.runtime.distributed.state.whole import gather_outputs, own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
-from rlplace.runtime.native.batches import Batch, Pass, Share, passes_of, share_of
+from rlplace.runtime.native.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
 from rlplace.runtime.native.gradients import Ties, average_left_out, sum_parts
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import meta_copy
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
-from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
 from rlplace.runtime.native.blocks import tied_names, units

@@ -12,6 +12,7 @@ from equal import SINGLE_PRECISION, build
 from torch import fx, nn
 
 import rlplace
+from rlplace.graph.fake import tensors_in
 from rlplace.runtime.distributed.execution import wire
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
@@ -23,7 +24,6 @@ from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.record import base_of, results_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import own_tree
-from rlplace.runtime.held import tensors_in
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 

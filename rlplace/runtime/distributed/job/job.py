@@ -25,8 +25,7 @@ from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group, wait_for_all
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_tensors
-from rlplace.runtime.environment import own_device, read_clock
-from rlplace.runtime.host_memory import PeakMemory, held_tensors, keep_freed_memory
+from rlplace.runtime.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
 from rlplace.runtime.measure import OPTIMIZERS
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

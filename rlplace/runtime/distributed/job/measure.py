@@ -25,8 +25,7 @@ from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import training
 from rlplace.runtime.distributed.ranks import gather_objects, wait_for_all
-from rlplace.runtime.environment import read_clock
-from rlplace.runtime.host_memory import PeakMemory, held_tensors
+from rlplace.runtime.environment import PeakMemory, held_tensors, read_clock
 from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel

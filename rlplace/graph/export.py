@@ -206,6 +206,22 @@ def run_backward(loss: torch.Tensor) -> None:
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def lies_in(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of something in it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op of a node draws random numbers as it is called."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    given = zip((argument.name for argument in arguments), node.args, strict=False)
+    named = {argument.name: argument.default_value for argument in arguments} | dict(given) | node.kwargs
+    return not (named.get("train") is False or 0.0 in (named.get(name) for name in ("dropout_p", "p", "dropout")))
+
+
 def is_check(node: fx.Node) -> bool:
     """Nodes that only assert what export saw: the devices they name are not the ones used here."""
     return (node.op == "call_module" and str(node.target) == "_guards_fn") or (

@@ -15,8 +15,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
-from rlplace.graph.export import rewrite_devices
-from rlplace.runtime.distributed.graph.randomness import is_random
+from rlplace.graph.export import is_random, rewrite_devices
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured, written_buffer
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rlplace.graph.export import is_random
+
 _key: tuple[int, int] | None = None  # seed and step of what runs now in this process
 
 
@@ -56,17 +58,6 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
         else:
             torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
         return op(*args, **kwargs)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the op of a node draws random numbers as it is called."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
-    given = zip((argument.name for argument in arguments), node.args, strict=False)
-    named = {argument.name: argument.default_value for argument in arguments} | dict(given) | node.kwargs
-    return not (named.get("train") is False or 0.0 in (named.get(name) for name in ("dropout_p", "p", "dropout")))
 
 
 def seed_random_ops(graph: fx.Graph) -> int:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.graph.randomness import is_random, seeded
+from rlplace.graph.export import is_random
+from rlplace.runtime.distributed.graph.randomness import seeded
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}

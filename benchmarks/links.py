@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.fabrics import FIT_BREAKS_MB, MB
+from rlplace.cluster.measured import fit_collective_curve
 from rlplace.problem.collectives import collective_s
 from rlplace.problem.fabric import Curve, bus_factor
-from rlplace.runtime.measured_cluster import fit_collective_curve
 
 GIB = 1 << 30
 CLUSTERS = {"a100": "a100-80g:8", "v100": "v100:8"}

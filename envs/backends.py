@@ -102,7 +102,7 @@ class MeasuredBackend(SimulatedBackend):
 
         Args:
             measure: Runs a plan and returns its step time in seconds (`rlplace.runtime.measure.step_timer` makes one for this
-                process, `rlplace.runtime.distributed.job.live.open_service` for the processes of a job); it raises
+                process, `rlplace.runtime.distributed.job.measure.PlanTimer` times plans on those of a job); it raises
                 `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
         """
         super().__init__()

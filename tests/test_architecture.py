@@ -33,6 +33,7 @@ LEVEL = {
     "planners": 6,
     "strategy": 7,
     "reporting": 7,
+    "recipe": 7,
     "measured": 8,
     "placements": 9,
     "envs": 9,

@@ -139,8 +139,8 @@ def _space(path: Path, seeds: Path) -> None:
 
 def _source(path: Path, seeds: Path) -> None:
     from rlplace.plan import PlacementPlan
-    from rlplace.runtime.distributed.graph.inputs import micro_batch
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan, recipe_of
+    from rlplace.recipe import cluster_of_plan, recipe_of
+    from rlplace.runtime.distributed.execution.batches import micro_batch
 
     plan = PlacementPlan.load(path)
     recipe_of(plan)

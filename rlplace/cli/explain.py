@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+    from rlplace.recipe import cluster_of_plan
 
     option = "--problem" if options.problem else "--group" if options.group else None
     if not options.what.endswith(_PLAN):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.cli.common import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from rlplace.runtime.measure_links import LinkTimes
+    from rlplace.cluster.measured import LinkTimes
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     times = measure_links(repeats=options.repeats, time_limit_s=options.time_limit, progress=say)
     if times is None:
         return 0
-    from rlplace.runtime.measured_cluster import cluster_from
+    from rlplace.cluster.measured import cluster_from
 
     cluster = cluster_from(times)
     cluster.save(options.out)
@@ -38,8 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
     """What was measured, and the fits, as plain data."""
-    from rlplace.runtime.measure_links import KINDS
-    from rlplace.runtime.measured_cluster import fit_pairs
+    from rlplace.cluster.measured import KINDS, fit_pairs
 
     latency, bandwidth, error = fit_pairs(times)
     pairs = [
@@ -77,7 +76,7 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rlplace.runtime.measure_links import KINDS
+    from rlplace.cluster.measured import KINDS
 
     rows = [
         [

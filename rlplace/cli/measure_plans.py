@@ -53,8 +53,8 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
 
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.recipe import recipe_of
     from rlplace.runtime.distributed.job.measure import plan_timer
-    from rlplace.runtime.distributed.job.recipe import recipe_of
     from rlplace.runtime.distributed.job.training import processes_needed
 
     if options.threads is not None:
@@ -97,7 +97,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[s
     import torch.distributed as dist
 
     from rlplace.problem import Problem
-    from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, problem_of_plan
+    from rlplace.recipe import check_graph, cluster_of_plan, problem_of_plan
     from rlplace.runtime.distributed.ranks import broadcast_object
 
     by_fingerprint: dict[str, Problem] = {}

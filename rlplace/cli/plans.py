@@ -38,7 +38,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
     plan = PlacementPlan.load(path)
     if not plan.source:
         raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
-    from rlplace.runtime.distributed.job.recipe import problem_of_plan
+    from rlplace.recipe import problem_of_plan
 
     say(f"building the problem of {path} again; --problem X.problem.json would read it")
     return plan, problem_of_plan(plan, cluster)
@@ -47,7 +47,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Asked:
     """The model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
     from rlplace.evaluating.again import ask_again
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+    from rlplace.recipe import cluster_of_plan
 
     machine = cluster_of_plan(plan, cluster)
     say(f"capturing and pricing the model of {path} again")
@@ -56,7 +56,7 @@ def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Aske
 
 def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:
     """Captures and prices a plan's model again for a number of samples a micro-batch; results are cached."""
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan, rebuild_problem
+    from rlplace.recipe import cluster_of_plan, rebuild_problem
 
     own = plan.source or {}
 

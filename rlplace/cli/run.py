@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.recipe import recipe_of
+    from rlplace.recipe import recipe_of
     from rlplace.runtime.distributed.job.training import check_strategy
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):

@@ -65,7 +65,7 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
     """A whole strategy, op by op where that is affordable."""
     from rlplace.evaluating.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.recipe import cluster_of_plan
+    from rlplace.recipe import cluster_of_plan
     from rlplace.strategy.plan import prediction
 
     plan = PlacementPlan.load(options.plan)

@@ -85,7 +85,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     """
     from rlplace.cost.foreign import as_costs
     from rlplace.graph.rescale import two_captures
-    from rlplace.runtime.distributed.job.recipe import capture_recipe, check_graph, recipe_of, source_of
+    from rlplace.recipe import capture_recipe, check_graph, recipe_of, source_of
     from rlplace.runtime.native.facts import facts_of
     from rlplace.runtime.native.why_not import judge
     from rlplace.strategy.plan import ask

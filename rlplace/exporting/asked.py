@@ -12,7 +12,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage
-from rlplace.runtime.distributed.job.recipe import Recipe, recipe_of
+from rlplace.recipe import Recipe, recipe_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.blocks import owner, units
 from rlplace.runtime.native.capture import observe

@@ -21,8 +21,8 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.runtime.native.blocks import tied_names
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
+from rlplace.runtime.native.gradients import copies_of
 from rlplace.runtime.native.mesh import AXES
-from rlplace.runtime.native.ties import copies_of
 from rlplace.runtime.native.wrap import keep, stands_alone
 from rlplace.schedule import SCHEDULES
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline
-from rlplace.runtime.distributed.job.recipe import recipe_of
+from rlplace.recipe import recipe_of
 from rlplace.schedule import SCHEDULES
 from rlplace.zoo.options import split_spec
 

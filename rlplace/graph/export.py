@@ -204,3 +204,49 @@ def run_backward(loss: torch.Tensor) -> None:
     `Tensor.backward` is itself a function that modes may override, and a mode is off while it handles one.
     """
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def lies_in(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of something in it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op of a node draws random numbers as it is called."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    given = zip((argument.name for argument in arguments), node.args, strict=False)
+    named = {argument.name: argument.default_value for argument in arguments} | dict(given) | node.kwargs
+    return not (named.get("train") is False or 0.0 in (named.get(name) for name in ("dropout_p", "p", "dropout")))
+
+
+def is_check(node: fx.Node) -> bool:
+    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
+    return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
+        node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+    )
+
+
+def rewrite_devices(node: fx.Node, device: torch.device) -> None:
+    """Replaces the devices that export wrote into the arguments, sub-graphs included."""
+    if node.op != "call_function":
+        return
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+        node.kwargs = {key: device if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
+    for module in _sub_graphs(node):
+        for inner in list(module.graph.nodes):
+            if is_check(inner):
+                module.graph.erase_node(inner)
+            else:
+                rewrite_devices(inner, device)
+        module.recompile()
+
+
+def _sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
+    """Graph modules that a higher-order node calls."""
+    owner = node.graph.owning_module
+    values = (operator.attrgetter(str(one.target))(owner) for one in node.all_input_nodes if one.op == "get_attr")
+    return [value for value in values if isinstance(value, fx.GraphModule)]

@@ -1,4 +1,4 @@
-"""Copies of a module and its inputs on fake CPU tensors: same tree, same ties, nothing allocated.
+"""Copies of a module without values, and of it and its inputs on fake CPU tensors: same tree, same ties, nothing allocated.
 
 Capture under autocast: fake CPU tensors that follow the rules of mixed precision on a GPU.
 
@@ -26,6 +26,29 @@ from rlplace.errors import unknown_name
 
 SMALL_CONSTANT_BYTES = 1 << 20
 """Plain tensor attributes on the CPU up to this size stay real, so that a forward may read their values."""
+
+
+def tensors_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their first names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """The module without its values: what is traced when inputs of another shape come."""
+    memo: dict[int, Any] = {}
+    for tensor in tensors_in(model).values():
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -24,8 +24,8 @@ from rlplace.errors import InputError, MissingError
 from rlplace.integrations.trainer_files import use_whole_files
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.distributed.execution.batches import micro_batch
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
-from rlplace.runtime.distributed.graph.inputs import micro_batch
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.state.whole import whole_state_dict
 

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import first_names
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import one_line, wait_for_all
 from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.distributed.state.whole import whole_state_dict
-from rlplace.runtime.held import first_names
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from rlplace.errors import InputError
-from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, round_to_modules
-from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime import check
-from rlplace.runtime.distributed.graph.inputs import micro_batch
+from rlplace.errors import InputError, MissingError, show, unknown_name
+from rlplace.graph.fake import tensors_in
+from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, plan_groups, round_to_modules
+from rlplace.plan.plan import PlacementPlan, require_placement
+from rlplace.runtime.distributed.execution.batches import micro_batch
+from rlplace.runtime.distributed.joint.assign import planned_devices
 from rlplace.runtime.distributed.joint.forward import PlacedForward
-from rlplace.runtime.held import tensors_in
 
 
 @dataclass
@@ -73,18 +74,22 @@ def apply(
         InputError: The plan cannot run here, with the reason; `model` is unchanged.
         MissingError: This machine lacks one of the devices.
     """
-    check.check_plan_runs_here(plan)
-    check.check_model(model)
-    check.check_module_names(model, plan)
-    on = check.check_devices(plan, devices)
+    if not isinstance(plan, PlacementPlan):
+        raise InputError(f"apply: plan is a {type(plan).__name__}, not a PlacementPlan; rlplace.place makes one")
+    instead = "one process for each of its devices runs it: rlplace.distribute, or 'rlplace run', under torchrun"
+    require_placement(plan, "apply: plan", instead)
+    planned_devices(plan)
+    _check_model(model)
+    _check_module_names(model, plan)
+    on = _check_devices(plan, devices)
     forward = PlacedForward(model, plan, on, *micro_batch(plan, example_inputs))
     planned = device_of_op(plan)
     below = most_below((op.rpartition("/")[0], device) for op, device in planned.items())
     for name in tensors_in(model):
         forward.owners.setdefault(name, closest(below, name.rpartition(".")[0]) or 0)
-    move_tensors(model, {name: on[device] for name, device in forward.owners.items()})
+    _move_tensors(model, {name: on[device] for name, device in forward.owners.items()})
     model.forward = forward  # type: ignore[method-assign]
-    refuse_deepcopy(model)
+    _refuse_deepcopy(model)
     first_path = {module: path for path, module in model.named_modules()}
     rounding = round_to_modules(plan, {path: first_path[m] for path, m in model.named_modules(remove_duplicate=False)})
     loss = device_of_loss(plan)
@@ -92,7 +97,7 @@ def apply(
     vars(model)["report"] = ApplyReport(
         devices=tuple(str(device) for device in on),
         device_of_module=rounding.device_of_module,
-        parameter_bytes=device_bytes(model, on),
+        parameter_bytes=_device_bytes(model, on),
         ops=len(planned),
         copies_per_forward=forward.copies,
         loss_device=None if loss is None else str(on[loss]),
@@ -101,14 +106,64 @@ def apply(
     return model
 
 
-def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:
-    """Moves parameters and buffers in place.
+def _check_model(model: nn.Module) -> None:
+    """Refuses modules without real weights, and modules that already run a plan."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"apply: model is a {type(model).__name__}, not a torch.nn.Module")
+    if "report" in vars(model) and type(vars(model)["report"]).__name__ == "ApplyReport":
+        raise InputError("apply: this module already runs a plan; build it again and apply the other plan to that")
+    if "forward" in vars(model):
+        raise InputError("apply: the module's forward was replaced on the instance, and a plan would replace it again")
+    if hasattr(model, "report"):
+        raise InputError("apply: the module has an attribute 'report', which apply wants to set; rename it")
+    for name, tensor in tensors_in(model).items():
+        if is_lazy(tensor):
+            raise InputError(f"apply: {name!r} is not initialised yet; run the module once on a small batch first")
+        if tensor.is_meta:
+            raise InputError(
+                f"apply: {name!r} is on the meta device and has no values; build or load the module with real weights"
+            )
+
+
+def _check_module_names(model: nn.Module, plan: PlacementPlan) -> None:
+    """Refuses a plan whose modules the model lacks."""
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    named = [name.rpartition("/")[0] for name in device_of_op(plan)]
+    for group, _ in plan_groups(plan):
+        named += group.get("modules", ())
+    for path in named:
+        if path not in known:
+            error = unknown_name("module", path, known)
+            raise InputError(f"plan: it is for another model: {type(model).__name__} has no such module ({error})")
+
+
+def _check_devices(plan: PlacementPlan, devices: Sequence[Any]) -> tuple[torch.device, ...]:
+    """The devices as tensors name them, one per device of the plan."""
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise InputError("apply: devices must be a list, one entry per device of the plan")
+    if plan.device_of_group.min(initial=0) < 0:
+        raise InputError("plan: device_of_group holds a negative device")
+    needed = int(plan.device_of_group.max(initial=0)) + 1
+    if len(devices) < needed:
+        raise InputError(f"apply: the plan uses {needed} devices, {len(devices)} given; name one per device of the plan")
+    found = []
+    for item in devices:
+        try:
+            device = torch.device(item)
+        except (RuntimeError, TypeError):
+            raise InputError(f"apply: {show(item)} is not a device; for example 'cuda:0' or 'cpu'") from None
+        try:
+            found.append(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = (str(error).splitlines() or ["no reason given"])[0]
+            raise MissingError(f"apply: device {str(device)!r} is not usable on this machine: {reason}") from None
+    return tuple(found)
+
+
+def _move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:
+    """Moves parameters and buffers in place, by their first names.
 
     A `Parameter` stays the same object, so ties and existing references (an optimizer, ``nn.LSTM``'s weight list) survive.
-
-    Args:
-        model: The module to change.
-        device_of: Device by qualified name, for the first name of every parameter and buffer.
     """
     held = tensors_in(model)
     gradients = [(name, tensor.grad) for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]
@@ -125,15 +180,15 @@ def move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> Non
         module._apply(move, recurse=False)
 
 
-def device_bytes(model: nn.Module, devices: tuple[torch.device, ...]) -> tuple[int, ...]:
+def _device_bytes(model: nn.Module, devices: tuple[torch.device, ...]) -> tuple[int, ...]:
     """Bytes of parameters and buffers on each device; tied ones count once."""
     total = dict.fromkeys(devices, 0)
     for tensor in tensors_in(model).values():
-        total[tensor.device] = total.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+        total[tensor.device] += tensor.numel() * tensor.element_size()
     return tuple(total[device] for device in devices)
 
 
-def refuse_deepcopy(module: nn.Module) -> None:
+def _refuse_deepcopy(module: nn.Module) -> None:
     """Makes ``copy.deepcopy(module)`` an error: the copy would share the original's forward, and run its weights."""
 
     def refuse(memo: Any) -> Any:

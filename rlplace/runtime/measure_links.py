@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
+from rlplace.cluster.measured import KINDS, LinkTimes
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.problem.fabric import CollectiveKind
 from rlplace.runtime.distributed.ranks import gather_objects, one_line, start_group
@@ -30,39 +29,8 @@ GROUP_SIZES = {
     "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 23, 1 << 25, 1 << 27, 1 << 29),
 }
 """Bytes of the whole tensors of collectives, by device type."""
-KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives that are timed."""
 _WARMUP = 3
 _TIMEOUT_S = 300
-
-
-@dataclass(frozen=True, eq=False)
-class LinkTimes:
-    """What was measured.
-
-    Attributes:
-        backend: ``"gloo"`` or ``"nccl"``.
-        hosts: Host name of each of W devices (ranks).
-        drivers: Device name as the driver reports it; ``"cpu"`` for a process on the host's processor.
-        memory_bytes: Memory of each device; a share of the host's for processes on processors.
-        cores: Processor cores of each device, 0 for accelerators.
-        pair_bytes: P message sizes.
-        pair_s: float64 [W, W, P], seconds from sender to receiver; the diagonal is 0.
-        groups: Ranks of each of G groups.
-        group_bytes: S message sizes.
-        group_s: float64 [K, G, S], seconds of each of `KINDS`.
-    """
-
-    backend: str
-    hosts: tuple[str, ...]
-    drivers: tuple[str, ...]
-    memory_bytes: tuple[int, ...]
-    cores: tuple[int, ...]
-    pair_bytes: tuple[int, ...]
-    pair_s: NDArray[np.float64]
-    groups: tuple[tuple[int, ...], ...]
-    group_bytes: tuple[int, ...]
-    group_s: NDArray[np.float64]
 
 
 def measure_links(

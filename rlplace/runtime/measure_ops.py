@@ -29,8 +29,7 @@ from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import UPDATE, OpGraph
-from rlplace.runtime.environment import clock_mhz, own_clock, read_environment, time_control
-from rlplace.runtime.host_memory import PeakMemory, keep_freed_memory
+from rlplace.runtime.environment import PeakMemory, clock_mhz, keep_freed_memory, own_clock, read_environment, time_control
 from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import time_step
 from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY

@@ -148,7 +148,7 @@ def test_functions_that_build_no_model_are_not_called(text):
 
 def test_a_plan_that_names_code_is_announced(tmp_path, monkeypatch, capsys, seeds):
     from rlplace.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.recipe import recipe_of
+    from rlplace.recipe import recipe_of
 
     (tmp_path / "theirs.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
     text = (seeds / "sourced.plan.json").read_text().replace("zoo:mlp", "theirs.py:make")

@@ -13,8 +13,8 @@ from torch import nn
 
 import rlplace
 from rlplace.plan import PlacementPlan
-from rlplace.runtime import streams
 from rlplace.runtime.apply import apply
+from rlplace.runtime.distributed.execution import wire
 
 
 def build(name, devices, sim, seed=0, double=True):
@@ -182,11 +182,11 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"compute of {device}"))
-    monkeypatch.setattr(streams, "side_stream", side_stream)
+    monkeypatch.setattr(wire, "side_stream", side_stream)
 
 
 def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
-    moving = streams.start_copy(Tensor("cuda:0"), torch.device("cuda:1"))
+    moving = wire.start_copy(Tensor("cuda:0"), torch.device("cuda:1"))
     assert LOG == [
         "side of cuda:0 waits for compute of cuda:0",
         "copy to cuda:1, async, under side of cuda:0 and side of cuda:1",
@@ -194,7 +194,7 @@ def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
         "memory on cuda:0 is used by side of cuda:0",
     ]
     LOG.clear()
-    assert streams.finish(moving).device == torch.device("cuda:1")
+    assert wire.finish(moving).device == torch.device("cuda:1")
     assert LOG == ["compute of cuda:1 waits for event of side of cuda:1", "memory on cuda:1 is used by compute of cuda:1"]
 
 
@@ -203,7 +203,7 @@ def test_a_copy_holds_up_neither_device_until_it_is_read(cuda):
 )
 def test_other_copies_are_plain(cuda, sim, source, destination):
     tensor = Tensor(source)
-    moved = streams.finish(streams.start_copy(tensor, torch.device(destination)))
+    moved = wire.finish(wire.start_copy(tensor, torch.device(destination)))
     assert moved.device == torch.device(destination)
     assert LOG == [f"copy to {destination}, not async, under "]
 
@@ -227,9 +227,9 @@ def test_copies_start_where_their_values_are_made(sim):
     (parts,) = net.forward._parts.values()
     nodes = list(parts.forward.module.graph.nodes)
     relu, last = (next(n for n in nodes if n.target is op) for op in (torch.ops.aten.relu.default, torch.ops.aten.add.Tensor))
-    starts = [node for node in nodes if node.target is streams.start_copy and node.args[0] is relu]
+    starts = [node for node in nodes if node.target is wire.start_copy and node.args[0] is relu]
     assert len(starts) == 1
     finish = next(iter(starts[0].users))
-    assert finish.target is streams.finish
+    assert finish.target is wire.finish
     products = [number for number, node in enumerate(nodes) if node.target is torch.ops.aten.addmm.default]
     assert nodes.index(relu) + 1 == nodes.index(starts[0]) < products[1] < products[2] < nodes.index(finish) < nodes.index(last)

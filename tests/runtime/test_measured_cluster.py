@@ -8,10 +8,10 @@ from launch import forked
 
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
+from rlplace.cluster.measured import KINDS, LinkTimes, cluster_from, fit_pairs
 from rlplace.errors import InputError, MissingError
 from rlplace.problem.collectives import collective_s
-from rlplace.runtime.measure_links import KINDS, LinkTimes, group_ranks, measure_links
-from rlplace.runtime.measured_cluster import cluster_from, fit_pairs
+from rlplace.runtime.measure_links import group_ranks, measure_links
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 GROUP_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)

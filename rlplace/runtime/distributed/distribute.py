@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +16,18 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.execution.batches import check_first_batches, check_same_graph
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss
-from rlplace.runtime.distributed.graph.inputs import any_loss, has_target, micro_batch, takes_target
+from rlplace.runtime.distributed.execution.batches import check_first_batches, micro_batch
+from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import faults
-from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
-from rlplace.runtime.distributed.joint.engine import Engine
-from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
-from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
-from rlplace.runtime.distributed.state.whole import own_tree
-from rlplace.runtime.distributed.strategy_model import sum_parts
+from rlplace.runtime.distributed.ranks import check_same_plan, devices_of, part_text, ranks_of
+from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.held import meta_copy, tensors_in
-from rlplace.runtime.native.wrap import average_left_out, left_out
+from rlplace.runtime.native.gradients import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from rlplace.runtime.distributed.strategy_model import StrategyModel
-
-JOINT_GRAPH = "joint_graph"
-"""What runs placements."""
 
 
 def distribute(
@@ -88,47 +76,31 @@ def distribute(
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
     if reduction not in ("mean", "sum"):
         raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
-    batching = Batching(share, frozenset(whole), reduction)
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     where = own_device(device, "distribute")
     if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
-    if plan.strategy is not None:
-        options = {"batching": batching, "loss": loss, "seed": seed, "mixed_precision": mixed_precision}
-        return _by_strategy(model, plan, plan.strategy, example_inputs, where, options)
-    if mixed_precision is not None:
+    if mixed_precision is not None and plan.strategy is None:
         raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
-    if share != "global":
+    if share != "global" and plan.strategy is None:
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
-    ranks = ranks_of(plan, where)
-    faults.watch_over(part_text(plan, None if ranks.replica is None else ranks.rank))
+    rank = dist.get_rank()
+    used = range(devices_of(plan)) if plan.strategy is None else sorted(plan.strategy.devices)
+    faults.watch_over(part_text(plan, used[rank] if rank < len(used) else None))
     check_same_plan(plan)
-    meta = meta_copy(model)
     args, kwargs = micro_batch(plan, example_inputs)
-    with_target = example_target is not None or takes_target(loss)
-    if with_target and has_target(model):
-        raise InputError("distribute: target= is an input of the model, so the loss cannot have one; rename either of them")
-    trace = graphs or Graphs()
-    first = trace(meta, args, kwargs, any_loss if with_target and example_target is None else loss, example_target)
-    check_same_graph(first, ranks)
-    check_same_ops(first, planned_devices(plan))
-    placement = build_joint(first, plan, ranks.device)
-    # What nobody reads is on the plan's first device.
-    owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(model)}
-    own = own_tree(model, owners, ranks.rank, ranks.device)
+    options: dict[str, Any] = {"batching": Batching(share, frozenset(whole), reduction), "loss": loss, "seed": seed}
+    placed: DistributedModel
+    if plan.strategy is None:
+        example = args, kwargs, example_target
+        placed = PlacedModel(model, plan, ranks_of(plan, where), example, graphs=graphs or Graphs(), **options)
+    else:
+        from rlplace.runtime.native.run import prepare
 
-    def traced(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> ForwardGraph:
-        return trace(meta, args, kwargs, None if target is None and with_target else loss, target)
-
-    def engine_for(graph: ForwardGraph) -> Engine:
-        if graph is not first:
-            check_same_graph(graph, ranks)
-        where, held = build_joint(graph, plan, ranks.device, owners), tensors_in(own)
-        return Engine(where, ranks, held)
-
-    placed = PlacedModel(meta, own, owners, ranks, batching, traced, engine_for, seed, JOINT_GRAPH)
-    check_first_batches(placed, ranks, share)
+        inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
+        placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
+    check_first_batches(placed, placed.ranks, placed.batching.share)
     return placed
 
 
@@ -170,44 +142,6 @@ def parallelize(
         if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # what a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
     return made.runner.root, mesh
-
-
-def build_joint(
-    source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
-) -> JointPlacement:
-    """Traces the joint graph and puts it on the devices of a plan; nothing is allocated or run.
-
-    Args:
-        source: The forward of one micro-batch.
-        plan: Names its ops.
-        device: Where this process computes; only its kind matters.
-        owners: Holders of the tensors that are in place already. Default: chosen by the plan.
-    """
-    if device.type not in source.joint:
-        source.joint[device.type] = joint_graph(source, kind=device.type)
-    return place_joint_graph(source.joint[device.type], plan, owners)
-
-
-def _by_strategy(
-    model: nn.Module,
-    plan: PlacementPlan,
-    strategy: Strategy,
-    example_inputs: Any,
-    device: torch.device,
-    options: Mapping[str, Any],
-) -> StrategyModel:
-    """The model under a plan's strategy; its modules are changed in place."""
-    from rlplace.runtime.distributed.strategy_model import keyword_inputs
-    from rlplace.runtime.native.run import prepare
-
-    devices = sorted(strategy.devices)
-    faults.watch_over(part_text(plan, devices[dist.get_rank()] if dist.get_rank() < len(devices) else None))
-    check_same_plan(plan)
-    args, kwargs = micro_batch(plan, example_inputs)
-    inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
-    placed = prepare(model, strategy, inputs, device.type, **options)
-    check_first_batches(placed, placed.ranks, placed.batching.share)
-    return placed
 
 
 def _with_values(example: torch.Tensor) -> torch.Tensor:

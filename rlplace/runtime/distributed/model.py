@@ -6,16 +6,19 @@ import functools
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import first_names
 from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.distributed.graph.inputs import has_target
+from rlplace.runtime.distributed.execution.batches import has_target
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.held import first_names
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Deliver(torch.autograd.Function):
         return None, None
 
 
-_OWN = ("batching", "random_state", "report", "nothing")
+_OWN = ("batching", "meta_model", "nothing", "random_state", "ranks", "report")
 
 
 class DistributedModel(nn.Module):
@@ -113,14 +116,17 @@ class DistributedModel(nn.Module):
         random_state: Seed of the random ops, and number of the next training step: what their streams depend on.
         report: What runs the plan.
         nothing: A parameter without elements.
+        ranks: The processes that run the model.
+        meta_model: The model without its values, all of it: names, shapes, modes, code.
     """
 
     nothing: nn.Parameter
+    meta_model: nn.Module
 
     def __init__(self, meta: nn.Module, ranks: Ranks, batching: Batching, seed: int, report: str) -> None:
         super().__init__()
-        vars(self)["_meta"] = meta  # not a child: its tensors are not this rank's
-        self._ranks = ranks
+        vars(self)["meta_model"] = meta  # not a child: its tensors are not this rank's
+        self.ranks = ranks
         self.batching = batching
         self.random_state = seed, 0
         self.report = report
@@ -149,22 +155,12 @@ class DistributedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(vars(self)["_meta"], name)  # such as a transformers model's config
+            value = getattr(vars(self)["meta_model"], name)  # such as a transformers model's config
             if isinstance(value, (nn.Module, torch.Tensor)):
                 raise AttributeError(
                     f"{name!r} of the model is not on this rank; state_dict() and named_parameters() have what is"
                 ) from None
             return value
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that run the model."""
-        return self._ranks
-
-    @property
-    def meta_model(self) -> nn.Module:
-        """The model without its values, all of it: names, shapes, modes, code."""
-        return vars(self)["_meta"]
 
     @abstractmethod
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
@@ -175,8 +171,12 @@ class DistributedModel(nn.Module):
         """Runs the forward only; returns what the model would."""
 
     @abstractmethod
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        """Processes that hold a parameter of this rank, or a part of it."""
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank trains, each with the first of the names that the model has for it."""
+        yield from self.named_parameters()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
@@ -188,14 +188,17 @@ class DistributedModel(nn.Module):
             yield self.nothing
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer gets, in groups that one foreach or fused operation can take."""
-        return [{"params": list(self.parameters())}]
+        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
+        parameters = list(self.parameters())
+        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
+        return [{"params": group} for group in groups if group]
 
-    @abstractmethod
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales all gradients of the model so that their common norm is at most `max_norm`; every rank calls it.
 
-        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only.
+        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only. Every element counts once, wherever its
+        copies are.
 
         Args:
             max_norm: Upper limit.
@@ -208,3 +211,27 @@ class DistributedModel(nn.Module):
         Raises:
             RuntimeError: The norm is not finite, and that is an error.
         """
+        infinite, device = norm_type == float("inf"), self.ranks.device
+        total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        for name, parameter in self.named_parameters():
+            if (gradient := parameter.grad) is not None and gradient.numel():
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                norm = torch.linalg.vector_norm(local.to(total), norm_type)
+                copies = self._holders(name, parameter) // _parts(gradient)
+                total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies
+        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        norm = total if infinite else total ** (1.0 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm, foreach=False)  # which takes one mesh
+        return norm
+
+
+def _parts(gradient: torch.Tensor) -> int:
+    """Processes that a gradient is cut over; others hold copies."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))
+    return prod(size for size, cut in zip(sizes, gradient.placements, strict=True) if not isinstance(cut, Replicate))

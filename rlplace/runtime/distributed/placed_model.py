@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,50 +11,69 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import check_inputs
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, flat_inputs
+from rlplace.graph.fake import meta_copy, tensors_in
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.execution.batches import any_loss, check_inputs, check_same_graph, has_target, takes_target
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss, flat_inputs
+from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.distributed.joint.engine import Engine
+from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import agree
-from rlplace.runtime.held import tensors_in
-from rlplace.runtime.native.clip import clip_grad_norm_
+from rlplace.runtime.distributed.state.whole import agree, own_tree
 
-Trace = Callable[[tuple[Any, ...], Mapping[str, Any], Any], ForwardGraph]
-MakeEngine = Callable[[ForwardGraph], Engine]
+JOINT_GRAPH = "joint_graph"
+"""What runs placements."""
 
 
 class PlacedModel(DistributedModel):
-    """See `DistributedModel`."""
+    """See `DistributedModel`.
+
+    Args:
+        model: The whole model.
+        plan: Places its ops.
+        ranks: Which process this is.
+        example: Positional and keyword arguments of a call, and the target of the loss, if any.
+        batching: How a batch becomes micro-batches.
+        loss: See `rlplace.distribute`.
+        seed: Of random ops.
+        graphs: Traces the model.
+    """
 
     def __init__(
         self,
-        meta: nn.Module,
-        own: nn.Module,
-        owners: Mapping[str, tuple[int, ...]],
+        model: nn.Module,
+        plan: PlacementPlan,
         ranks: Ranks,
+        example: tuple[tuple[Any, ...], Mapping[str, Any], Any],
+        *,
         batching: Batching,
-        trace: Trace,
-        make: MakeEngine,
+        loss: Loss | None,
         seed: int,
-        report: str,
+        graphs: Graphs,
     ) -> None:
-        super().__init__(meta, ranks, batching, seed, report)
+        super().__init__(meta_copy(model), ranks, batching, seed, JOINT_GRAPH)
+        self._plan, self._graphs, self._loss = plan, graphs, loss
+        args, kwargs, target = example
+        self._with_target = target is not None or takes_target(loss)
+        if self._with_target and has_target(model):
+            raise InputError("distribute: target= is an input of the model, so the loss cannot have one; rename either of them")
+        first = graphs(self.meta_model, args, kwargs, any_loss if self._with_target and target is None else loss, target)
+        check_same_graph(first, ranks)
+        check_same_ops(first, planned_devices(plan))
+        owners = build_joint(first, plan, ranks.device).owners
+        # What nobody reads is on the plan's first device.
+        self._owners = {name: owners.get(name, (0,)) for name in tensors_in(model)}
+        own = own_tree(model, self._owners, ranks.rank, ranks.device)
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[held] = vars(own)[held]
-        self._owners = owners
-        self._trace, self._make_engine = trace, make
-        self._engines: dict[ForwardGraph, Engine] = {}
-        agree(tensors_in(own), owners)
-        super().train(meta.training)
-
-    def engines(self) -> list[Engine]:
-        """The engines made so far, one per signature of inputs."""
-        return list(self._engines.values())
+        self._engines = {first: self._made_engine(first)}
+        agree(tensors_in(own), self._owners)
+        super().train(model.training)
 
     def train(self, mode: bool = True) -> PlacedModel:
         """Sets the mode of all modules."""
-        self._meta.train(mode)
+        self.meta_model.train(mode)
         super().train(mode)
         return self
 
@@ -77,19 +96,18 @@ class PlacedModel(DistributedModel):
         return outputs[-1] if len(outputs) > graph.out_spec.num_leaves else pytree.tree_unflatten(outputs, graph.out_spec)
 
     def _engine(self, args: Any, kwargs: Any, target: Any) -> tuple[ForwardGraph, Engine]:
-        graph = self._trace(args, kwargs, target)
+        loss = None if target is None and self._with_target else self._loss
+        graph = self._graphs(self.meta_model, args, kwargs, loss, target)
         if graph not in self._engines:
-            self._engines[graph] = self._make_engine(graph)
+            check_same_graph(graph, self.ranks)
+            self._engines[graph] = self._made_engine(graph)
         return graph, self._engines[graph]
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `DistributedModel.trained`."""
-        yield from self.named_parameters()
+    def _made_engine(self, graph: ForwardGraph) -> Engine:
+        return Engine(build_joint(graph, self._plan, self.ranks.device, self._owners), self.ranks, tensors_in(self))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """See `DistributedModel.clip_grad_norm_`."""
-        held = [(parameter, len(self._owners[name])) for name, parameter in self.named_parameters()]
-        return clip_grad_norm_(held, 1, self._ranks.device, max_norm, norm_type, error_if_nonfinite)
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        return len(self._owners[name])
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
@@ -98,3 +116,19 @@ def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
         return loss
     made = graph.outputs[graph.loss]  # type: ignore[index]
     return pytree.tree_unflatten([loss if item is made else None for item in graph.outputs], graph.out_spec)
+
+
+def build_joint(
+    source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
+) -> JointPlacement:
+    """Traces the joint graph and puts it on the devices of a plan; nothing is allocated or run.
+
+    Args:
+        source: The forward of one micro-batch.
+        plan: Names its ops.
+        device: Where this process computes; only its kind matters.
+        owners: Holders of the tensors that are in place already. Default: chosen by the plan.
+    """
+    if device.type not in source.joint:
+        source.joint[device.type] = joint_graph(source, kind=device.type)
+    return place_joint_graph(source.joint[device.type], plan, owners)

@@ -106,11 +106,6 @@ class Ranks:
         """Number of the replica that this rank belongs to; None: the plan does not use this rank."""
         return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
 
-    @property
-    def replica_count(self) -> int:
-        """Replicas of the plan."""
-        return len(self.replicas)
-
 
 def part_text(plan: PlacementPlan, device: int | None) -> str:
     """What a device of a plan runs, for messages: its stages."""

@@ -17,22 +17,18 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of
-from rlplace.runtime.distributed.execution.outputs import gather_outputs, join_leaves
+from rlplace.runtime.distributed.execution.batches import check_inputs, samples_of, takes_target
 from rlplace.runtime.distributed.graph.forward_graph import Loss
-from rlplace.runtime.distributed.graph.inputs import takes_target
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import own_part
+from rlplace.runtime.distributed.state.whole import gather_outputs, own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
-from rlplace.runtime.native.batches import Batch, Pass, Share, passes_of, share_of
-from rlplace.runtime.native.clip import clip_grad_norm_
+from rlplace.runtime.native.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
+from rlplace.runtime.native.gradients import Ties, average_left_out, sum_parts
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
-from rlplace.runtime.native.ties import Ties
-from rlplace.runtime.native.wrap import average_left_out
 
 if TYPE_CHECKING:
     from rlplace.runtime.native.pipeline import PipelineRun
@@ -186,7 +182,7 @@ class StrategyModel(DistributedModel):
         return batch, self._passes(batch, inputs)
 
     def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
-        samples = samples_of(dict(batch)) * (self.ranks.replica_count if self.batching.share == "replica" else 1)
+        samples = samples_of(dict(batch)) * (len(self.ranks.replicas) if self.batching.share == "replica" else 1)
         return share_of(self.strategy, replica, samples, degree)
 
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
@@ -207,12 +203,6 @@ class StrategyModel(DistributedModel):
         """See `DistributedModel.trained`."""
         for name, parameter in self.named_parameters():
             yield next((names[0] for names in self._tied if name in names), name), parameter
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
-        parameters = list(self.parameters())
-        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
-        return [{"params": group} for group in groups if group]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -257,19 +247,9 @@ class StrategyModel(DistributedModel):
             for other in copies[1:]:
                 other.copy_(copies[0])
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """See `DistributedModel.clip_grad_norm_`."""
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
         copies = {} if self._ties is None else self._ties.copies(self._bodies)
-        counted = [(parameter, copies.get(parameter, 1)) for _, parameter in self.named_parameters()]
-        processes = self.place.mesh.size() // self.place.mesh["pipeline"].size()
-        return clip_grad_norm_(counted, processes, self.place.device, max_norm, norm_type, error_if_nonfinite)
-
-
-def sum_parts(parameter: torch.Tensor) -> None:
-    """A gradient of partial sums over the tensor axis is summed, as its parameter is held."""
-    if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
-        if parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
 
 
 def _part(output: Any, samples: int, number: int, parts: int) -> Any:

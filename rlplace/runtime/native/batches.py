@@ -1,4 +1,4 @@
-"""A replica's share of a batch, in micro-batches, and what each counts in the loss of the step."""
+"""A replica's share of a batch, in micro-batches, what each counts in the loss of the step, and outputs put together again."""
 
 from __future__ import annotations
 
@@ -163,6 +163,43 @@ def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collecti
 
 def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
     return torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
+
+
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
+    """Micro-batches put together again.
+
+    Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension
+    grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
+
+    Args:
+        parts: The flat outputs of each micro-batch.
+        samples: Number of samples of each micro-batch.
+        mean: Whether scalars are means over the samples.
+    """
+    total = sum(samples)
+    joined = []
+    for position in range(len(parts[0])):
+        values = [part[position] for part in parts]
+        first = values[0]
+        tensor = isinstance(first, torch.Tensor)
+        if tensor and first.is_floating_point() and first.dim() == 0:
+            joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
+        elif tensor and first.dim() > 0 and _grows(values, samples):
+            joined.append(torch.cat(values) if len(values) > 1 else first)
+        else:
+            joined.append(values[-1])
+    return joined
+
+
+def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
+    """Whether the first dimension grows with the number of samples.
+
+    It does when it is that number, or always so many times it, unless every micro-batch has the same values: a mask of ten
+    by ten tokens is as long as ten tokens of one sample, but does not depend on the sample.
+    """
+    if any(len(v) * samples[0] != len(values[0]) * n or len(v) % n for v, n in zip(values, samples, strict=True)):
+        return False
+    return len(values[0]) == samples[0] or not all(torch.equal(v, values[0]) for v in values[1:])
 
 
 def signature_of(inputs: Batch) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from rlplace.errors import InputError, show
+from rlplace.graph.export import lies_in
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _KEPT = (nn.modules.dropout._DropoutNd, _NormBase)
@@ -61,11 +62,6 @@ def _inside(module: nn.Module, path: str, chosen: set[str], listed: bool) -> Ite
 def _is_whole(module: nn.Module) -> bool:
     """Whether it reads parameters of its own, or draws random numbers or keeps statistics."""
     return any(True for _ in module.parameters(recurse=False)) or isinstance(module, _KEPT)
-
-
-def lies_in(path: str, module: str) -> bool:
-    """Whether a path is that of a module, or of something in it."""
-    return path == module or path.startswith(f"{module}.")
 
 
 def owner(path: str, blocks: Iterable[str]) -> str | None:

@@ -8,6 +8,7 @@ on values, autograd functions of its own), and it keeps its parameters, hooks an
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError, show
 from rlplace.graph.export import export_training_graph
 from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-from rlplace.runtime.aliases import without_writes, written_by
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import units
 
@@ -35,7 +35,8 @@ class Captured:
     Attributes:
         model: What was captured.
         graph: ``placeholder`` for every flat input, ``get_attr`` for parameters, buffers and constants, ``call_module`` for
-            units, ``call_function`` for what is between them; one flat tuple as output.
+            units, ``call_function`` for what is between them, without writes but for the new values of buffers at the end; one
+            flat tuple as output.
         module: What the ``get_attr`` nodes look their values up in.
         units: Modules by path.
         out_spec: pytree spec of the model's output.
@@ -100,13 +101,16 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
         if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
             mode = new_fake_mode()  # what stands for a unit is on the processor, what is read between units would not be
             source, inputs = fake_copy(model, mode), fake_inputs(dict(inputs), mode)
-        with _opaque(dict(units(source, blocks)), results), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            exported = export_training_graph(source, (), inputs)
-        graph = exported.module.graph
+        region = torch.autocast("cpu", enabled=False)
+        with _opaque(dict(units(source, blocks)), results), torch.enable_grad(), region, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch copies what it tells others not to use
+            program = export_training_graph(source, (), inputs).program
+            if _writes(program.graph_module):  # then what writes in place makes a new value, which any stage may read
+                program = program.run_decompositions({})
+        recorded = program.module(check_guards=False)
         for name, module in found.items():
-            exported.module.add_submodule(name, module)
-        _call_units(graph)
-        without_writes(graph)
+            recorded.add_submodule(name, module)
+        _call_units(recorded.graph)
     except InputError:
         raise
     except Exception as error:  # it is the model's own code that runs
@@ -117,7 +121,14 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
         ) from error
     finally:
         _calls.clear()
-    return Captured(model, graph, exported.module, found, exported.program.call_spec.out_spec, calls)
+    return Captured(model, recorded.graph, recorded, found, program.call_spec.out_spec, calls)
+
+
+def _writes(module: fx.GraphModule) -> bool:
+    """Whether an op of a graph, or of a graph in it, writes in place."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _shapes(value: Any) -> tuple[Any, ...]:
@@ -279,4 +290,12 @@ def _call_units(graph: fx.Graph) -> None:
                 user.replace_all_uses_with(value)
                 graph.erase_node(user)
         graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or any(written_by(node)))
+    graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output", "call_module") or written_buffer(node) is not None
+    )
+
+
+def written_buffer(node: fx.Node) -> fx.Node | None:
+    """The buffer that a node gives a new value."""
+    written = node.args[0] if node.target is torch.ops.aten.copy_.default else None
+    return written if isinstance(written, fx.Node) and written.op == "get_attr" else None

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
-from rlplace.runtime.aliases import get_attr, shared_memory, written_by
-from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.held import rewrite_devices
+from rlplace.graph.export import is_random, rewrite_devices
 from rlplace.runtime.native.blocks import owner
-from rlplace.runtime.native.capture import Captured
+from rlplace.runtime.native.capture import Captured, written_buffer
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -51,15 +50,15 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
         blocks: Per stage the paths of its blocks; what lies inside a block goes with it.
 
     Raises:
-        InputError: A unit is in no stage, or an earlier stage reads what a later one makes.
+        InputError: A unit is in no stage, an earlier stage reads what a later one makes, or one stage writes what others read.
     """
     stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
-    nodes, reads = list(captured.graph.nodes), _reads(captured.graph)
-    stage_of = _stages(captured, stage_of_block, reads)
+    nodes = list(captured.graph.nodes)
+    stage_of = _stages(captured, stage_of_block)
     stage_of[nodes[-1]] = len(blocks) - 1
     read_until: dict[fx.Node, int] = {}
     for node in nodes:
-        for value in reads[node]:
+        for value in node.all_input_nodes:
             read_until[value] = max(read_until.get(value, FLOATING), stage_of[node])
     crossing = [
         [node for node in nodes if FLOATING < stage_of[node] <= edge < read_until.get(node, FLOATING)]
@@ -68,44 +67,34 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
     for node in (node for edge in crossing for node in edge):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
-    trained = _trained(captured)
-    stages = []
+    written = {buffer: stage_of[node] for node in nodes if (buffer := written_buffer(node)) is not None}
+    trained, stages = _trained(captured), []
     for number, (taken, given) in enumerate(pairwise(crossing)):
         own = [node for node in nodes if stage_of[node] == number]
-        graph, inputs = _stage_graph(nodes, taken, given, _needed([*own, *given], set(taken), reads))
+        needed = _needed([*own, *given], set(taken))
+        for buffer, stage in written.items():
+            if buffer in needed and stage != number:
+                raise InputError(
+                    f"native: buffer {show(buffer.target)} is written in stage {stage} and read in {number}; cut elsewhere"
+                )
+        graph, inputs = _stage_graph(nodes, taken, given, needed)
         stages.append(
             StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
         )
     return stages
 
 
-def _reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What every node has to come after: its inputs, and what wrote to their memory before."""
-    memory, writers, reads = shared_memory(graph.nodes), dict[fx.Node, list[fx.Node]](), dict[fx.Node, list[fx.Node]]()
-    for node in graph.nodes:
-        families = dict.fromkeys(memory.find(value) for value in node.all_input_nodes)
-        reads[node] = [*node.all_input_nodes, *(writer for family in families for writer in writers.get(family, ()))]
-        for value in written_by(node):
-            writers.setdefault(memory.find(value), []).append(node)
-    return reads
-
-
-def _stages(
-    captured: Captured, stage_of_block: Mapping[str, int], reads: Mapping[fx.Node, Sequence[fx.Node]]
-) -> dict[fx.Node, int]:
+def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
     """The stage of every node, `FLOATING` for what has no parameter behind it."""
     stage_of: dict[fx.Node, int] = {}
     parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
     for node in captured.graph.nodes:
-        before = max((stage_of[value] for value in reads[node]), default=FLOATING)
+        before = max((stage_of[value] for value in node.all_input_nodes), default=FLOATING)
         stage_of[node] = before
         if node.op == "call_module":
             stage_of[node] = _stage_of_unit(captured, str(node.target), before, stage_of_block)
-        elif is_random(node) or any(value in parameters for value in node.all_input_nodes):
+        elif is_random(node) or written_buffer(node) or any(value in parameters for value in node.all_input_nodes):
             stage_of[node] = max(before, 0)
-    for node in captured.graph.nodes:
-        if any(FLOATING < stage_of[value] != stage_of[node] for value in written_by(node)):
-            raise InputError(f"native: {node.name} writes to a value of another stage; cut elsewhere")
     for node in parameters:
         stages = {stage_of[user] for user in node.users}
         if owner(str(node.target), captured.units) is not None or len(stages) > 1:
@@ -132,7 +121,7 @@ def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: M
 
 
 def _is_parameter(captured: Captured, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(get_attr(captured.module, str(node.target)), nn.Parameter)
+    return node.op == "get_attr" and isinstance(attrgetter(str(node.target))(captured.module), nn.Parameter)
 
 
 def _trained(captured: Captured) -> set[fx.Node]:
@@ -140,7 +129,7 @@ def _trained(captured: Captured) -> set[fx.Node]:
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
         own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
-        held = node.op == "get_attr" and getattr(get_attr(captured.module, node.target), "requires_grad", False)
+        held = node.op == "get_attr" and getattr(attrgetter(node.target)(captured.module), "requires_grad", False)
         value = node.meta.get("val")
         whole = not isinstance(value, torch.Tensor) or value.is_floating_point()
         detached = getattr(node.target, "_opname", "") == "detach"
@@ -173,14 +162,14 @@ def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
     return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
 
 
-def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node], reads: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
+def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     """Everything behind some nodes, up to what the stage before hands over."""
     needed, open_nodes = set(taken), list(wanted)
     while open_nodes:
         node = open_nodes.pop()
         if node not in needed:
             needed.add(node)
-            open_nodes.extend(reads[node])
+            open_nodes.extend(node.all_input_nodes)
     return needed
 
 
@@ -197,7 +186,7 @@ def stage_module(captured: Captured, stage: StageGraph, device: torch.device) ->
     made.recompile()
     saved = set(captured.model.state_dict())
     for node in stage.graph.nodes:
-        value = get_attr(made, node.target) if node.op == "get_attr" else None
+        value = attrgetter(node.target)(made) if node.op == "get_attr" else None
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
             place, _, name = node.target.rpartition(".")
             made.get_submodule(place)._non_persistent_buffers_set.add(name)
@@ -222,8 +211,8 @@ def same_held(again: Captured, first: Captured, device: torch.device) -> None:
             )
         place, _, name = str(node.target).rpartition(".")
         try:
-            value = get_attr(first.module, str(node.target))
+            value = attrgetter(str(node.target))(first.module)
         except AttributeError:  # a constant of this record
-            value = get_attr(again.module, str(node.target))
+            value = attrgetter(str(node.target))(again.module)
         if isinstance(value, torch.Tensor):
             setattr(again.module.get_submodule(place), name, value.to(device))

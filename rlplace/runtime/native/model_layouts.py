@@ -11,17 +11,15 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from rlplace.graph.export import module_path
+from rlplace.graph.cuts.follow import RefusedError
+from rlplace.graph.cuts.regions import BlockGraph, Region, block_graph, check_draws, common_parts, regions
+from rlplace.graph.cuts.sequence import SEQUENCE, sequence_modules
+from rlplace.graph.export import is_random, module_path
 from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan.strategy import Stage
-from rlplace.runtime.distributed.graph.randomness import is_random
 from rlplace.runtime.native.capture import Captured
-from rlplace.runtime.native.follow import RefusedError
-from rlplace.runtime.native.layouts import BlockGraph, Region, block_graph, common_parts, regions
 from rlplace.runtime.native.mesh import Place
-from rlplace.runtime.native.sequence import sequence_modules
-from rlplace.runtime.native.streams import check_draws
-from rlplace.runtime.native.tensor import SEQUENCE, Layouts, Trial
+from rlplace.runtime.native.tensor import Layouts, Trial
 from rlplace.runtime.native.why_not import TensorFacts
 
 _VIEWS = ("view", "reshape")

@@ -12,21 +12,21 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import meta_copy
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
-from rlplace.runtime.held import meta_copy
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
 from rlplace.runtime.native.blocks import tied_names, units
 from rlplace.runtime.native.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
+from rlplace.runtime.native.gradients import Ties
 from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out
 from rlplace.runtime.native.pipeline import PipelineRun, Recorded, StageModule
-from rlplace.runtime.native.ties import Ties
 from rlplace.runtime.native.why_not import minor_version, why_not
 from rlplace.runtime.native.wrap import wrap_stage
 

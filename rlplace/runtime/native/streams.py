@@ -8,15 +8,12 @@ so a recomputation, which starts again where the forward did, draws the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.native.follow import RefusedError
-from rlplace.runtime.native.layouts import BlockGraph, Region
 from rlplace.runtime.native.mesh import Place
 
 
@@ -74,19 +71,3 @@ class PartStream:
         """Makes what is drawn from the call of one module to that of another be drawn for parts."""
         first.register_forward_pre_hook(lambda module, args: self.begin())
         last.register_forward_pre_hook(lambda module, args: self.end())
-
-
-def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
-    """Every number is drawn for a part where it is drawn inside of a region, and nowhere else.
-
-    Raises:
-        RefusedError: Another is.
-    """
-    drawn = [node for node in block.graph.nodes if is_random(node)]
-    number = {node: n for n, node in enumerate(block.graph.nodes)}
-    spans = [(number[r.columns[0].node], number[r.rows[-1].node], r.nodes) for r in regions if r.draws]
-    for node in drawn:
-        if [node in nodes for first, last, nodes in spans] != [first < number[node] < last for first, last, _ in spans]:
-            raise RefusedError(f"{node.name} draws numbers where parts and whole values are worked on by turns")
-    if any(one[0] < other[0] < one[1] for one in spans for other in spans):
-        raise RefusedError("regions that draw numbers lie in one another")

@@ -17,11 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime.native.layouts import Region
+from rlplace.graph.cuts.regions import Region
+from rlplace.graph.cuts.sequence import SEQUENCE
 from rlplace.runtime.native.streams import PartStream
-
-SEQUENCE = 1
-"""Dimension of an activation that is split along the sequence."""
 
 
 class Layouts:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlplace.plan.strategy import Stage
+from rlplace.runtime.native.gradients import left_out
 from rlplace.runtime.native.mesh import Place
 
 
@@ -97,20 +97,6 @@ def wrap_stage(
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     return root
-
-
-def left_out(parameter: torch.Tensor) -> bool:
-    """Whether `fully_shard` and `replicate` go without it: they take none without dimensions or without elements."""
-    return not isinstance(parameter, DTensor) and (not parameter.dim() or not parameter.numel())
-
-
-def average_left_out(parameter: torch.Tensor, place: Place) -> None:
-    """Averages a gradient over the replicas, where torch's wrappers leave its parameter out; once more changes nothing."""
-    if parameter.grad is not None and left_out(parameter):
-        for axis in ("replicate", "shard"):
-            if place.mesh[axis].size() > 1:
-                dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
-        parameter.grad /= place.data_degree
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:

@@ -12,17 +12,18 @@ from equal import SINGLE_PRECISION, build
 from torch import fx, nn
 
 import rlplace
+from rlplace.graph.fake import tensors_in
 from rlplace.runtime.distributed.execution import wire
 from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key, seeded
+from rlplace.runtime.distributed.joint import emit
+from rlplace.runtime.distributed.joint import engine as engines
 from rlplace.runtime.distributed.joint.assign import place_joint_graph
-from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.joint.order import joint_order
-from rlplace.runtime.distributed.joint.views import base_of, results_of
+from rlplace.runtime.distributed.joint.record import base_of, results_of
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import own_tree
-from rlplace.runtime.held import tensors_in
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 
@@ -164,7 +165,7 @@ def test_outputs_to_differentiate():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["t5", "awkward", "resnet"])
-def test_programs_follow_one_order_and_every_message_has_two_ends(name, training):
+def test_programs_follow_one_order_and_every_message_has_two_ends(name, training, monkeypatch):
     built = joint_worker.build(name, 3, seed=2)
     placement, cpu = built.placement, torch.device("cpu")
     order = joint_order(placement, placement.device_of if training else placement.forward)
@@ -176,10 +177,17 @@ def test_programs_follow_one_order_and_every_message_has_two_ends(name, training
     for device in range(3):
         owners = {name: placement.owners.get(name, (0,)) for name in tensors_in(built.model)}
         own = own_tree(built.model, owners, device, cpu)
-        engine, ran = Engine(placement, Ranks(device, 3, cpu, ((0, 1, 2),)), tensors_in(own)), []
-        engine.target_of = lambda node, ran=ran: ran.append(node) or node.target
-        program = engine._program(training)
-        assert ran == [node for node in order if placement.device_of[node] == device]
+        made = []
+
+        class Noting(emit.Emitter):
+            def _leave(self, value, made=made):
+                made.append(value)
+                super()._leave(value)
+
+        monkeypatch.setattr(engines, "Emitter", Noting)
+        program = engines.Engine(placement, Ranks(device, 3, cpu, ((0, 1, 2),)), tensors_in(own))._program(training)
+        wanted = [value for node in order if placement.device_of[node] == device for value in results_of(node)]
+        assert [value for value in made if value in placement.device_of] == wanted
         nodes = list(program.module.graph.nodes)
         assert all(len(node.users) == 1 for node in nodes if node.target is wire.post)  # nothing stays on the wire
         posts, sends = ([n.args[-1] for n in nodes if n.target is target] for target in (wire.post, wire.send))

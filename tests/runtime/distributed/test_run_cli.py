@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
-import serve_worker
+import timer_worker
 import torch
 from launch import run, torchrun
 
 from rlplace.cli.main import main
-from rlplace.runtime.distributed.job.recipe import synthetic_batch
+from rlplace.runtime.distributed.job.training import synthetic_batch
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
@@ -126,9 +126,10 @@ def test_synthetic_batches_stay_in_range():
 
 
 @pytest.mark.slow
-def test_rank_0_asks_and_the_others_serve():
-    first, second = run(2, serve_worker.serve_all)
-    assert second is None
+def test_all_ranks_time_a_plan_alike():
+    first, second = run(2, timer_worker.time_all)
+    for times in ("computed", "after"):
+        assert (first[times].step_s, first[times].places) == (second[times].step_s, second[times].places)
     placed, whole, refused = first["own target"]
     assert placed == pytest.approx(whole, rel=1e-6) and "an input of the model" in refused
     assert len(first["computed"].step_s) == 5 and first["computed"].predicted_s > 0

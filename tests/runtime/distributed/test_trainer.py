@@ -20,8 +20,7 @@ from torch.nn import functional as F
 import rlplace
 from rlplace.errors import InputError
 from rlplace.integrations.trainer import see_one_process, use_model
-from rlplace.runtime.distributed.execution.batches import digest
-from rlplace.runtime.distributed.graph.inputs import any_loss, micro_batch, takes_target
+from rlplace.runtime.distributed.execution.batches import any_loss, digest, micro_batch, takes_target
 
 VOCABULARY, LENGTH = 48, 12
 

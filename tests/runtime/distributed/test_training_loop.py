@@ -198,7 +198,7 @@ def autocast(places):
     assert abs(loss.item() - expected) < 1e-2 * expected
     pair.check_gradients("autocast", 2e-2)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in pair.placed.parameters())
-    nodes = [node for engine in pair.placed.engines() for node in engine.placement.device_of]
+    nodes = [node for engine in pair.placed._engines.values() for node in engine.placement.device_of]
     assert torch.bfloat16 in {node.meta["val"].dtype for node in nodes if "val" in node.meta}
 
 

@@ -145,11 +145,58 @@ class Adding(nn.Module):
         return total * before.view(2, 4) + self.bias
 
 
-def test_what_is_added_in_another_stage_is_a_new_value_unless_it_is_seen_elsewhere():
+@pytest.mark.parametrize("viewed", [False, True])
+def test_what_is_added_in_another_stage_is_a_new_value(viewed):
     inputs, each = {"x": torch.rand(2, 4)}, [[f"layers.{number}"] for number in range(3)]
-    model = Adding(viewed=False)
+    model = Adding(viewed)
     captured = capture(model, inputs)
     torch.testing.assert_close(staged(captured, cut(captured, each), inputs), model(**inputs))
-    assert len(cut(capture(Adding(viewed=False).to("meta"), inputs), each)) == 3
-    with pytest.raises(InputError, match="add_ writes to a value of another stage"):
-        cut(capture(Adding(viewed=True), inputs), each)
+    assert len(cut(capture(Adding(viewed).to("meta"), inputs), each)) == 3
+
+
+class Counting(nn.Module):
+    """Keeps a buffer of its own between blocks."""
+
+    def __init__(self, reader):
+        super().__init__()
+        self.layers, self.reader = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), reader
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == self.reader:
+                self.calls += x.mean().detach()
+                x = x * self.calls
+        return x
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_buffer_is_written_where_it_is_read(reader):
+    inputs, each = {"x": torch.rand(2, 4)}, [["layers.0"], ["layers.1"]]
+    torch.manual_seed(0)
+    model, plain = Counting(reader), Counting(reader)
+    plain.load_state_dict(model.state_dict())
+    captured = capture(model, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(staged(captured, cut(captured, each), inputs), plain(**inputs))
+    assert plain.calls.any() and torch.equal(model.calls, plain.calls)
+
+
+class Moving(nn.Module):
+    """Writes a buffer after the first block, of which the second block gets the value from before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        x, before = self.layers[0](x), self.seen + 0
+        self.seen.copy_(x[0].detach())
+        return self.layers[1](x + before) * before
+
+
+def test_a_buffer_is_not_written_in_one_stage_and_read_in_another():
+    with pytest.raises(InputError, match="buffer 'seen' is written in stage 0 and read in 1"):
+        cut(capture(Moving(), {"x": torch.rand(2, 4)}), [["layers.0"], ["layers.1"]])

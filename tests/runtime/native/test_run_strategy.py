@@ -10,13 +10,13 @@ import pytest
 from launch import forked
 from native_cases import chain, flat
 
+from rlplace import recipe
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTimings
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.job import recipe
 
 pytest.importorskip("transformers")
 

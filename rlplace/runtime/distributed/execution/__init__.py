@@ -1,1 +1,1 @@
-"""Batches and outputs of a step, what travels between processes, and what a process is doing."""
+"""Batches of a step, what travels between devices, and what a process is doing."""

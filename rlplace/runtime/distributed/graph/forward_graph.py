@@ -18,11 +18,10 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.export import export_training_graph, refuse_functions
-from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode
+from rlplace.graph.export import export_training_graph, is_check, refuse_functions
+from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, first_names, new_fake_mode, tensors_in
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
-from rlplace.runtime.held import first_names, is_check, tensors_in
 
 Loss = Callable[..., torch.Tensor]
 

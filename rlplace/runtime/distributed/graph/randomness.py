@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rlplace.runtime import aliases
+from rlplace.graph.export import is_random
 
 _key: tuple[int, int] | None = None  # seed and step of what runs now in this process
 
@@ -58,17 +58,6 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
         else:
             torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
         return op(*args, **kwargs)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the op of a node draws random numbers as it is called."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    named = {argument.name: value for argument, value in aliases.arguments(node)}
-    return not (
-        named.get("train") is False or named.get("dropout_p") == 0.0 or named.get("p") == 0.0 or named.get("dropout") == 0.0
-    )
 
 
 def seed_random_ops(graph: fx.Graph) -> int:

@@ -17,16 +17,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import MissingError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.recipe import check_graph, cluster_of_plan, recipe_of
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.recipe import check_graph, cluster_of_plan, recipe_of, synthetic_batch
-from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, train_step
+from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, synthetic_batch, train_step
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group, wait_for_all
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_tensors
-from rlplace.runtime.environment import own_device, read_clock
-from rlplace.runtime.host_memory import PeakMemory, held_tensors, keep_freed_memory
+from rlplace.runtime.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
 from rlplace.runtime.measure import OPTIMIZERS
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,10 +24,8 @@ from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import training
-from rlplace.runtime.distributed.job.recipe import synthetic_batch
 from rlplace.runtime.distributed.ranks import gather_objects, wait_for_all
-from rlplace.runtime.environment import read_clock
-from rlplace.runtime.host_memory import PeakMemory, held_tensors
+from rlplace.runtime.environment import PeakMemory, held_tensors, read_clock
 from rlplace.runtime.measure import OPTIMIZERS
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel
@@ -191,5 +189,5 @@ def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> Pla
         device: Where this process computes.
         **options: Further fields of `PlanTimer`.
     """
-    example = loaded.example_inputs
-    return PlanTimer(loaded.module, lambda samples: synthetic_batch(example, samples, 0, 0), loaded.loss, device, **options)
+    inputs = partial(training.synthetic_batch, loaded.example_inputs, seed=0, step=0)
+    return PlanTimer(loaded.module, inputs, loaded.loss, device, **options)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.inputs import split_inputs
 from rlplace.plan.plan import PlacementPlan
+from rlplace.recipe import recipe_of
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.job.recipe import recipe_of
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.measure import loss_of
@@ -87,3 +88,45 @@ def train_step(
     optimizer.step()
     activity.mark(None)
     return float(loss.detach())
+
+
+def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> Any:
+    """A batch for one step, the same on every rank.
+
+    It comes from a model's example inputs, so that every value is in its range: a sample of a batch is one of theirs with its
+    elements shuffled. Tensors of the same shape are shuffled alike, which keeps labels beside their tokens, and tensors of at
+    most two different values, such as masks, are not shuffled at all, because their pattern means something.
+
+    Args:
+        example_inputs: Nested tensors of one micro-batch; the batch is the first dimension of the first tensor.
+        samples: Size of the batch.
+        seed: The run's seed.
+        step: Number of the step.
+
+    Returns:
+        The same nesting; tensors without a batch dimension as they are.
+    """
+    leaves = pytree.tree_leaves(example_inputs)
+    length = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+    def shuffled(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.dim() == 0 or len(leaf) != length:
+            return leaf
+        shape = tuple(leaf.shape[1:])
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + _number(shape))
+        rows = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        batch = leaf[torch.randint(len(leaf), (samples,), generator=rows)]
+        if shape and leaf.unique().numel() > 2:
+            flat = batch.reshape(samples, -1)
+            order = torch.rand(flat.shape, generator=generator).argsort(dim=1)
+            batch = flat.gather(1, order).reshape(batch.shape)
+        return batch
+
+    return pytree.tree_map_only(torch.Tensor, shuffled, example_inputs)
+
+
+def _number(shape: tuple[int, ...]) -> int:
+    number = 0
+    for size in shape:
+        number = (number * 8191 + size) % 1_000_003
+    return number

@@ -17,12 +17,13 @@ from torch import nn
 from torch.func import functional_call
 
 from rlplace.errors import InputError
+from rlplace.graph.export import rewrite_devices
+from rlplace.graph.fake import meta_copy
 from rlplace.graph.inputs import split_inputs
 from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.graph.forward_graph import Loss, flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.job.training import Autocast
-from rlplace.runtime.held import meta_copy, rewrite_devices
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.batches import Share, even_sizes, passes_of, signature_of
 

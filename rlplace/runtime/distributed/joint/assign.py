@@ -18,7 +18,7 @@ from rlplace.plan.device_map import LOSS_OP, closest, most_below, plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.joint.graph import JointGraph
-from rlplace.runtime.distributed.joint.views import base_of, is_view_node
+from rlplace.runtime.distributed.joint.record import base_of, is_view_node
 
 
 def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:

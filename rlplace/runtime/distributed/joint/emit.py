@@ -11,7 +11,7 @@ import contextlib
 import operator
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from rlplace.runtime import streams
 from rlplace.runtime.distributed.execution import activity, wire
 from rlplace.runtime.distributed.graph.randomness import random_key
 from rlplace.runtime.distributed.joint.assign import JointPlacement
-from rlplace.runtime.distributed.joint.views import as_made, base_of, is_view_node, lay_out, results_of
+from rlplace.runtime.distributed.joint.record import as_made, base_of, is_view_node, lay_out, results_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,7 @@ class Program:
     @property
     def copies(self) -> int:
         """Copies between devices of this process."""
-        return len(self.module.graph.find_nodes(op="call_function", target=streams.start_copy))
+        return len(self.module.graph.find_nodes(op="call_function", target=wire.start_copy))
 
 
 AHEAD = 32
@@ -74,7 +73,6 @@ class Emitter:
         wanted: Iterable[tuple[fx.Node, int]],
         *,
         wired: bool = False,
-        target_of: Callable[[fx.Node], Any] = lambda node: node.target,
     ) -> None:
         """Writes all nodes.
 
@@ -85,11 +83,10 @@ class Emitter:
             given: Values that are there before, each with its device (None: somewhere).
             wanted: Values, views among them, that are read at the end, each with the device.
             wired: Whether there are other processes. Then the first argument is the step's `Wire`.
-            target_of: What is called for a node.
         """
         self.graph = fx.Graph()
         self.messages: dict[int, wire.Message] = {}
-        self._placement, self._devices, self._target_of = placement, devices, target_of
+        self._placement, self._devices = placement, devices
         self._made: dict[tuple[fx.Node, int | None], fx.Node] = {}
         self._moving: dict[tuple[fx.Node, int], tuple[Any, ...]] = {}
         self._wire = self.graph.placeholder("wire") if wired else None
@@ -157,7 +154,7 @@ class Emitter:
             if node.target is _aten.as_strided.default:
                 strides = tuple(node.args[0].meta["val"].stride())  # type: ignore[union-attr]
                 args = (self.graph.call_function(lay_out, (args[0], strides)), *args[1:])
-            made = self.graph.call_function(self._target_of(node), args, kwargs)
+            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             for result in results_of(node):
                 item = made if result is node else self.graph.call_function(operator.getitem, (made, result.args[1]))
                 self._made[result, here] = item
@@ -177,8 +174,8 @@ class Emitter:
                 continue
             made = self._made[value, message.source]
             if message.destination in self._devices:
-                started = self.graph.call_function(streams.start_copy, (made, self._devices[message.destination]))
-                self._moving[value, message.destination] = streams.finish, (started,)
+                started = self.graph.call_function(wire.start_copy, (made, self._devices[message.destination]))
+                self._moving[value, message.destination] = wire.finish, (started,)
             else:
                 self.messages[message.tag] = message
                 self.graph.call_function(wire.send, (self._wire, made, message.tag))

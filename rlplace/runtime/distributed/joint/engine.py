@@ -18,7 +18,7 @@ from rlplace.runtime.distributed.execution.wire import Wire
 from rlplace.runtime.distributed.joint.assign import JointPlacement
 from rlplace.runtime.distributed.joint.emit import Emitter, Program
 from rlplace.runtime.distributed.joint.order import joint_order
-from rlplace.runtime.distributed.joint.views import lay_out
+from rlplace.runtime.distributed.joint.record import lay_out
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import gather_tensors
 
@@ -84,10 +84,6 @@ class Engine:
         made = gather_tensors(self._run(leaves, False, (0, 0)), self.ranks.device, everywhere=True)
         return [made.get(number, item) for number, item in enumerate(outputs)]
 
-    def target_of(self, node: fx.Node) -> Any:
-        """What is called for a node."""
-        return node.target
-
     def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:
         """A step; returns what this process has of the loss or the outputs, and the gradients that it owns."""
         ranks, joint = self.ranks, self.placement.joint
@@ -120,7 +116,7 @@ class Engine:
         wanted = placement.written + (placement.summands if training else [])
         order = joint_order(placement, placement.device_of if training else placement.forward)
         here = {rank: self.ranks.device}
-        emitter = Emitter(placement, here, order, given, wanted, wired=True, target_of=self.target_of)
+        emitter = Emitter(placement, here, order, given, wanted, wired=True)
         numbers = joint.tangents if training else range(len(joint.outputs))
         results: dict[Any, fx.Node | None] = {number: emitter.anywhere(joint.outputs[number]) for number in numbers}
         results |= {(name, None): emitter.at(node, rank) for name, node in joint.writes.items() if rank in owners[name]}

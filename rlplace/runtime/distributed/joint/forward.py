@@ -20,7 +20,7 @@ from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs
 from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph
 from rlplace.runtime.distributed.joint.emit import Emitter, Program
 from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.views import base_of, results_of
+from rlplace.runtime.distributed.joint.record import base_of, results_of
 
 Key = tuple[int, int]
 

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.randomness import seeded
-from rlplace.runtime.distributed.joint.record import Recorder
-from rlplace.runtime.distributed.joint.views import base_of, is_view_node
+from rlplace.runtime.distributed.joint.record import Recorder, base_of, is_view_node
 
 
 @dataclass(frozen=True, eq=False)

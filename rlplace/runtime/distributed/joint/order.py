@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from math import prod
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from rlplace.graph.flops import count_flops
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
 from rlplace.runtime.distributed.joint.assign import JointPlacement
+from rlplace.runtime.distributed.joint.record import results_of
 from rlplace.simulator import simulate
 
-_aten = torch.ops.aten
 _BANDWIDTH_BYTES_PER_S, _COMPUTE_FLOPS_PER_S, _LAUNCH_S = 1e12, 1e14, 5e-6
 """Speeds of a nominal device; only their ratios matter, and only for the order."""
 
@@ -73,16 +73,7 @@ def _bytes(node: fx.Node) -> int:
 
 def _seconds(node: fx.Node) -> float:
     touched = _bytes(node) + sum(_bytes(other) for other in (*node.all_input_nodes, *node.users))
-    return _LAUNCH_S + touched / _BANDWIDTH_BYTES_PER_S + _flops(node) / _COMPUTE_FLOPS_PER_S
-
-
-def _flops(node: fx.Node) -> float:
-    """FLOPs of products and convolutions."""
-    shapes = [tuple(n.meta["val"].shape) for n in pytree.tree_leaves(node.args) if isinstance(n, fx.Node) and "val" in n.meta]
-    if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
-        return 2.0 * prod(shapes[-2]) * shapes[-1][-1]
-    if node.target is _aten.convolution.default:
-        return 2.0 * node.meta["val"].numel() * prod(shapes[1][1:])
-    if node.target is _aten.convolution_backward.default:
-        return 4.0 * prod(shapes[0]) * prod(shapes[2][1:])
-    return 0.0
+    made = [value.meta["val"] for value in results_of(node) if "val" in value.meta]
+    arguments: Any = fx.map_arg(node.args, lambda value: value.meta.get("val"))
+    flops = count_flops(getattr(node.target, "_opname", ""), arguments, made)
+    return _LAUNCH_S + touched / _BANDWIDTH_BYTES_PER_S + flops / _COMPUTE_FLOPS_PER_S

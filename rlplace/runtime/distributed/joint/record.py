@@ -3,13 +3,16 @@
 torch's functionalization turns every write into an op that makes a new tensor; a dispatch mode below it sees the functional ops
 one by one and writes them down, each with the op of the forward that caused it. A backward op belongs to the op that made its
 autograd node: sequence numbers say which.
+
+Views that keep all elements are no work: every device that reads one makes it from its base, so that bases travel and views
+do not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.graph.randomness import is_random, seeded
+from rlplace.graph.export import is_random
+from rlplace.runtime.distributed.graph.randomness import seeded
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}
@@ -144,3 +148,52 @@ def last_draw(*draws: tuple[Any, ...]) -> Any:
     for op, kwargs, *args in draws:
         result = op(*args, **kwargs)
     return result
+
+
+VIEWS = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.expand.default,
+    }
+)
+"""Views that keep all elements of their base."""
+
+
+def is_view_node(node: fx.Node) -> bool:
+    """Whether every reader makes the node for itself."""
+    return node.op == "call_function" and node.target in VIEWS
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node that a chain of views starts from; the node itself when it is no view."""
+    while is_view_node(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def as_made(node: fx.Node) -> Any:
+    """The op that makes a view of a base which may lie otherwise in memory than it did when it was traced."""
+    return _aten.reshape.default if node.target in (_aten.view.default, _aten._unsafe_view.default) else node.target
+
+
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """The values that a run makes: the node's own, or its items."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return items if items else [node]
+
+
+def lay_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The value with the strides that tracing promised, unless those are of an expanded one."""
+    expanded = any(step == 0 and size > 1 for step, size in zip(strides, value.shape, strict=True))
+    if value.stride() == tuple(strides) or expanded:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

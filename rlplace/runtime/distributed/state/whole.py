@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _sync_params_and_buffers
+from torch.utils import _pytree as pytree
 
+from rlplace.graph.fake import first_names, tensors_in
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import gather_objects, group_of
-from rlplace.runtime.held import first_names, tensors_in
 
 _BUCKET_BYTES = 1 << 28
 
@@ -110,6 +111,26 @@ def gather_tensors(
         if everywhere or rank == 0:
             gathered[name] = found if everywhere else found.cpu() if source else found.cpu().clone()
     return gathered
+
+
+def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device) -> list[list[Any]]:
+    """What the model returned for the micro-batches of each replica, on every rank; all ranks call it.
+
+    Args:
+        own: On one rank of each replica its outputs, else None.
+        replica: The replica that this rank is part of.
+        device: Where tensors go.
+    """
+    told = gather_objects(None if own is None else (replica, pytree.tree_map_only(torch.Tensor, lambda tensor: 0, list(own))))
+    leaves = {(dist.get_rank(), at): leaf for at, leaf in enumerate(pytree.tree_leaves(list(own or ())))}
+    tensors = gather_tensors(tensors_of(leaves), device, everywhere=True)
+    gathered: dict[int, list[Any]] = {}
+    for source, said in enumerate(told):
+        if said is not None:
+            flat, spec = pytree.tree_flatten(said[1])
+            found = [tensors.get((source, at), leaf) for at, leaf in enumerate(flat)]
+            gathered[said[0]] = pytree.tree_unflatten(found, spec)
+    return [gathered[number] for number in sorted(gathered)]
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

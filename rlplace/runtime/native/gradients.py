@@ -1,4 +1,7 @@
-"""Parameters that stages share: each stage has a copy, and their gradients are summed after the backward."""
+"""Gradients over stages, replicas and tensor groups that torch's wrappers leave to be summed.
+
+Each stage has a copy of a parameter that stages share, and the copies' gradients are summed after the backward.
+"""
 
 from __future__ import annotations
 
@@ -100,3 +103,24 @@ class Ties:
             dist.all_reduce(total, group=tie.group)
         for copy in copies:
             copy.grad = own_part(total, copy) if isinstance(copy, DTensor) else total.clone()
+
+
+def left_out(parameter: torch.Tensor) -> bool:
+    """Whether `fully_shard` and `replicate` go without it: they take none without dimensions or without elements."""
+    return not isinstance(parameter, DTensor) and (not parameter.dim() or not parameter.numel())
+
+
+def average_left_out(parameter: torch.Tensor, place: Place) -> None:
+    """Averages a gradient over the replicas, where torch's wrappers leave its parameter out; once more changes nothing."""
+    if parameter.grad is not None and left_out(parameter):
+        for axis in ("replicate", "shard"):
+            if place.mesh[axis].size() > 1:
+                dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
+        parameter.grad /= place.data_degree
+
+
+def sum_parts(parameter: torch.Tensor) -> None:
+    """A gradient of partial sums over the tensor axis is summed, as its parameter is held."""
+    if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+        if parameter.grad.placements != parameter.placements:
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -14,10 +15,40 @@ from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.errors import InputError, MissingError
 from rlplace.problem.fabric import CollectiveKind, Curve, Fabric, bus_factor, joined_curve
-from rlplace.runtime.measure_links import KINDS, LinkTimes
 
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives that are timed."""
 BREAKS = (0, 1 << 18, 1 << 23)
 """Where small, medium and large messages begin: latency, protocol, bandwidth."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTimes:
+    """What was measured.
+
+    Attributes:
+        backend: ``"gloo"`` or ``"nccl"``.
+        hosts: Host name of each of W devices (ranks).
+        drivers: Device name as the driver reports it; ``"cpu"`` for a process on the host's processor.
+        memory_bytes: Memory of each device; a share of the host's for processes on processors.
+        cores: Processor cores of each device, 0 for accelerators.
+        pair_bytes: P message sizes.
+        pair_s: float64 [W, W, P], seconds from sender to receiver; the diagonal is 0.
+        groups: Ranks of each of G groups.
+        group_bytes: S message sizes.
+        group_s: float64 [K, G, S], seconds of each of `KINDS`.
+    """
+
+    backend: str
+    hosts: tuple[str, ...]
+    drivers: tuple[str, ...]
+    memory_bytes: tuple[int, ...]
+    cores: tuple[int, ...]
+    pair_bytes: tuple[int, ...]
+    pair_s: NDArray[np.float64]
+    groups: tuple[tuple[int, ...], ...]
+    group_bytes: tuple[int, ...]
+    group_s: NDArray[np.float64]
 
 
 def cluster_from(times: LinkTimes) -> Cluster:

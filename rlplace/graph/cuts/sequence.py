@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
-from rlplace.graph.export import module_path
+from rlplace.graph.cuts.follow import RefusedError, along
+from rlplace.graph.cuts.regions import BlockGraph, Region
+from rlplace.graph.export import is_random, module_path
 from rlplace.graph.kinds import kind_of
-from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.native.follow import RefusedError, along
-from rlplace.runtime.native.layouts import BlockGraph, Region
-from rlplace.runtime.native.tensor import SEQUENCE
+
+SEQUENCE = 1
+"""Dimension of an activation that is split along the sequence."""
 
 
 def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Region]) -> tuple[str, ...]:

@@ -1,11 +1,4 @@
-"""The model and the problem that a plan was made from, built again from the plan's `source`.
-
-Batches of synthetic samples, the same on every rank.
-
-They come from a model's example inputs, so that every value is in its range: a sample of a batch is one of theirs with its
-elements shuffled. Tensors of the same shape are shuffled alike, which keeps labels beside their tokens, and tensors of at most
-two different values, such as masks, are not shuffled at all, because their pattern means something.
-"""
+"""The model and the problem that a plan was made from, built again from the plan's `source`."""
 
 from __future__ import annotations
 
@@ -17,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
@@ -204,41 +196,3 @@ def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpG
         name=loaded.name,
         source={key: value for key, value in source.items() if key != "rescaled_from"} | {"batch": batch},
     )
-
-
-def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> Any:
-    """A batch for one step.
-
-    Args:
-        example_inputs: Nested tensors of one micro-batch; the batch is the first dimension of the first tensor.
-        samples: Size of the batch.
-        seed: The run's seed.
-        step: Number of the step.
-
-    Returns:
-        The same nesting; tensors without a batch dimension as they are.
-    """
-    leaves = pytree.tree_leaves(example_inputs)
-    length = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
-
-    def shuffled(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.dim() == 0 or len(leaf) != length:
-            return leaf
-        shape = tuple(leaf.shape[1:])
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + _number(shape))
-        rows = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        batch = leaf[torch.randint(len(leaf), (samples,), generator=rows)]
-        if shape and leaf.unique().numel() > 2:
-            flat = batch.reshape(samples, -1)
-            order = torch.rand(flat.shape, generator=generator).argsort(dim=1)
-            batch = flat.gather(1, order).reshape(batch.shape)
-        return batch
-
-    return pytree.tree_map_only(torch.Tensor, shuffled, example_inputs)
-
-
-def _number(shape: tuple[int, ...]) -> int:
-    number = 0
-    for size in shape:
-        number = (number * 8191 + size) % 1_000_003
-    return number

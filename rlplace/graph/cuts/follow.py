@@ -18,7 +18,7 @@ from rlplace.graph.export import module_path
 from rlplace.graph.kinds import kind_of
 
 if TYPE_CHECKING:
-    from rlplace.runtime.native.layouts import BlockGraph, Region
+    from rlplace.graph.cuts.regions import BlockGraph, Region
 
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unflatten"}
 _VIEWS = {*_RESHAPES, "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "slice", "expand"}

@@ -1,4 +1,4 @@
-"""Plans of a job that rank 0 asks for and all ranks run."""
+"""Plans that all processes of a job time together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from plans import plan_of
 from torch import nn
 
@@ -14,7 +13,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.live import open_service
+from rlplace.runtime.distributed.job.measure import plan_timer
 from rlplace.zoo import LoadedModel
 
 
@@ -55,29 +54,19 @@ def own_target():
     return float(placed(**inputs).detach()), float(model(**inputs).detach()), refused
 
 
-def serve_all():
-    """What rank 0 saw: a plan that runs, one that no engine runs, and one after it."""
+def time_all():
+    """What this process saw: a plan that runs, one that no engine runs, and one after it."""
     torch.manual_seed(0)
     model = LoadedModel(module=Net(), example_inputs={"x": torch.randn(4, 16)}, loss=loss_of, name="net")
-    problem = None
-    if dist.get_rank() == 0:
-        graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss)
-        problem = rlplace.price(graph, "cpu:2", groups=4)
-    service = open_service(model, problem, torch.device("cpu"))
-    own = own_target()
-    if dist.get_rank() != 0:
-        service.serve()
-        service.serve()  # a service that was released may be entered again
-        return None
-    found = {"own target": own}
+    graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss)
+    problem = rlplace.price(graph, "cpu:2", groups=4)
+    timer, found = plan_timer(model, torch.device("cpu")), {"own target": own_target()}
     chain = np.arange(problem.num_groups, dtype=np.int32) * 2 // problem.num_groups
     plan = make_plan(problem, chain, planner="t")
-    found["computed"] = service(plan)
-    service.release()
+    found["computed"] = timer(plan, problem)
     try:
-        service(dataclasses.replace(plan, device_of_group=chain + 1))
+        timer(dataclasses.replace(plan, device_of_group=chain + 1), problem)
     except InputError as error:
         found["refused"] = str(error)
-    found["after"] = service(plan)
-    service.release()
+    found["after"] = timer(plan, problem)
     return found

@@ -17,10 +17,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from rlplace.graph.export import export_training_graph, module_path
-from rlplace.runtime.distributed.graph.randomness import is_random
-from rlplace.runtime.native.blocks import lies_in
-from rlplace.runtime.native.follow import RefusedError, follow
+from rlplace.graph.cuts.follow import RefusedError, follow
+from rlplace.graph.export import export_training_graph, is_random, lies_in, module_path
 
 _SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}
 
@@ -201,3 +199,19 @@ def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product],
 def common_parts(found: Iterable[Region]) -> int:
     """What the degree must divide; 0 without regions."""
     return math.gcd(*(size for region in found for size in region.sizes))
+
+
+def check_draws(block: BlockGraph, regions: Sequence[Region]) -> None:
+    """Every number is drawn for a part where it is drawn inside of a region, and nowhere else.
+
+    Raises:
+        RefusedError: Another is.
+    """
+    drawn = [node for node in block.graph.nodes if is_random(node)]
+    number = {node: n for n, node in enumerate(block.graph.nodes)}
+    spans = [(number[r.columns[0].node], number[r.rows[-1].node], r.nodes) for r in regions if r.draws]
+    for node in drawn:
+        if [node in nodes for first, last, nodes in spans] != [first < number[node] < last for first, last, _ in spans]:
+            raise RefusedError(f"{node.name} draws numbers where parts and whole values are worked on by turns")
+    if any(one[0] < other[0] < one[1] for one in spans for other in spans):
+        raise RefusedError("regions that draw numbers lie in one another")

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
 from rlplace.evaluating.boxes import OPS, Box, Picture
@@ -21,7 +22,7 @@ from rlplace.reporting.data import MAX_OPS, ReportData
 from rlplace.reporting.lanes import LINK, LaneRow, Lanes
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import group_edges, module_tree
-from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.reporting.tables import PlannerRow
 from rlplace.simulator import EXECUTOR
 from rlplace.simulator.path import path_parts, realised_path
 from rlplace.simulator.simulated_plan import SimulatedPlan
@@ -36,12 +37,12 @@ from rlplace.strategy.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text
 
 
-def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> ReportData:
+def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> ReportData:
     """What a report shows of a plan with a strategy.
 
     Args:
         asked: The plan, its model and cluster.
-        measured: Rows of predicted against measured.
+        measured: Plans that ran.
 
     Raises:
         InputError: The step has too many parts for a page, or never ends.

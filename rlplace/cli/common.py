@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,10 @@ _SIZES: dict[str, Any] = {
 """Defaults of the options that say what is captured."""
 
 _HOST = ("host_us_per_op", "host_us_per_layer")
+_PRICES: dict[str, Any] = {
+    "autocast": None, "costs": None, **dict.fromkeys(_HOST), "master_weights": False, "host_mode": "eager",
+}  # fmt: skip
+"""Defaults of those that change how it is captured and priced."""
 
 MICROBATCH = 8
 """Default number of samples of a micro-batch."""
@@ -76,21 +80,19 @@ def microbatch(options: argparse.Namespace) -> int:
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
     """The options given that change how a model is captured and priced, and have no effect where it is not."""
-    changed = [name for name in ("autocast", "master_weights", "costs", *_HOST) if getattr(options, name)]
-    changed += ["host_mode"] if options.host_mode != "eager" else []
-    return [f"--{name.replace('_', '-')}" for name in changed]
+    return given(options, _PRICES)
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
     """The MODEL options that were given, other than by their default, as words of a command."""
-    given = _given(options, (*_SIZES, "autocast", "costs", *_HOST))
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
-    words += ["--master-weights"] if options.master_weights else []
-    return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
+    values = vars(options)
+    words = given(options, _SIZES | _PRICES)
+    return [word if (value := values[word[2:].replace("-", "_")]) is True else f"{word}={value}" for word in words]
 
 
-def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    return [name for name in names if getattr(options, name) != _SIZES.get(name)]
+def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """The options that differ from their defaults, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +115,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if sizes := _given(options, _SIZES):
-            raise InputError(f"{model} was captured and has its own sizes; leave --{sizes[0]} out, or name the model instead")
+        if sizes := given(options, _SIZES):
+            raise InputError(f"{model} was captured and has its own sizes; leave {sizes[0]} out, or name the model instead")
         return load_problem(model, options)
     from rlplace.cluster.parse import parse
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -50,7 +49,7 @@ class Picture:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._rows = [LaneRow(name, DEVICE, number, 0.0) for number, name in enumerate(names)]
+        self._rows = [LaneRow(name, DEVICE, number) for number, name in enumerate(names)]
         self._boxes: list[Box] = []
 
     def add(self, draft: Draft, expanded: ExpandedDraft, line: Timeline, update_after_s: float = 0.0) -> None:
@@ -108,7 +107,7 @@ class Picture:
         for devices, boxes in shared.values():
             self._collectives(devices, boxes)
         for (here, there), boxes in ways.items():
-            self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, 0.0, there), boxes)
+            self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, there), boxes)
 
     def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
         """Draws the sums of gradients that parallel pipelines wait for together."""
@@ -116,7 +115,7 @@ class Picture:
 
     def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
         name = f"collective {among([self._names[device] for device in devices])}"
-        self._packed(LaneRow(name, COLLECTIVE, devices[0], 0.0), [box for box in boxes if box.end_s > box.start_s])
+        self._packed(LaneRow(name, COLLECTIVE, devices[0]), [box for box in boxes if box.end_s > box.start_s])
 
     def _packed(self, row: LaneRow, boxes: list[Box]) -> None:
         """The fewest rows like one that hold the boxes without overlap."""
@@ -127,10 +126,7 @@ class Picture:
 
     def drawn(self) -> tuple[list[LaneRow], list[Box]]:
         """All rows, and their boxes by row and start."""
-        busy = np.zeros(len(self._rows))
-        np.add.at(busy, [box.row for box in self._boxes], [box.end_s - box.start_s for box in self._boxes])
-        rows = [dataclasses.replace(row, busy_s=time) for row, time in zip(self._rows, busy.tolist(), strict=True)]
-        return rows, sorted(self._boxes)
+        return self._rows, sorted(self._boxes)
 
 
 def _spans(run: Run, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:

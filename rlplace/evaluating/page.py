@@ -152,7 +152,7 @@ def _timeline(asked: Asked, result: Evaluation, lanes: Lanes) -> Timeline:
         feasible=result.feasible,
         violations=tuple(f"{name} needs {bytes_text(peak)} of {bytes_text(limit)}" for name, peak, limit in over),
         peak_memory_bytes=np.array(result.peak_memory_bytes),
-        busy_s=np.array([row.busy_s for row in lanes.rows[: len(devices)]]),
+        busy_s=lanes.busy_s[: len(devices)],
         device_of_op=lanes.row[tasks],
         start_s=lanes.start_s[tasks],
         end_s=lanes.end_s[tasks],

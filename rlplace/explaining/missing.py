@@ -126,7 +126,8 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
         short = int(over.max())
         message = f"the plan does not fit: {'; '.join(run.line.violations)}"
         name = problem.devices[int(over.argmax())].name if short else None
-        return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None), None
+        shortage = Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
+        return shortage, tester("another plan", problem) if error is None else None
     only = only_plan_short(problem)
     if error is None and only is not None:
         single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0

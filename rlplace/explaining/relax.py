@@ -90,31 +90,21 @@ def relax(
     tester = partial(tried, calls=calls, time_limit_s=time_limit_s, seed=seed)
     run = None if plan is None else run_unchecked(problem, plan)
     shortage, known = find_shortage(problem, run, tester)
-    trials = list(_trials(problem, shortage, known, tester, at, finer if run is None else None, planned=run is not None))
+    trials = [] if known is None else [known]
+    if shortage.constraint != NOWHERE and not (known is not None and known.fits):  # where no memory helps, nothing is tried
+        trials += _trials(problem, shortage, tester, at, finer if run is None else None)
     return Relaxations(shortage, tuple(trials))
 
 
 def _trials(
     problem: Problem,
     shortage: Shortage,
-    known: Trial | None,
     tester: Tester,
     at: Callable[[int], Problem] | None,
     finer: Callable[[], Problem] | None,
-    *,
-    planned: bool,
 ) -> Iterator[Trial]:
-    """All relaxations, small ones first; none where another plan fits without any."""
-    if planned and not shortage.proven:
-        known = tester("another plan", problem)
-    if known is not None:
-        yield known
-        if known.fits:
-            return
-    if shortage.constraint == NOWHERE:  # no memory helps
-        return
-    ways = [_smaller_batches(problem, at), _smaller_optimizers(problem)]
-    ways += [_finer_groups(problem, shortage, finer)]
+    """All relaxations, small ones first."""
+    ways = (_smaller_batches(problem, at), _smaller_optimizers(problem), _finer_groups(problem, shortage, finer))
     gentle = [trial for way in ways for trial in _first_fits(tester, way)]
     yield from gentle
     if shortage.constraint != GROUP:

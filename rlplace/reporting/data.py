@@ -178,9 +178,9 @@ class ReportData:
 
     def _boxes(self, tick: float) -> dict[str, Any]:
         """Rows of the picture, and their boxes one after the other; only the busiest links."""
-        lanes = self.lanes
+        lanes, busy_s = self.lanes, self.lanes.busy_s
         links = [i for i, row in enumerate(lanes.rows) if row.kind != DEVICE]
-        links = sorted(sorted(links, key=lambda i: -lanes.rows[i].busy_s)[:MAX_LINKS])
+        links = sorted(sorted(links, key=lambda i: -busy_s[i])[:MAX_LINKS])
         shown = [i for i, row in enumerate(lanes.rows) if row.kind == DEVICE] + links
         kept = np.isin(lanes.row, shown)
         row = lanes.row[kept]

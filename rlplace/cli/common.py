@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.kept import kept
@@ -43,6 +43,33 @@ _PRICES: dict[str, Any] = {
 
 MICROBATCH = 8
 """Default number of samples of a micro-batch."""
+
+
+def _whole(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not least <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
+    return value
+
+
+def _positive(what: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
+    return value
+
+
+positive, natural = partial(_whole, 1), partial(_whole, 0)
+"""Argparse types: a whole number from 1 up, and from 0 up."""
+
+seconds, rate = partial(_positive, "a positive number of seconds"), partial(_positive, "a positive number")
+"""Argparse types: a positive time, and a positive number such as a learning rate or a norm."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +173,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
     """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
 
-    @functools.cache
+    @cache
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
@@ -245,46 +272,6 @@ def compile_first(space: str = "placement") -> None:
 
     if compile_ahead(space):
         say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")
-
-
-def positive(text: str) -> int:
-    """Argparse type: a whole number from 1 up."""
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    """Argparse type: a whole number from 0 up."""
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not least <= value < 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
-    return value
-
-
-def seconds(text: str) -> float:
-    """Argparse type: a positive time in seconds."""
-    return _positive(text, "a positive number of seconds")
-
-
-def rate(text: str) -> float:
-    """Argparse type: a positive number, such as a learning rate or a norm."""
-    return _positive(text, "a positive number")
-
-
-def _positive(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
-    return value
 
 
 def say(line: str) -> None:

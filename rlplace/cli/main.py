@@ -113,21 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except RlplaceError as error:
-        if options.debug:
-            raise
-        print(f"rlplace: {_one_line(error)}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if options.debug:
-            raise
-        print(f"rlplace: {error.filename or 'output'}: {error.strerror or _one_line(error)}", file=sys.stderr)
-        return 1
     except Exception as error:
         if options.debug:
             raise
-        print(f"rlplace: unexpected {type(error).__name__}: {_one_line(error)}; --debug shows where", file=sys.stderr)
-        return 1
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError):
+            text = f"{error.filename or 'output'}: {error.strerror or text}"
+        elif not isinstance(error, RlplaceError):
+            text = f"unexpected {type(error).__name__}: {text}; --debug shows where"
+        print(f"rlplace: {text}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RlplaceError) else 1
 
 
 def command() -> NoReturn:
@@ -135,10 +130,6 @@ def command() -> NoReturn:
     code = main()
     gc.freeze()
     sys.exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -43,14 +43,18 @@ class Box(NamedTuple):
 class Picture:
     """Rows, devices first, and boxes; `add` draws one pipeline after the other.
 
+    Attributes:
+        rows: Rows so far.
+        boxes: Their boxes.
+
     Args:
         names: Names of the cluster's devices.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._rows = [LaneRow(name, DEVICE, number) for number, name in enumerate(names)]
-        self._boxes: list[Box] = []
+        self.rows = [LaneRow(name, DEVICE, number) for number, name in enumerate(names)]
+        self.boxes: list[Box] = []
 
     def add(self, draft: Draft, expanded: ExpandedDraft, line: Timeline, update_after_s: float = 0.0) -> None:
         """Draws a pipeline.
@@ -76,7 +80,7 @@ class Picture:
                 if moves:
                     inside.setdefault(run.device, []).append(box)
                 elif stop > begin:
-                    self._boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
+                    self.boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
         for device, boxes in inside.items():
             self._collectives(expanded.stands_for[device], boxes)
         self._exchanged(draft, expanded, start, end)
@@ -121,12 +125,8 @@ class Picture:
         """The fewest rows like one that hold the boxes without overlap."""
         if boxes:
             start, end = np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])
-            rows = packed_rows(self._rows, row, start, end).tolist()
-            self._boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
-
-    def drawn(self) -> tuple[list[LaneRow], list[Box]]:
-        """All rows, and their boxes by row and start."""
-        return self._rows, sorted(self._boxes)
+            rows = packed_rows(self.rows, row, start, end).tolist()
+            self.boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
 
 
 def _spans(run: Run, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:

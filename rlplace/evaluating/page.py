@@ -63,7 +63,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> Repor
         picture.add(one, *each, result.passes_s - own.passes_s)
     if draft.beside:
         picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), result.passes_s)
-    rows, boxes = picture.drawn()
+    rows, boxes = picture.rows, sorted(picture.boxes)
     problem = _problem(asked, draft, boxes)
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]

@@ -59,13 +59,8 @@ def _peer(problem: Problem, like: int) -> int:
 
 def _grown(matrix: NDArray[np.float64], like: int, peer: int) -> NDArray[np.float64]:
     """A [D, D] matrix with a row and a column more."""
-    count = len(matrix)
-    grown = np.zeros((count + 1, count + 1))
-    grown[:count, :count] = matrix
-    grown[count, :count], grown[:count, count] = matrix[like], matrix[:, like]
-    grown[count, like], grown[like, count] = matrix[peer, like], matrix[like, peer]
-    if count == 1:
-        grown[0, 1] = grown[1, 0] = 0.0
+    grown = matrix[np.ix_(index := [*range(len(matrix)), like], index)]
+    grown[-1, like], grown[like, -1], grown[-1, -1] = matrix[peer, like], matrix[like, peer], 0.0
     return grown
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.kept import kept
@@ -36,9 +36,40 @@ _SIZES: dict[str, Any] = {
 """Defaults of the options that say what is captured."""
 
 _HOST = ("host_us_per_op", "host_us_per_layer")
+_PRICES: dict[str, Any] = {
+    "autocast": None, "costs": None, **dict.fromkeys(_HOST), "master_weights": False, "host_mode": "eager",
+}  # fmt: skip
+"""Defaults of those that change how it is captured and priced."""
 
 MICROBATCH = 8
 """Default number of samples of a micro-batch."""
+
+
+def _whole(least: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not least <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
+    return value
+
+
+def _positive(what: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
+    return value
+
+
+positive, natural = partial(_whole, 1), partial(_whole, 0)
+"""Argparse types: a whole number from 1 up, and from 0 up."""
+
+seconds, rate = partial(_positive, "a positive number of seconds"), partial(_positive, "a positive number")
+"""Argparse types: a positive time, and a positive number such as a learning rate or a norm."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -76,21 +107,19 @@ def microbatch(options: argparse.Namespace) -> int:
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
     """The options given that change how a model is captured and priced, and have no effect where it is not."""
-    changed = [name for name in ("autocast", "master_weights", "costs", *_HOST) if getattr(options, name)]
-    changed += ["host_mode"] if options.host_mode != "eager" else []
-    return [f"--{name.replace('_', '-')}" for name in changed]
+    return given(options, _PRICES)
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
     """The MODEL options that were given, other than by their default, as words of a command."""
-    given = _given(options, (*_SIZES, "autocast", "costs", *_HOST))
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
-    words += ["--master-weights"] if options.master_weights else []
-    return words + ([f"--host-mode={options.host_mode}"] if options.host_mode != "eager" else [])
+    values = vars(options)
+    words = given(options, _SIZES | _PRICES)
+    return [word if (value := values[word[2:].replace("-", "_")]) is True else f"{word}={value}" for word in words]
 
 
-def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    return [name for name in names if getattr(options, name) != _SIZES.get(name)]
+def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """The options that differ from their defaults, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +142,8 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if sizes := _given(options, _SIZES):
-            raise InputError(f"{model} was captured and has its own sizes; leave --{sizes[0]} out, or name the model instead")
+        if sizes := given(options, _SIZES):
+            raise InputError(f"{model} was captured and has its own sizes; leave {sizes[0]} out, or name the model instead")
         return load_problem(model, options)
     from rlplace.cluster.parse import parse
 
@@ -144,7 +173,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
     """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
 
-    @functools.cache
+    @cache
     def capture_at(batch: int) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
@@ -243,46 +272,6 @@ def compile_first(space: str = "placement") -> None:
 
     if compile_ahead(space):
         say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")
-
-
-def positive(text: str) -> int:
-    """Argparse type: a whole number from 1 up."""
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    """Argparse type: a whole number from 0 up."""
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not least <= value < 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
-    return value
-
-
-def seconds(text: str) -> float:
-    """Argparse type: a positive time in seconds."""
-    return _positive(text, "a positive number of seconds")
-
-
-def rate(text: str) -> float:
-    """Argparse type: a positive number, such as a learning rate or a norm."""
-    return _positive(text, "a positive number")
-
-
-def _positive(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
-    return value
 
 
 def say(line: str) -> None:

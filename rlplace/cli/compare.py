@@ -24,6 +24,7 @@ from rlplace.cli.common import (
     seconds,
 )
 from rlplace.cli.compare_table import print_comparison, to_csv
+from rlplace.cli.strategy import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
-    from rlplace.problem import Problem
     from rlplace.strategy.tries import Question
 
 HELP = "compare planners on models and clusters"
@@ -140,7 +140,6 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         whole: Whole strategies are asked for, too; problem files have none.
     """
     from rlplace.cluster.parse import parse
-    from rlplace.comparing import Case
 
     models = list(dict.fromkeys(options.models))
     files = [model for model in models if model.endswith(".problem.json")]
@@ -153,39 +152,39 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
     cases = []
     for model in models:
         if model in files:
-            problem = load_problem(model, options)
-            source = (problem.first.source or {}).get("cluster")
-            cases.append(Case(model, source if isinstance(source, str) else "", functools.partial(_same, problem.first)))
+            cases.append(_file_case(model, options))
             continue
         captured = functools.cache(functools.partial(capture_model, model, options, microbatch(options)))
-        for text in texts:
-            pricing = captured, machines[text], options
-            ask = functools.partial(_asked, *pricing) if whole else None
-            cases.append(Case(model, text, functools.partial(_priced, *pricing), ask))
+        cases += [_model_case(model, captured, text, machine, options, whole) for text, machine in machines.items()]
     return cases
 
 
-def _same(problem: Problem) -> Problem:
-    return problem
+def _file_case(path: str, options: argparse.Namespace) -> Case:
+    from rlplace.comparing import Case
+
+    problem = load_problem(path, options).first
+    source = (problem.source or {}).get("cluster")
+    return Case(path, source if isinstance(source, str) else "", lambda: problem)
 
 
-def _priced(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Problem:
-    """The priced problem for planners."""
-    return price_model(captured(), machine, options).first
+def _model_case(
+    model: str,
+    captured: Callable[[], Captured],
+    text: str,
+    machine: Cluster,
+    options: argparse.Namespace,
+    whole: bool,
+) -> Case:
+    """The priced problem for planners, and the question of whole strategies for as many samples a step."""
+    from rlplace.comparing import Case
+    from rlplace.placing import CLASSICAL
 
+    def ask() -> Question:
+        costs, samples = costs_of(options, machine), captured().graph.samples
+        asked = {"space": None, "fixed": {}, "planner": CLASSICAL}
+        return question_of(captured(), machine, samples, costs=costs, host=options.host_mode, **asked)
 
-def _asked(captured: Callable[[], Captured], machine: Cluster, options: argparse.Namespace) -> Question:
-    """The question of whole strategies for as many samples a step as planners place."""
-    from rlplace.graph.rescale import two_captures
-    from rlplace.runtime.native.why_not import judge
-    from rlplace.strategy.plan import ask
-
-    own = captured()
-    why_not, only = judge(own.facts())
-    graph, other = two_captures(own.graph, own.capture_at)
-    batch = own.graph.samples
-    costs = costs_of(options, machine)
-    return ask(graph, machine, batch, why_not=why_not, other=other, only=only, costs=costs, host=options.host_mode)
+    return Case(model, text, lambda: price_model(captured(), machine, options).first, ask if whole else None)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
     add_model_options,
+    given,
     load,
     model_options,
     natural,
@@ -73,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_model_options(options: argparse.Namespace) -> None:
-    words = model_options(options)
-    words += ["--space"] if options.space is not None else []
-    if words:
+    if words := [*model_options(options), *given(options, {"space": None})]:
         raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 
 

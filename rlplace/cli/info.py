@@ -46,11 +46,8 @@ def _facts() -> dict[str, Any]:
     import gymnasium
 
     from rlplace.agents.checkpoint import shipped_checkpoints
-    from rlplace.agents.policies import PERCEPTRON
     from rlplace.cluster.parse import Cluster
-    from rlplace.cluster.presets import KINDS, RESERVED
-    from rlplace.extensions import COSTS, DEVICES, POLICIES
-    from rlplace.extensions import PLANNERS as PLANNER_GROUP
+    from rlplace.cluster.presets import KINDS
     from rlplace.planners import OF_STRATEGIES, PLANNERS
 
     host = Cluster.detect()
@@ -61,33 +58,33 @@ def _facts() -> dict[str, Any]:
         "presets": sorted(KINDS),
         "checkpoints": shipped_checkpoints(),
         "environments": sorted(name for name in gymnasium.registry if name.startswith("rlplace/")),
-        "plugins": _plug_ins({PLANNER_GROUP: PLANNERS, DEVICES: {*KINDS, *RESERVED}, COSTS: (), POLICIES: (PERCEPTRON,)}),
+        "plugins": _plug_ins(),
     }
 
 
-def _plug_ins(taken: dict[str, Collection[str]]) -> list[dict[str, str | None]]:
+def _plug_ins() -> list[dict[str, str | None]]:
     """What installed packages offer, each tried, with the reason where it cannot be used."""
-    from rlplace.agents.policies import policy_class
-    from rlplace.cluster.presets import device_kind
+    from rlplace import extensions
+    from rlplace.agents.policies import PERCEPTRON, policy_class
+    from rlplace.cluster.presets import KINDS, RESERVED, device_kind
     from rlplace.cost.foreign import own_costs
     from rlplace.errors import RlplaceError
-    from rlplace.extensions import COSTS, DEVICES, GROUPS, POLICIES, extensions, refusal
-    from rlplace.extensions import PLANNERS as PLANNER_GROUP
-    from rlplace.planners import get_planner
+    from rlplace.planners import PLANNERS, get_planner
 
-    use: dict[str, Callable[[str], Any]] = {
-        PLANNER_GROUP: get_planner,
-        DEVICES: device_kind,
-        COSTS: own_costs,
-        POLICIES: policy_class,
+    groups: dict[str, tuple[Collection[str], Callable[[str], Any]]] = {
+        extensions.PLANNERS: (PLANNERS, get_planner),
+        extensions.DEVICES: ({*KINDS, *RESERVED}, device_kind),
+        extensions.COSTS: ((), own_costs),
+        extensions.POLICIES: ((PERCEPTRON,), policy_class),
     }
     plug_ins = []
-    for group, what in GROUPS.items():
-        for extension in extensions(group).values():
-            problem = refusal(extension, taken[group])
+    for group, what in extensions.GROUPS.items():
+        taken, use = groups[group]
+        for extension in extensions.extensions(group).values():
+            problem = extensions.refusal(extension, taken)
             if problem is None:
                 try:
-                    use[group](extension.name)
+                    use(extension.name)
                 except RlplaceError as error:
                     problem = str(error)
             plug_ins.append({"name": extension.name, "what": what, "package": extension.distribution, "error": problem})

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import shtab
+
 from rlplace import __version__
 from rlplace.cli import (
     calibrate,
@@ -65,18 +67,6 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-class _Complete(argparse.Action):
-    """Prints a completion script, as `shtab` makes it from the parser."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
-    ) -> NoReturn:
-        import shtab
-
-        print(shtab.complete(parser, shell=values))
-        parser.exit(0)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
     parser = _Parser(
@@ -85,9 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 1 failure, 2 bad input, 3 no feasible plan, 4 hardware or extra missing, 130 interrupted",
     )
     parser.add_argument("-V", "--version", action="version", version=f"rlplace {__version__}")
-    parser.add_argument(
-        "--print-completion", choices=("bash", "zsh", "tcsh"), action=_Complete, help="print a script that completes with Tab"
-    )
+    shtab.add_argument_to(parser, help="print a script that completes with Tab")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for module in _VERBS:
         name = module.__name__.rpartition(".")[2]
@@ -125,21 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except RlplaceError as error:
-        if options.debug:
-            raise
-        print(f"rlplace: {_one_line(error)}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if options.debug:
-            raise
-        print(f"rlplace: {error.filename or 'output'}: {error.strerror or _one_line(error)}", file=sys.stderr)
-        return 1
     except Exception as error:
         if options.debug:
             raise
-        print(f"rlplace: unexpected {type(error).__name__}: {_one_line(error)}; --debug shows where", file=sys.stderr)
-        return 1
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError):
+            text = f"{error.filename or 'output'}: {error.strerror or text}"
+        elif not isinstance(error, RlplaceError):
+            text = f"unexpected {type(error).__name__}: {text}; --debug shows where"
+        print(f"rlplace: {text}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RlplaceError) else 1
 
 
 def command() -> NoReturn:
@@ -147,10 +130,6 @@ def command() -> NoReturn:
     code = main()
     gc.freeze()
     sys.exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

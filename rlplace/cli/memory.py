@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import print_table, say
+from rlplace.cli.common import given, print_table, say
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.text import gb
@@ -35,9 +35,8 @@ def check_memory_options(options: argparse.Namespace) -> None:
     from rlplace.cost.allocator import AllocatorOptions
 
     AllocatorOptions.parse(options.alloc_conf)
-    for name in ("alloc_conf", "optimizer_kernel"):
-        if getattr(options, name) and not options.memory:
-            raise InputError(f"--{name.replace('_', '-')} describes the memory table; add --memory, or leave it out")
+    for name in given(options, {"alloc_conf": "", "optimizer_kernel": None}) if not options.memory else ():
+        raise InputError(f"{name} describes the memory table; add --memory, or leave it out")
 
 
 def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:

@@ -15,6 +15,7 @@ from rlplace.cli.common import (
     add_model_options,
     check_agent,
     compile_first,
+    given,
     load,
     model_options,
     natural,
@@ -115,8 +116,7 @@ def placement_reason(options: argparse.Namespace) -> str | None:
         if options.space not in (None, PLACEMENT):
             raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
         return why_placement(options.planner, PLACEMENT) and "a problem file has groups only"
-    only = [f"--{name.replace('_', '-')}" for name, default in _OF_PLACEMENTS.items() if getattr(options, name) != default]
-    return why_placement(options.planner, options.space, only)
+    return why_placement(options.planner, options.space, given(options, _OF_PLACEMENTS))
 
 
 _OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity": GRANULARITY}
@@ -128,11 +128,8 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     from rlplace.comparing.measure import takes_calls
     from rlplace.placements import place_priced
 
-    for name in ("batch_curve", "microbatches", "schedule", "residual"):
-        if getattr(options, name) is not None:
-            raise InputError(
-                f"--{name.replace('_', '-')} is for whole strategies, these are placements ({reason}); leave it out"
-            )
+    for name in given(options, dict.fromkeys(("batch_curve", "microbatches", "schedule", "residual"))):
+        raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
     agent = options.agent or "default"
     if options.planner == "agent":
         check_agent(agent)

@@ -11,9 +11,9 @@ from rlplace.errors import InputError
 from rlplace.text import ms
 
 if TYPE_CHECKING:
+    from rlplace.cost.timings import PlanTiming
     from rlplace.plan import PlacementPlan
     from rlplace.reporting.data import ReportData
-    from rlplace.reporting.tables import MeasuredRow
 
 HELP = "write an HTML report of a plan"
 EXAMPLE = "example: rlplace report bert.plan.json --out report.html"
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         plan,
         options.out,
         planners=[] if names == [NONE] else names,
-        measurements=_measured(options, plan),
+        measurements=_measured(options),
         seed=options.seed,
         time_limit_s=options.time_limit,
         progress=lambda name: say(f"planning with {name}"),
@@ -75,7 +75,7 @@ def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
 
     if options.problem:
         raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
-    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=_measured(options, plan))
+    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=_measured(options))
     write_text(options.out, render(data))
     return data
 
@@ -99,9 +99,8 @@ def _show(options: argparse.Namespace, data: ReportData) -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace, plan: PlacementPlan) -> list[MeasuredRow]:
-    """The rows of timings files, in the order given."""
+def _measured(options: argparse.Namespace) -> list[PlanTiming]:
+    """The plans of timings files, in the order given."""
     from rlplace.cost.timings import PlanTimings
-    from rlplace.reporting.tables import measured_rows
 
-    return [row for path in options.measurements or () for row in measured_rows(PlanTimings.load(path), plan)]
+    return [timing for path in options.measurements or () for timing in PlanTimings.load(path).plans]

@@ -94,15 +94,8 @@ def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[s
     from rlplace.agents.checkpoint import read_config
     from rlplace.agents.config import TrainConfig
 
-    changes = {
-        "cases": options.cases,
-        "fit_steps": options.fit_steps,
-        "steps": options.steps,
-        "policy": options.policy,
-        "seed": options.seed,
-        "device": options.device,
-        "processes": options.processes,
-    }
+    names = ("cases", "fit_steps", "steps", "policy", "seed", "device", "processes")
+    changes = {name: getattr(options, name) for name in names}
     if not options.resume:
         return TrainConfig.load(**changes), options.problems or []
     training = read_config(out)["training"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,32 +13,16 @@ from msgspec.structs import replace
 from rlplace.comparing.records import ComparisonRow, ProblemInfo, Settings
 from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.plan import PlacementPlan
+from rlplace.plan.prediction import Prediction
 from rlplace.planners import PLANNERS, Planner, get_planner
 from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
-from rlplace.problem import Problem
+from rlplace.problem import Device, Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.problem import fullest_share
 from rlplace.simulator import simulate
 
 SEEDED = frozenset({"random", "metis"})
 """Planners without a budget of calls whose plan depends on the seed; a test holds this list."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A plan as the simulator sees it.
-
-    Attributes:
-        step_time_s: Simulated step time.
-        samples_per_s: Samples per second at that step time.
-        memory_share: Largest share of a device's memory that is in use; None without limits.
-        remark: The planner's own prediction, where it differs.
-    """
-
-    step_time_s: float
-    samples_per_s: float
-    memory_share: float | None
-    remark: str | None
 
 
 ROLLOUT = "agent, one rollout"
@@ -87,14 +70,28 @@ def run_row(name: str, info: ProblemInfo, problem: Problem, settings: Settings, 
         runs.append(run)
         if run.status in (MISSING, FAILED):
             break
-    measured = [run.judged for run in runs if run.status == OK]
-    row = row_of(name, info, runs, random=shuffled)
-    return _with_plans(row, measured, info) if measured else row
+    row = row_of(name, info, runs, problem.devices, random=shuffled)
+    if row.step_time_s is None:
+        return row
+    bound, binding = info.bound
+    gap = row.step_time_s / bound - 1.0 if bound > 0 else None
+    remark = next((told for run in runs if run.judged is not None and (told := _remark(run))), None)
+    return replace(row, reason=row.reason or remark, bound_s=bound, binding=binding, gap=gap)
 
 
-def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], *, random: bool) -> ComparisonRow:
-    """The row of these runs, without the figures of their plans."""
+def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], devices: Sequence[Device], *, random: bool) -> ComparisonRow:
+    """The row of these runs, whose plans were judged by a `Prediction`, without bounds."""
     bad = next((run for run in runs if run.status != OK), None)
+    figures: dict[str, Any] = {}
+    if found := [run.judged for run in runs if run.judged is not None]:
+        steps = [predicted.step_s for predicted in found]
+        shares = [fullest_share(predicted.peak_memory_bytes, devices) for predicted in found]
+        figures = {
+            "step_time_s": sum(steps) / len(steps),
+            "spread_s": max(steps) - min(steps) if len(steps) > 1 else None,
+            "samples_per_s": sum(predicted.samples_per_s for predicted in found) / len(steps),
+            "memory_share": max((share for share in shares if share is not None), default=None),
+        }
     return ComparisonRow(
         model=info.model,
         cluster=info.cluster,
@@ -107,7 +104,16 @@ def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], *, random: boo
         feasible_seeds=sum(run.status == OK for run in runs),
         simulator_calls=sum(run.simulator_calls for run in runs) / len(runs),
         seconds=sum(run.seconds for run in runs) / len(runs),
+        **figures,
     )
+
+
+def _remark(run: Attempt) -> str | None:
+    """The planner's own prediction, where it differs."""
+    said_s = run.plan.predicted.step_time_s
+    if said_s is None or math.isclose(said_s, run.judged.step_s, rel_tol=1e-9):
+        return None
+    return f"the planner said {1e3 * said_s:.3f} ms"
 
 
 def _options(name: str, settings: Settings) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def _options(name: str, settings: Settings) -> dict[str, Any]:
     return options
 
 
-def measure(plan: PlacementPlan, problem: Problem) -> Measured:
+def measure(plan: PlacementPlan, problem: Problem) -> Prediction:
     """Simulates a plan anew.
 
     Raises:
@@ -125,30 +131,6 @@ def measure(plan: PlacementPlan, problem: Problem) -> Measured:
         InputError: It is for another problem.
     """
     line = simulate(problem, plan)
-    if not line.feasible or line.step_time_s is None:
+    if not line.feasible:
         raise InfeasibleError(f"the plan does not fit when it is simulated again: {line.violations[0]}")
-    share = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
-    predicted_s = plan.predicted.step_time_s
-    remark = None
-    if predicted_s is not None and not math.isclose(predicted_s, line.step_time_s, rel_tol=1e-9):
-        remark = f"the planner said {1e3 * predicted_s:.3f} ms"
-    return Measured(line.step_time_s, line.samples / line.step_time_s, share, remark)
-
-
-def _with_plans(row: ComparisonRow, measured: Sequence[Measured], info: ProblemInfo) -> ComparisonRow:
-    """The row with the figures of its plans."""
-    steps = [item.step_time_s for item in measured]
-    mean = sum(steps) / len(steps)
-    bound, binding = info.bound
-    shares = [item.memory_share for item in measured if item.memory_share is not None]
-    return replace(
-        row,
-        reason=row.reason if row.status != OK else next((item.remark for item in measured if item.remark), None),
-        step_time_s=mean,
-        spread_s=max(steps) - min(steps) if len(steps) > 1 else None,
-        samples_per_s=sum(item.samples_per_s for item in measured) / len(steps),
-        memory_share=max(shares, default=None),
-        bound_s=bound,
-        binding=binding,
-        gap=mean / bound - 1.0 if bound > 0 else None,
-    )
+    return line.predicted(problem)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import asdict, replace
 
 from rlplace import __version__
-from rlplace.errors import unknown_name
 from rlplace.means import TIE
-from rlplace.planners.attempt import FAILED, INFEASIBLE, MISSING, OK
+from rlplace.planners.attempt import OK
 from rlplace.planners.common.bounds import largest
 from rlplace.records import Count, Record, Whole
 
@@ -35,21 +33,9 @@ Duration = Annotated[float, Meta(ge=1e-18, lt=_MOST)]
 Ratio = Annotated[float, Meta(ge=1e-12, lt=_MOST)]
 Gap = Annotated[float, Meta(gt=-1.0, lt=_MOST)]
 
-_CHOICES: dict[str, tuple[str, ...]] = {"status": (OK, INFEASIBLE, MISSING, FAILED), "view": tuple(VIEWS)}
-
-
-class Chosen(Record, frozen=True):
-    """A record with fields that hold one of a fixed set of names."""
-
-    def __post_init__(self) -> None:
-        """Checks the names.
-
-        Raises:
-            InputError: One is unknown.
-        """
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name, choices[0])) not in choices:
-                raise unknown_name(name, value, choices)
+View = Literal["tasks", "split"]
+Status = Literal["ok", "infeasible", "missing", "failed"]
+"""Those of `rlplace.planners.attempt`."""
 
 
 class Settings(Record, frozen=True):
@@ -70,7 +56,7 @@ class Settings(Record, frozen=True):
     version: str = __version__
 
 
-class ProblemInfo(Chosen, frozen=True):
+class ProblemInfo(Record, frozen=True):
     """A problem of the comparison and its lower bounds on the step time.
 
     Attributes:
@@ -87,7 +73,7 @@ class ProblemInfo(Chosen, frozen=True):
 
     model: str
     cluster: str
-    view: str
+    view: View
     fingerprint: str
     samples: Count
     groups: Whole
@@ -110,7 +96,7 @@ class ProblemInfo(Chosen, frozen=True):
         return self.model, self.cluster, self.view
 
 
-class ComparisonRow(Chosen, frozen=True):
+class ComparisonRow(Record, frozen=True):
     """One planner on one problem.
 
     Attributes:
@@ -136,9 +122,9 @@ class ComparisonRow(Chosen, frozen=True):
 
     model: str
     cluster: str
-    view: str
+    view: View
     planner: str
-    status: str
+    status: Status
     reason: str | None
     random: bool
     seeds: Count
@@ -227,27 +213,15 @@ class Comparison(Record, frozen=True):
     complete: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain JSON data."""
-        return document(self.settings, self.problems, self.rows, self.summaries, complete=self.complete)
-
-
-def document(
-    settings: Settings,
-    problems: Iterable[ProblemInfo],
-    rows: Iterable[ComparisonRow],
-    summaries: Iterable[Summary],
-    *,
-    complete: bool,
-) -> dict[str, Any]:
-    """What ``--json`` prints and a ``*.json`` file holds."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "executor": "list",
-        "tie": TIE,
-        "complete": complete,
-        "settings": asdict(settings),
-        "problems": [asdict(problem) for problem in problems],
-        "rows": [{**asdict(row), "feasible": row.feasible} for row in rows],
-        "summaries": [asdict(summary) for summary in summaries],
-    }
+        """What ``--json`` prints and a ``*.json`` file holds."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "executor": "list",
+            "tie": TIE,
+            "complete": self.complete,
+            "settings": asdict(self.settings),
+            "problems": [asdict(problem) for problem in self.problems],
+            "rows": [{**asdict(row), "feasible": row.feasible} for row in self.rows],
+            "summaries": [asdict(summary) for summary in self.summaries],
+        }

@@ -51,16 +51,11 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
     """
     asked: dict[str, list[str]] = {}
     for view in (TASKS, SPLIT):
-        names = [name for name in planners if _looks_at(case, name, view, views)]
+        whole = view == TASKS and case.ask is not None
+        names = [n for n in planners if (whole if n in STRATEGIES else view in views or VIEW_OF.get(n, TASKS) == view)]
         if names:
             asked[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
     return asked
-
-
-def _looks_at(case: Case, name: str, view: str, views: Collection[str]) -> bool:
-    if name in STRATEGIES:
-        return view == TASKS and case.ask is not None
-    return view in views or VIEW_OF.get(name, TASKS) == view
 
 
 def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:

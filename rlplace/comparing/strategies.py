@@ -16,7 +16,6 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.planners import OF_STRATEGIES
 from rlplace.planners.attempt import attempt
 from rlplace.problem import Problem
-from rlplace.problem.problem import fullest_share
 from rlplace.strategy.kinds import KINDS
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.search import search
@@ -59,20 +58,17 @@ def strategy_row(
             predicted=prediction(question.scores.evaluate(best.draft), question.batch).told(search_calls=calls),
         )
 
-    run = attempt(place, problem, catch=(RlplaceError,) if strict else (Exception,))
-    row = row_of(name, info, [run], random=False)
+    run = attempt(place, problem, judge=lambda plan: plan.predicted, catch=(RlplaceError,) if strict else (Exception,))
+    row = row_of(name, info, [run], question.cluster.devices, random=False)
     if run.answer is None or run.answer.strategy is None:
         return row
-    predicted, pipeline = run.answer.predicted, run.answer.strategy.pipelines[0]
+    pipeline = run.answer.strategy.pipelines[0]
     return replace(
         row,
         reason=uniform_words(run.answer.strategy),
-        step_time_s=predicted.step_time_s,
-        samples_per_s=predicted.samples_per_s,
         replicas=pipeline.data_degree,
         microbatches=max(pipeline.microbatches),
         schedule=pipeline.schedule,
-        memory_share=fullest_share(predicted.peak_memory_bytes, question.cluster.devices),
     )
 
 

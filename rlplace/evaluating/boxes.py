@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,14 +43,18 @@ class Box(NamedTuple):
 class Picture:
     """Rows, devices first, and boxes; `add` draws one pipeline after the other.
 
+    Attributes:
+        rows: Rows so far.
+        boxes: Their boxes.
+
     Args:
         names: Names of the cluster's devices.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._rows = [LaneRow(name, DEVICE, number, 0.0) for number, name in enumerate(names)]
-        self._boxes: list[Box] = []
+        self.rows = [LaneRow(name, DEVICE, number) for number, name in enumerate(names)]
+        self.boxes: list[Box] = []
 
     def add(self, draft: Draft, expanded: ExpandedDraft, line: Timeline, update_after_s: float = 0.0) -> None:
         """Draws a pipeline.
@@ -77,7 +80,7 @@ class Picture:
                 if moves:
                     inside.setdefault(run.device, []).append(box)
                 elif stop > begin:
-                    self._boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
+                    self.boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
         for device, boxes in inside.items():
             self._collectives(expanded.stands_for[device], boxes)
         self._exchanged(draft, expanded, start, end)
@@ -108,7 +111,7 @@ class Picture:
         for devices, boxes in shared.values():
             self._collectives(devices, boxes)
         for (here, there), boxes in ways.items():
-            self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, 0.0, there), boxes)
+            self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, there), boxes)
 
     def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
         """Draws the sums of gradients that parallel pipelines wait for together."""
@@ -116,21 +119,14 @@ class Picture:
 
     def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
         name = f"collective {among([self._names[device] for device in devices])}"
-        self._packed(LaneRow(name, COLLECTIVE, devices[0], 0.0), [box for box in boxes if box.end_s > box.start_s])
+        self._packed(LaneRow(name, COLLECTIVE, devices[0]), [box for box in boxes if box.end_s > box.start_s])
 
     def _packed(self, row: LaneRow, boxes: list[Box]) -> None:
         """The fewest rows like one that hold the boxes without overlap."""
         if boxes:
             start, end = np.array([box.start_s for box in boxes]), np.array([box.end_s for box in boxes])
-            rows = packed_rows(self._rows, row, start, end).tolist()
-            self._boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
-
-    def drawn(self) -> tuple[list[LaneRow], list[Box]]:
-        """All rows, and their boxes by row and start."""
-        busy = np.zeros(len(self._rows))
-        np.add.at(busy, [box.row for box in self._boxes], [box.end_s - box.start_s for box in self._boxes])
-        rows = [dataclasses.replace(row, busy_s=time) for row, time in zip(self._rows, busy.tolist(), strict=True)]
-        return rows, sorted(self._boxes)
+            rows = packed_rows(self.rows, row, start, end).tolist()
+            self.boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
 
 
 def _spans(run: Run, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError
 from rlplace.evaluating.again import Asked
 from rlplace.evaluating.boxes import OPS, Box, Picture
@@ -21,7 +22,7 @@ from rlplace.reporting.data import MAX_OPS, ReportData
 from rlplace.reporting.lanes import LINK, LaneRow, Lanes
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import group_edges, module_tree
-from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.reporting.tables import PlannerRow
 from rlplace.simulator import EXECUTOR
 from rlplace.simulator.path import path_parts, realised_path
 from rlplace.simulator.simulated_plan import SimulatedPlan
@@ -36,12 +37,12 @@ from rlplace.strategy.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text
 
 
-def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> ReportData:
+def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> ReportData:
     """What a report shows of a plan with a strategy.
 
     Args:
         asked: The plan, its model and cluster.
-        measured: Rows of predicted against measured.
+        measured: Plans that ran.
 
     Raises:
         InputError: The step has too many parts for a page, or never ends.
@@ -62,7 +63,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[MeasuredRow] = ()) -> Repo
         picture.add(one, *each, result.passes_s - own.passes_s)
     if draft.beside:
         picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), result.passes_s)
-    rows, boxes = picture.drawn()
+    rows, boxes = picture.rows, sorted(picture.boxes)
     problem = _problem(asked, draft, boxes)
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
@@ -151,7 +152,7 @@ def _timeline(asked: Asked, result: Evaluation, lanes: Lanes) -> Timeline:
         feasible=result.feasible,
         violations=tuple(f"{name} needs {bytes_text(peak)} of {bytes_text(limit)}" for name, peak, limit in over),
         peak_memory_bytes=np.array(result.peak_memory_bytes),
-        busy_s=np.array([row.busy_s for row in lanes.rows[: len(devices)]]),
+        busy_s=lanes.busy_s[: len(devices)],
         device_of_op=lanes.row[tasks],
         start_s=lanes.start_s[tasks],
         end_s=lanes.end_s[tasks],

@@ -59,13 +59,8 @@ def _peer(problem: Problem, like: int) -> int:
 
 def _grown(matrix: NDArray[np.float64], like: int, peer: int) -> NDArray[np.float64]:
     """A [D, D] matrix with a row and a column more."""
-    count = len(matrix)
-    grown = np.zeros((count + 1, count + 1))
-    grown[:count, :count] = matrix
-    grown[count, :count], grown[:count, count] = matrix[like], matrix[:, like]
-    grown[count, like], grown[like, count] = matrix[peer, like], matrix[like, peer]
-    if count == 1:
-        grown[0, 1] = grown[1, 0] = 0.0
+    grown = matrix[np.ix_(index := [*range(len(matrix)), like], index)]
+    grown[-1, like], grown[like, -1], grown[-1, -1] = matrix[peer, like], matrix[like, peer], 0.0
     return grown
 
 
@@ -98,17 +93,11 @@ def _extended(links: Links, like: int, peer: int) -> Links:
 
 
 def _own_channels(links: Links, device: int) -> set[int]:
-    """Channels that no pair without the device uses; with two devices, those on its side of a path."""
+    """Channels that no pair without the device uses."""
     assert links.channels is not None
-    count = len(links.channels)
-    if count == 2:
-        other = 1 - device
-        out, back = links.channels[device][other], links.channels[other][device]
-        own = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
-        return own - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
     mine, others = set[int](), set[int]()
-    for i in range(count):
-        for j in range(count):
+    for i in range(len(links.channels)):
+        for j in range(len(links.channels)):
             (mine if device in (i, j) else others).update(links.channels[i][j])
     return mine - others
 
@@ -132,15 +121,17 @@ def _preset_links(problem: Problem) -> Links | None:
     text = (problem.source or {}).get("cluster")
     match = _ONE_HOST.fullmatch(text) if isinstance(text, str) else None
     kind, options = (match[1].lower(), match[3]) if match is not None else (next(iter(kinds)), "")
-    if kinds != {kind} or kind not in KINDS or (match is None and count > 1):
+    if kinds != {kind} or kind not in KINDS:
         return None
     try:
         links = preset(f"{kind}:{count + 1}{options}").links
     except InputError:
         return None
     now = problem.links
-    kept = (links.bandwidth_bytes_per_s[:count, :count], links.latency_s[:count, :count])
-    same = np.array_equal(kept[0], now.bandwidth_bytes_per_s) and np.array_equal(kept[1], now.latency_s)
+    same = all(
+        np.array_equal(getattr(links, field)[:count, :count], getattr(now, field))
+        for field in ("bandwidth_bytes_per_s", "latency_s")
+    )
     return links if same else None
 
 

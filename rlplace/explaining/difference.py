@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,9 @@ from rlplace.planners.common.subsets import device_classes
 from rlplace.problem import Problem
 from rlplace.simulator.path import module_of, realised_path, seconds_by_cause
 from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
+
+_SETTINGS = {"order given": "order", "priorities given": "priority"}
+"""What a plan may say beside devices, and its field."""
 
 MOST_BLOCKS = 64
 """Blocks whose effect is simulated; with more, the largest by time are."""
@@ -62,11 +64,11 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
     peaks = {renamed.get(name, name): peak for name, peak in there.peak_bytes.items()}
     blocks, same, more = _blocks(a, devices)
     notes += more
-    settings = {key: (x, y) for (key, x), y in zip(_settings(first).items(), _settings(second).values(), strict=True) if x != y}
+    given = {name: tuple(getattr(one, field) is not None for one in (first, second)) for name, field in _SETTINGS.items()}
     return Difference(
         first=placement_side(a),
         second=dataclasses.replace(there, peak_bytes={name: peaks.get(name, 0) for name in names}),
-        settings=settings,
+        settings={name: (here, there) for name, (here, there) in given.items() if here != there},
         renamed=renamed,
         blocks=blocks,
         same_groups=same,
@@ -89,14 +91,6 @@ def placement_side(run: SimulatedPlan) -> Side:
         parts={"computing": predicted.compute, "moving": predicted.transfer, "idle": predicted.idle},
         path=seconds_by_cause(realised_path(run)),
     )
-
-
-def _settings(plan: PlacementPlan) -> dict[str, Any]:
-    """Settings of a plan other than devices."""
-    return {
-        "order given": plan.order is not None,
-        "priorities given": plan.priority is not None,
-    }
 
 
 def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]) -> tuple[NDArray[np.int32], dict[str, str]]:

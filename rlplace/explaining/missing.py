@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,37 +47,24 @@ class Trial:
         return float("inf") if self.step_time_s is None else self.step_time_s / max(self.samples, 1)
 
 
-@dataclass(frozen=True)
-class Tester:
-    """Plans changed problems.
+Tester = Callable[[str, Problem], Trial]
+"""`tried` with its budget."""
 
-    Attributes:
-        calls: Simulations of a search where the classical floor finds nothing; 0: no search.
-        time_limit_s: Seconds of each planner.
-        seed: Seed of the search.
-    """
 
-    calls: int
-    time_limit_s: float | None
-    seed: int
-
-    def plan(self, name: str, problem: Problem) -> Trial:
-        """The best plan by the floor, else by a search."""
-        fixed = {"seed": self.seed, "time_limit_s": self.time_limit_s}
-        searches: dict[str, dict[str, Any]] = {"annealing": {"calls": self.calls}} if self.calls else {}
-        closest: InfeasibleError | None = None
-        for planner, extra in {"best": {}, **searches}.items():
-            try:
-                plan = get_planner(planner)(problem, **fixed, **extra)
-            except InfeasibleError as error:
-                if closest is None or 0 < error.short_bytes < closest.short_bytes:
-                    closest = error
-                continue
-            peak = max(plan.predicted.peak_memory_bytes)
-            return Trial(name, True, plan.predicted.step_s, problem.samples_per_microbatch, peak, 0, f"planner {planner}")
-        assert closest is not None
-        short = only_plan_short(problem) or closest.short_bytes
-        return Trial(name, False, None, problem.samples_per_microbatch, 0, short, without_advice(closest))
+def tried(name: str, problem: Problem, *, calls: int, **limits: Any) -> Trial:
+    """The best plan of a changed problem by the floor, else, with `calls`, by a search of so many simulations."""
+    samples = problem.samples_per_microbatch
+    errors: list[InfeasibleError] = []
+    for planner, extra in (("best", {}), *((("annealing", {"calls": calls}),) if calls else ())):
+        try:
+            plan = get_planner(planner)(problem, **limits, **extra)
+        except InfeasibleError as error:
+            errors.append(error)
+            continue
+        peak = max(plan.predicted.peak_memory_bytes)
+        return Trial(name, True, plan.predicted.step_s, samples, peak, 0, f"planner {planner}")
+    closest = errors[-1] if 0 < errors[-1].short_bytes < errors[0].short_bytes else errors[0]
+    return Trial(name, False, None, samples, 0, only_plan_short(problem) or closest.short_bytes, without_advice(closest))
 
 
 def only_plan_short(problem: Problem) -> int | None:
@@ -138,14 +126,15 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
         short = int(over.max())
         message = f"the plan does not fit: {'; '.join(run.line.violations)}"
         name = problem.devices[int(over.argmax())].name if short else None
-        return Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None), None
+        shortage = Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
+        return shortage, tester("another plan", problem) if error is None else None
     only = only_plan_short(problem)
     if error is None and only is not None:
         single, limit = problem.devices[0].name, problem.devices[0].memory_bytes or 0
         message = f"{single} needs {bytes_text(limit + only)}, has {bytes_text(limit)}: {only} bytes short"
         return Shortage(DEVICE, message, single, only, only, True), None
     if error is None:
-        trial = tester.plan("another plan", problem)
+        trial = tester("another plan", problem)
         message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
         return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
     name = error.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
 from rlplace.explaining import changes
@@ -32,32 +32,30 @@ def placement_what_if(
         time_limit_s: Seconds of each search.
         seed: Seed of the search.
     """
-    limits: dict[str, Any] = {"calls": calls, "time_limit_s": time_limit_s, "seed": seed}
+    limits: dict[str, Any] = {"time_limit_s": time_limit_s, "seed": seed}
+    changed = [
+        (change, run_unchecked(problem, _fitted(run.plan, problem)))
+        for change, problem in _problems(run)
+        if problem is not None
+    ]
     return answers(
         Question(
             change=change,
             samples=same.line.samples,
-            same=_key(same.plan.device_of_group),
+            same=tuple(same.plan.device_of_group.tolist()),
             same_s=same.line.step_time_s,
             same_feasible=same.line.feasible,
             step_s=partial(_step_s, same),
-            search=partial(_search, same, limits) if calls else None,
+            search=partial(_search, same, calls, limits) if calls else None,
         )
-        for change, same in _changed(run)
+        for change, same in changed
     )
 
 
-def _changed(run: SimulatedPlan) -> Iterator[tuple[str, SimulatedPlan]]:
-    """The plan under all changes that make sense for it."""
-    yield AS_IS, run
-    for change, problem in _problems(run):
-        if problem is not None:
-            yield change, run_unchecked(problem, _fitted(run.plan, problem))
-
-
 def _problems(run: SimulatedPlan) -> Iterator[tuple[str, Problem | None]]:
-    """The problem on other hardware; None where it cannot be changed so."""
+    """The problem as it is, then on other hardware; None where it cannot be changed so."""
     problem = run.problem
+    yield AS_IS, problem
     busiest = int(np.argmax([load.busy_s for load in device_loads(run)]))
     yield f"one more device like {problem.devices[busiest].name}", changes.with_device(problem, busiest)
     if any(device.memory_bytes is not None for device in problem.devices):
@@ -80,36 +78,21 @@ def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
     return dataclasses.replace(plan, order=[*plan.order, *empty])
 
 
-def _key(devices: NDArray[np.int32]) -> bytes:
-    """An assignment as the key of a known plan."""
-    return devices.astype(np.int32).tobytes()
-
-
-def _devices(key: bytes) -> NDArray[np.int32]:
-    return np.frombuffer(key, dtype=np.int32).copy()
-
-
-def _step_s(same: SimulatedPlan, assignment: bytes) -> float:
-    devices = _devices(assignment)
-    if devices.max(initial=0) >= same.problem.num_devices:
+def _step_s(same: SimulatedPlan, devices: tuple[int, ...]) -> float:
+    if max(devices, default=0) >= same.problem.num_devices:
         return math.inf
-    plan = dataclasses.replace(same.plan, device_of_group=devices, priority=None, order=None)
+    plan = dataclasses.replace(same.plan, device_of_group=np.array(devices, dtype=np.int32), priority=None, order=None)
     run = run_unchecked(same.problem, plan)
     return run.step_s if run.line.feasible else math.inf
 
 
-def _search(same: SimulatedPlan, limits: dict[str, Any], known: Sequence[bytes]) -> list[bytes]:
+def _search(same: SimulatedPlan, calls: int, limits: dict[str, Any], known: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The floor's plan, and what a search finds from the best plan that is known."""
-    problem = same.problem
-    floor = {"seed": limits["seed"], "time_limit_s": limits["time_limit_s"]}
     candidates = list(known)
-    try:
-        candidates.append(_key(get_planner("best")(problem, **floor).device_of_group))
-    except InfeasibleError:
-        pass
-    start = _devices(min(candidates, key=partial(_step_s, same)))
-    try:
-        candidates.append(_key(get_planner("local_search")(problem, start=start, **limits).device_of_group))
-    except InfeasibleError:
-        pass
+    for planner in ("best", "local_search"):
+        extra: dict[str, Any] = {}
+        if planner == "local_search":
+            extra = {"calls": calls, "start": np.array(min(candidates, key=partial(_step_s, same)), dtype=np.int32)}
+        with contextlib.suppress(InfeasibleError):
+            candidates.append(tuple(get_planner(planner)(same.problem, **limits, **extra).device_of_group.tolist()))
     return candidates

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rlplace.explaining import changes
-from rlplace.explaining.missing import GROUP, NOWHERE, OTHER, TOTAL, Shortage, Tester, Trial, find_shortage
+from rlplace.explaining.missing import GROUP, NOWHERE, OTHER, TOTAL, Shortage, Tester, Trial, find_shortage, tried
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.simulated_plan import run_unchecked
@@ -86,34 +87,24 @@ def relax(
         time_limit_s: Seconds of each planner.
         seed: Seed of the search.
     """
-    tester = Tester(calls, time_limit_s, seed)
+    tester = partial(tried, calls=calls, time_limit_s=time_limit_s, seed=seed)
     run = None if plan is None else run_unchecked(problem, plan)
     shortage, known = find_shortage(problem, run, tester)
-    trials = list(_trials(problem, shortage, known, tester, at, finer if run is None else None, planned=run is not None))
+    trials = [] if known is None else [known]
+    if shortage.constraint != NOWHERE and not (known is not None and known.fits):  # where no memory helps, nothing is tried
+        trials += _trials(problem, shortage, tester, at, finer if run is None else None)
     return Relaxations(shortage, tuple(trials))
 
 
 def _trials(
     problem: Problem,
     shortage: Shortage,
-    known: Trial | None,
     tester: Tester,
     at: Callable[[int], Problem] | None,
     finer: Callable[[], Problem] | None,
-    *,
-    planned: bool,
 ) -> Iterator[Trial]:
-    """All relaxations, small ones first; none where another plan fits without any."""
-    if planned and not shortage.proven:
-        known = tester.plan("another plan", problem)
-    if known is not None:
-        yield known
-        if known.fits:
-            return
-    if shortage.constraint == NOWHERE:  # no memory helps
-        return
-    ways = [_smaller_batches(problem, at), _smaller_optimizers(problem)]
-    ways += [_finer_groups(problem, shortage, finer)]
+    """All relaxations, small ones first."""
+    ways = (_smaller_batches(problem, at), _smaller_optimizers(problem), _finer_groups(problem, shortage, finer))
     gentle = [trial for way in ways for trial in _first_fits(tester, way)]
     yield from gentle
     if shortage.constraint != GROUP:
@@ -128,7 +119,7 @@ def _trials(
 def _first_fits(tester: Tester, ways: Iterable[Way]) -> Iterator[Trial]:
     """Tries ways up to the first that fits."""
     for name, problem in ways:
-        trial = tester.plan(name, problem)
+        trial = tester(name, problem)
         yield trial
         if trial.fits:
             return
@@ -187,7 +178,7 @@ def _more_memory(problem: Problem, tester: Tester) -> Iterator[Trial]:
 
     def tested(factor: float) -> Trial:
         amount = bytes_text(sizes[0] * factor) if len(sizes) == 1 else f"{factor:g} times the memory"
-        return next(_first_fits(tester, [(f"{amount} on every device", changes.with_memory(problem, factor))]))
+        return tester(f"{amount} on every device", changes.with_memory(problem, factor))
 
     low, high = 1.0, 2.0
     best = tested(high)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
 from rlplace.problem import PHASES, Problem
@@ -27,7 +28,7 @@ from rlplace.reporting.lanes import (
 )
 from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
 from rlplace.reporting.modules import GroupEdges, ModuleTree, group_edges, module_tree
-from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.reporting.tables import PlannerRow
 from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.simulator.path import PathPart, path_parts, realised_path
 from rlplace.simulator.simulated_plan import SimulatedPlan
@@ -80,7 +81,7 @@ class ReportData:
         device_of_group: int32 [G], device of each group in the first replica.
         executor: Name of the executor that simulated it.
         planners: Rows of the table of planners, may be empty.
-        measured: Rows of predicted against measured, may be empty.
+        measured: Plans that ran, with predicted times, may be empty; this plan is known by its fingerprint.
         path: The critical path by cause and place, longest first; empty when the step does not complete.
     """
 
@@ -95,7 +96,7 @@ class ReportData:
     device_of_group: NDArray[np.int32]
     executor: str = EXECUTOR
     planners: tuple[PlannerRow, ...] = ()
-    measured: tuple[MeasuredRow, ...] = ()
+    measured: tuple[PlanTiming, ...] = ()
     path: tuple[PathPart, ...] = ()
 
     @cached_property
@@ -177,9 +178,9 @@ class ReportData:
 
     def _boxes(self, tick: float) -> dict[str, Any]:
         """Rows of the picture, and their boxes one after the other; only the busiest links."""
-        lanes = self.lanes
+        lanes, busy_s = self.lanes, self.lanes.busy_s
         links = [i for i, row in enumerate(lanes.rows) if row.kind != DEVICE]
-        links = sorted(sorted(links, key=lambda i: -lanes.rows[i].busy_s)[:MAX_LINKS])
+        links = sorted(sorted(links, key=lambda i: -busy_s[i])[:MAX_LINKS])
         shown = [i for i, row in enumerate(lanes.rows) if row.kind == DEVICE] + links
         kept = np.isin(lanes.row, shown)
         row = lanes.row[kept]
@@ -227,7 +228,7 @@ def report_data(
     plan: PlacementPlan,
     *,
     planners: Sequence[PlannerRow] = (),
-    measured: Sequence[MeasuredRow] = (),
+    measured: Sequence[PlanTiming] = (),
 ) -> ReportData:
     """Simulates a plan and lays out the report.
 
@@ -235,7 +236,7 @@ def report_data(
         problem: The priced problem.
         plan: A plan for it; an infeasible one has a report too, which states the reasons.
         planners: Rows of `rlplace.reporting.tables.planner_rows`.
-        measured: Rows of `rlplace.reporting.tables.measured_rows`.
+        measured: Plans that ran.
 
     Raises:
         InputError: The plan is for another problem, or has more than `MAX_OPS` ops.

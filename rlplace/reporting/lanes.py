@@ -40,14 +40,12 @@ class LaneRow:
         name: Name of the device, or of both ends of the link.
         kind: `DEVICE`, `LINK` or `COLLECTIVE`.
         device: Number of the device, of the sender, or of the first participant.
-        busy_s: Seconds in which something runs there.
         to: Number of the device that receives; -1 but for links.
     """
 
     name: str
     kind: str
     device: int
-    busy_s: float
     to: int = -1
 
 
@@ -76,6 +74,11 @@ class Lanes:
     microbatch: NDArray[np.int32]
     size_bytes: NDArray[np.int64]
 
+    @property
+    def busy_s(self) -> NDArray[np.float64]:
+        """float64 [rows], seconds in which something runs there."""
+        return np.bincount(self.row, weights=self.end_s - self.start_s, minlength=len(self.rows))
+
 
 def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
     """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
@@ -84,14 +87,10 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
         problem: The simulated problem.
         timeline: Timeline of that problem.
     """
-    devices = [
-        LaneRow(d.name, DEVICE, i, float(busy))
-        for i, (d, busy) in enumerate(zip(problem.devices, timeline.busy_s, strict=True))
-    ]
+    rows = [LaneRow(device.name, DEVICE, number) for number, device in enumerate(problem.devices)]
     if timeline.step_time_s is None:
         none = np.zeros(0, dtype=np.int32)
-        return Lanes(tuple(devices), 0.0, none, np.zeros(0), np.zeros(0), none, none, none, np.zeros(0, dtype=np.int64))
-    rows = list(devices)
+        return Lanes(tuple(rows), 0.0, none, np.zeros(0), np.zeros(0), none, none, none, np.zeros(0, dtype=np.int64))
     single = np.ones(problem.num_ops, dtype=bool)
     single[[op for collective in problem.collectives for op in collective.ops]] = False
     ops = np.flatnonzero(single)
@@ -126,9 +125,8 @@ def packed_rows(
 ) -> NDArray[np.int32]:
     """Adds as few rows like one as hold the intervals without overlap: int32 [X], the row of each."""
     lane, first = pack(start_s, end_s), len(rows)
-    busy = np.bincount(lane, weights=end_s - start_s, minlength=1).tolist()
-    names = [f"{row.name}, {more + 1}" if more else row.name for more in range(len(busy))]
-    rows += [dataclasses.replace(row, name=name, busy_s=busy_s) for name, busy_s in zip(names, busy, strict=True)]
+    count = 1 + int(lane.max(initial=0))
+    rows += [dataclasses.replace(row, name=f"{row.name}, {more + 1}" if more else row.name) for more in range(count)]
     return first + lane
 
 
@@ -152,7 +150,7 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> li
         producer = problem.tensor_producer[tensor]
         group = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], problem.tensor_owner[tensor])
         name = f"{problem.devices[source].name} → {problem.devices[destination].name}"
-        row = packed_rows(rows, LaneRow(name, LINK, source, 0.0, destination), start, end)
+        row = packed_rows(rows, LaneRow(name, LINK, source, destination), start, end)
         once = np.full(len(here), -1, dtype=np.int32)
         size = problem.tensor_bytes[tensor]
         parts.append((row, start, end, producer, group.astype(np.int32), once, size))
@@ -171,7 +169,7 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
         where = [int(timeline.device_of_op[op]) for op in members]
         ops = np.flatnonzero(leader == number)
         name = "collective " + among([problem.devices[device].name for device in where])
-        row = packed_rows(rows, LaneRow(name, COLLECTIVE, where[0], 0.0), timeline.start_s[ops], timeline.end_s[ops])
+        row = packed_rows(rows, LaneRow(name, COLLECTIVE, where[0]), timeline.start_s[ops], timeline.end_s[ops])
         parts.append(_op_boxes(problem, timeline, ops, row))
     return parts
 

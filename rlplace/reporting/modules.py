@@ -67,12 +67,14 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
     paths, leaves = _paths(problem, plan)
     children: dict[tuple[str, ...], dict[str, None]] = {(): {}}
     members: dict[tuple[str, ...], list[int]] = {}
+    order = forward_order(problem)
+    first: dict[tuple[str, ...], int] = {}  # position of a module's first group in the forward pass
     for group, path in enumerate(paths):
         for depth in range(len(path)):
             children.setdefault(path[:depth], {})[path[depth]] = None
             children.setdefault(path[: depth + 1], {})
+            first[path[: depth + 1]] = min(first.get(path[: depth + 1], 1 << 62), int(order[group]))
         members.setdefault(path, []).append(group)
-    order = forward_order(problem)
     build = _Build(order)
     stack: list[tuple[tuple[str, ...], int, str]] = [((), -1, problem.name)]
     while stack:
@@ -86,7 +88,7 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
             continue
         node = build.add(parent, label)
         tail = path[-1] if path else ""  # a bare number says nothing without its list
-        first = {(*path, name): f"{tail}.{name}" if tail and name.isdigit() else name for name in inner}
+        labels = {(*path, name): f"{tail}.{name}" if tail and name.isdigit() else name for name in inner}
         items: list[tuple[int, int, tuple[str, ...], str]] = []
         if inner and len(own) > _FEW:
             build.own.append(build.add(node, OWN))
@@ -95,7 +97,7 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
                     build.leaf(group, under, name)
         else:
             items = [(int(order[group]), group, (), leaves[group]) for group in own]
-        items += [(_first(members, children, key, order), -1, key, name) for key, name in first.items()]
+        items += [(first[key], -1, key, name) for key, name in labels.items()]
         for chunk, under in build.ranges(node, sorted(items)):
             for _, group, key, name in chunk:
                 if group >= 0:
@@ -161,21 +163,6 @@ def forward_order(problem: Problem) -> NDArray[np.int64]:
         order[problem.op_group[ops]] = problem.num_ops
         np.minimum.at(order, problem.op_group[ops], position[ops])
     return order
-
-
-def _first(
-    members: dict[tuple[str, ...], list[int]],
-    children: dict[tuple[str, ...], dict[str, None]],
-    path: tuple[str, ...],
-    order: NDArray[np.int64],
-) -> int:
-    """The position of a module's first group in the forward pass."""
-    best, stack = 1 << 62, [path]
-    while stack:
-        here = stack.pop()
-        best = min([best, *(int(order[group]) for group in members.get(here, []))])
-        stack += [(*here, name) for name in children[here]]
-    return best
 
 
 def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]], list[str]]:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlplace.cost.timings import PlanTimings
+from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.errors import InputError, show
 from rlplace.files import check_output, write_text
 from rlplace.plan import PlacementPlan
@@ -20,7 +20,7 @@ from rlplace.problem import Problem
 from rlplace.reporting import sections
 from rlplace.reporting.data import ReportData, report_data
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
-from rlplace.reporting.tables import MeasuredRow, measured_rows, planner_rows
+from rlplace.reporting.tables import planner_rows
 
 
 def report(
@@ -29,7 +29,7 @@ def report(
     path: str | Path,
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
-    measurements: PlanTimings | Sequence[MeasuredRow] | None = None,
+    measurements: PlanTimings | Sequence[PlanTiming] = (),
     seed: int = 0,
     time_limit_s: float | None = 2.0,
     progress: Callable[[str], None] | None = None,
@@ -54,7 +54,7 @@ def report(
     """
     check_arguments(problem, plan, planners)
     check_output(path)
-    measured = measured_rows(measurements, plan) if isinstance(measurements, PlanTimings) else tuple(measurements or ())
+    measured = measurements.plans if isinstance(measurements, PlanTimings) else measurements
     data = report_data(problem, plan, measured=measured)
     rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     data = dataclasses.replace(data, planners=rows)

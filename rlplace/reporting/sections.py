@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.cost.timings import PlanTiming
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.lanes import COLLECTIVE
-from rlplace.reporting.tables import MeasuredRow, PlannerRow
 from rlplace.simulator import path as chain
 from rlplace.text import bytes_text, percent, seconds_text
 
@@ -37,7 +37,7 @@ def summary(data: ReportData) -> str:
     step = line.step_time_s
     used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
     verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
-    words = [f"Plan of {plan.planner}", f"{line.samples} {_plural(line.samples, 'sample')} a step"]
+    words = [f"Plan of {plan.planner}", f"{_samples(line.samples)} a step"]
     words += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
     parts = [
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
@@ -177,11 +177,11 @@ def planners(data: ReportData) -> str:
             "Largest share of memory": _cell(percent(row.memory_share), "" if row.feasible else "bad"),
             "Planning": _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
         }
-        rows.append(_noted(row, cells))
-    samples = data.timeline.samples
+        rows.append(_noted(row.this, row.note, cells))
+    samples = _samples(data.timeline.samples)
     note = (
-        f"Simulated by the same executor, {data.executor}, on the same problem, {samples} {_plural(samples, 'sample')} a step "
-        "for everyone. Plans that do not fit come last."
+        f"Simulated by the same executor, {data.executor}, on the same problem, {samples} a step for everyone. "
+        "Plans that do not fit come last."
     )
     return _section("planners", "Planners", _table("Planners", rows) + f'<p class="note">{note}</p>')
 
@@ -194,28 +194,28 @@ def measured(data: ReportData) -> str:
     for row in data.measured:
         cells = {
             "Plan": _cell(row.name),
-            "Engine": _cell(row.timing.engine or "-"),
-            "Steps": _cell(str(len(row.timing.step_s))),
-            "Measured": _cell(seconds_text(row.timing.median_s)),
-            "Spread": _cell(percent(row.timing.spread)),
-            "Predicted": _cell(seconds_text(row.timing.predicted_s)),
-            "Error": _cell("-" if row.timing.error is None else f"{100 * row.timing.error:+.1f} %"),
+            "Engine": _cell(row.engine or "-"),
+            "Steps": _cell(str(len(row.step_s))),
+            "Measured": _cell(seconds_text(row.median_s)),
+            "Spread": _cell(percent(row.spread)),
+            "Predicted": _cell(seconds_text(row.predicted_s)),
+            "Error": _cell("-" if row.error is None else f"{100 * row.error:+.1f} %"),
         }
-        rows.append(_noted(row, cells))
+        rows.append(_noted(row.plan == data.plan.fingerprint, "", cells))
     body = _table("Predicted against measured step times", rows)
-    errors = [abs(row.timing.error) for row in data.measured if row.timing.error is not None]
+    errors = [abs(row.error) for row in data.measured if row.error is not None]
     notes = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     notes.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
     body += f'<p class="note">{escape(" ".join(notes))}</p>'
-    mine = next((row for row in data.measured if row.this and row.timing.places), None)
+    mine = next((row for row in data.measured if row.plan == data.plan.fingerprint and row.places), None)
     if mine is not None:
         body += _places(mine)
     return _section("measured", "Predicted and measured", body)
 
 
-def _places(row: MeasuredRow) -> str:
+def _places(row: PlanTiming) -> str:
     rows = []
-    for place in row.timing.places:
+    for place in row.places:
         cells = {
             "Process": str(place.rank),
             "Host": place.host,
@@ -262,11 +262,10 @@ Row = tuple[str, dict[str, Cell]]
 """The class of the row, and its cells by the head of their column."""
 
 
-def _noted(row: PlannerRow | MeasuredRow, cells: dict[str, Cell]) -> Row:
+def _noted(this: bool, said: str, cells: dict[str, Cell]) -> Row:
     """A row with its remarks in a last column; the row of the report's plan is marked."""
-    said = row.note if isinstance(row, PlannerRow) else ""
-    note = ". ".join(part for part in ("this plan" if row.this else "", said) if part)
-    return "this" if row.this else "", {**cells, "": _cell(note, "text")}
+    note = ". ".join(part for part in ("this plan" if this else "", said) if part)
+    return "this" if this else "", {**cells, "": _cell(note, "text")}
 
 
 def _table(label: str, rows: Sequence[Row]) -> str:
@@ -304,5 +303,5 @@ def _largest_share(data: ReportData) -> str:
     return "no limits" if share is None else f"up to {percent(share)} of a device"
 
 
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return word if count == 1 else word + ending
+def _samples(count: int) -> str:
+    return f"{count} sample" if count == 1 else f"{count} samples"

@@ -1,4 +1,4 @@
-"""Rows of the report's tables: other planners on the same problem, and measured step times beside predicted ones."""
+"""Rows of the report's table of other planners on the same problem."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlplace.cost.timings import PlanTiming, PlanTimings
-from rlplace.errors import InputError, MissingError, RlplaceError
+from rlplace.errors import InputError, RlplaceError
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SPLIT, get_planner, run_planner
+from rlplace.planners import NEEDS_SPLIT, get_planner
+from rlplace.planners.attempt import MISSING, attempt
 from rlplace.problem import Problem
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.defaults import DEFAULT_PLANNERS
@@ -42,21 +42,6 @@ class PlannerRow:
     devices_used: int
     seconds: float | None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class MeasuredRow:
-    """A plan that ran on real devices.
-
-    Attributes:
-        name: Name for display.
-        this: Whether it is the plan of the report.
-        timing: Measured and predicted times.
-    """
-
-    name: str
-    this: bool
-    timing: PlanTiming
 
 
 def planner_rows(
@@ -91,25 +76,23 @@ def planner_rows(
             raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
     if not names:
         return ()
-    rows = [_row(problem, plan.planner, timeline, True, len(np.unique(plan.device_of_group)), None)]
+    rows = [_row(problem, plan.planner, plan, timeline, True, None)]
     for name in dict.fromkeys(names):
         if report is not None:
             report(name)
-        try:
-            run = run_planner(name, problem, seed=seed, time_limit_s=time_limit_s)
-        except InputError:
-            raise
-        except RlplaceError as error:
-            reason = " ".join(str(error).split())
-            what = "cannot run" if isinstance(error, MissingError) else "no plan"
-            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, f"{what}: {reason}"))
-            continue
-        used = len(np.unique(run.plan.device_of_group))
-        rows.append(_row(problem, name, simulate(problem, run.plan), False, used, run.seconds))
+        limits = {"seed": seed, "time_limit_s": time_limit_s}
+        run = attempt(get_planner(name), problem, catch=(RlplaceError,), **limits)
+        if isinstance(run.error, InputError):
+            raise run.error
+        if run.answer is None:
+            note = f"{'cannot run' if run.status == MISSING else 'no plan'}: {run.reason}"
+            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, note))
+        else:
+            rows.append(_row(problem, name, run.answer, simulate(problem, run.answer), False, run.seconds))
     return tuple(sorted(rows, key=lambda row: (not row.feasible, row.samples_per_s is None, -(row.samples_per_s or 0.0))))
 
 
-def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int, seconds: float | None) -> PlannerRow:
+def _row(problem: Problem, name: str, plan: PlacementPlan, timeline: Timeline, this: bool, seconds: float | None) -> PlannerRow:
     step = timeline.step_time_s
     return PlannerRow(
         planner=name,
@@ -118,13 +101,7 @@ def _row(problem: Problem, name: str, timeline: Timeline, this: bool, used: int,
         samples_per_s=timeline.samples / step if step else None,
         feasible=timeline.feasible,
         memory_share=fullest_share(timeline.peak_memory_bytes.tolist(), problem.devices),
-        devices_used=used,
+        devices_used=len(np.unique(plan.device_of_group)),
         seconds=seconds,
         note="" if timeline.feasible else timeline.violations[0],
     )
-
-
-def measured_rows(timings: PlanTimings, plan: PlacementPlan) -> tuple[MeasuredRow, ...]:
-    """The plans of a timings file; the report's own one is known by its fingerprint."""
-    fingerprint = plan.fingerprint
-    return tuple(MeasuredRow(row.name, row.plan == fingerprint, row) for row in timings.plans)

@@ -177,8 +177,6 @@ def _build(model_class: Any, config: Any, kind: str, device: str) -> nn.Module:
     try:
         with torch.device(device):
             module: nn.Module = model_class(config)
-    except MissingError:
-        raise
     except ImportError as error:
         raise MissingError(f"hf:{kind}: needs another package: {_last_line(error)}") from None
     except Exception as error:

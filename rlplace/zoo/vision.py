@@ -15,8 +15,8 @@ from rlplace.zoo.tabular import random_floats, random_tokens
 class ConvUnit(nn.Sequential):
     """Convolution, batch normalisation, ReLU in place."""
 
-    def __init__(self, source: int, target: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
-        convolution = nn.Conv2d(source, target, kernel, stride, kernel // 2, groups=groups, bias=False)
+    def __init__(self, source: int, target: int, kernel: int, stride: int = 1) -> None:
+        convolution = nn.Conv2d(source, target, kernel, stride, kernel // 2, bias=False)
         super().__init__(convolution, nn.BatchNorm2d(target), nn.ReLU(inplace=True))
 
 

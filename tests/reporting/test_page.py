@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import rlplace
-from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
+from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.reporting.data import MAX_LINKS, front_coded, report_data
 from rlplace.reporting.report import json_text, render
-from rlplace.reporting.tables import PlannerRow, measured_rows, planner_rows
+from rlplace.reporting.tables import PlannerRow, planner_rows
 from rlplace.simulator import simulate
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\'\u2028\U0001f600\ud800{{script}}'
@@ -133,9 +133,8 @@ def test_hostile_names_stay_names():
     rows = [PlannerRow(HOSTILE, False, None, None, False, None, 0, None, HOSTILE)]
     place = PlaceTiming(0, HOSTILE, 1.0, 0.0, 0.0, 0.0)
     timing = PlanTiming(HOSTILE, plan.fingerprint, problem.fingerprint, HOSTILE, HOSTILE, (1.0,), (place,), 0.0, 1.0)
-    measured = measured_rows(PlanTimings(HOSTILE, {}, (timing, timing)), plan)
     ordinary = render(report_data(random_problem(0, num_groups=6, num_devices=2), make_plan_like(plan)))
-    text = render(report_data(problem, plan, planners=rows, measured=measured))
+    text = render(report_data(problem, plan, planners=rows, measured=(timing, timing)))
     page = Page(text)
     tags = [tag for tag, _ in page.elements]
     assert "img" not in tags and tags.count("script") == 2 == [tag for tag, _ in Page(ordinary).elements].count("script")
@@ -211,9 +210,13 @@ def test_predicted_against_measured():
     places = (PlaceTiming(0, "host0", 0.8, 0.1, 0.05, 10**9, 0.7, 2 * 10**9),)
     mine = PlanTiming("mine", plan.fingerprint, problem.fingerprint, "hand", "joint", (1.0, 1.2, 1.1, 1.0), places, 2.0, 0.9)
     other = msgspec.structs.replace(mine, name="other", plan="0" * 64, predicted_s=None)
-    rows = measured_rows(PlanTimings("job", {}, (mine, other)), plan)
-    assert [(row.this, row.timing.error is None) for row in rows] == [(True, False), (False, True)]
-    text = render(report_data(problem, plan, measured=rows))
+    assert [row.error is None for row in (mine, other)] == [False, True]
+    text = render(report_data(problem, plan, measured=(mine, other)))
+    assert re.findall(r'<tr( class="this")?><th scope="row">(mine|other)</th>', text) == [
+        (' class="this"', "mine"),
+        ("", "other"),
+    ]
+    assert text.count("This plan by process: mine") == 1
     assert "Predicted and measured" in text and "-14.3 %" in text and "host0" in text
 
 

@@ -15,7 +15,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.problem.generate import random_problem
 from rlplace.reporting.data import report_data
 from rlplace.reporting.report import render
-from rlplace.reporting.tables import MeasuredRow, PlannerRow
+from rlplace.reporting.tables import PlannerRow
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +96,10 @@ def piped():
         PlannerRow("heft", False, 0.3, 26.6, True, 0.8, 4, 0.1),
         PlannerRow(HOSTILE, True, 0.4, 20.0, True, None, 4, None),
     ]
-    timings = [PlanTiming("", "", "", "", "joint", (0.3 + 0.1 * i,) * 10, (), 0.0, 0.33 + 0.08 * i) for i in range(3)]
-    measured = [MeasuredRow(f"plan{i}", i == 0, timing) for i, timing in enumerate(timings)]
+    measured = [
+        PlanTiming(f"plan{i}", "" if i else plan.fingerprint, "", "", "joint", (0.3 + 0.1 * i,) * 10, (), 0.0, 0.33 + 0.08 * i)
+        for i in range(3)
+    ]
     return report_data(problem, plan, planners=planners, measured=measured)
 
 

@@ -133,7 +133,7 @@ def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> 
     """The ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
-        rank = expand_solution(instance, solution, instance.problem, np.arange(instance.num_tasks))
+        rank = expand_solution(instance, solution, instance.problem, np.arange(instance.problem.num_ops))
         order = ranked_orders(instance.problem, solution.device_of_group, rank)
         ways += realise(evaluator, solution.device_of_group, solution.start, order)
         if min(way.rank for way in ways) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):

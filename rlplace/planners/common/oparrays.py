@@ -102,7 +102,7 @@ def op_arrays(problem: Problem) -> OpArrays:
         input_ptr=input_ptr,
         inputs=inputs,
         producer=problem.tensor_producer,
-        holder=np.where(problem.tensor_owner >= 0, problem.tensor_owner, problem.op_group[problem.tensor_producer]),
+        holder=problem.tensor_group,
         consumer_ptr=problem.consumer_ptr,
         consumers=problem.consumers,
         size=problem.tensor_bytes.astype(np.float64),

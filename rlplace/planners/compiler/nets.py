@@ -64,8 +64,7 @@ def problem_nets(problem: Problem) -> Nets:
     """Nets of the groups of a problem: a tensor goes once to each device that reads it."""
     groups = problem.num_groups
     tensor = problem.edge_tensor.astype(np.int64)
-    producer, owner = problem.tensor_producer, problem.tensor_owner
-    holder = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner).astype(np.int64)
+    holder = problem.tensor_group.astype(np.int64)
     reader = problem.op_group[problem.consumers].astype(np.int64)
     apart = holder[tensor] != reader
     pairs = np.unique(tensor[apart] * groups + reader[apart])

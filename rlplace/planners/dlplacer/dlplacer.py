@@ -148,8 +148,8 @@ def _ways(instance: Instance) -> int:
     """Number of sender and receiver pairs over all values that may be sent."""
     allowed = instance.problem.group_allowed.sum(axis=1)
     total = 0
-    for value, home in enumerate(instance.holder.tolist()):
-        if any(instance.group[task] != home for task in instance.readers[value]):
+    for value, home in enumerate(instance.problem.tensor_group.tolist()):
+        if any(instance.problem.op_group[task] != home for task in instance.readers[value]):
             total += int(allowed[home]) * (instance.problem.num_devices - 1)
     return total
 

@@ -71,9 +71,9 @@ def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part
         problem: The problem.
         part: int64 [N], coarse op of every op.
     """
-    devices = solution.device_of_group[coarse.group]
-    end = solution.start + coarse.duration[np.arange(coarse.num_tasks), devices]
-    inner, outer = np.argsort(problem.topological_order), np.argsort(coarse.order)
+    devices = solution.device_of_group[coarse.problem.op_group]
+    end = solution.start + coarse.duration[np.arange(coarse.problem.num_ops), devices]
+    inner, outer = np.argsort(problem.topological_order), np.argsort(coarse.problem.topological_order)
     # An op of no time goes before one that starts with it, and what feeds it goes before it.
     return np.argsort(np.lexsort((inner, outer[part], end[part], solution.start[part])))
 

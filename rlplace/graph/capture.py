@@ -254,8 +254,8 @@ def _check_model(model: Any, loss: Any) -> None:
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from rlplace.graph.access import tensors_in
     from rlplace.graph.inputs import split_inputs
-    from rlplace.graph.record import tensors_in
 
     args, kwargs = split_inputs(inputs)
     if not all(isinstance(key, str) for key in kwargs):
@@ -266,7 +266,7 @@ def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    from rlplace.graph.record import tensors_in
+    from rlplace.graph.access import tensors_in
 
     shape = next(tensors_in((args, kwargs))).shape
     return max(1, int(shape[0])) if len(shape) else 1

@@ -16,14 +16,12 @@ from rlplace.files import check_header, read_record
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
-from rlplace.problem.problem import PHASES, Collective, Device, Links, Phase, Problem
+from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Device, Links, Phase, Problem
 from rlplace.problem.source import check_source
 from rlplace.records import Bytes, Record, build, plain
 
 FORMAT = "rlplace.problem"
 VERSION = 1
-
-_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def load_problem(path: str | Path) -> Problem:
@@ -60,7 +58,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
 
 
 def _group_columns(problem: Problem) -> list[Any]:
-    numbers = [getattr(problem, name) for name in ("resident_bytes", *_PARTS, "group_device")]
+    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
     return [problem.group_names, *([None if n < 0 else n for n in row.tolist()] for row in numbers)]
 
 

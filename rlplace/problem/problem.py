@@ -28,6 +28,8 @@ Phase = Literal["forward", "backward", "backward_weight", "update"]
 PHASES: tuple[str, ...] = get_args(Phase)
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
+RESIDENT_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+
 Channels = tuple[tuple[tuple[int, ...], ...], ...]
 
 

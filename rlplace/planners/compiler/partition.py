@@ -94,12 +94,12 @@ class Partitioner:
     ) -> None:
         self.row, self.eps, self.grown = row, eps, grown
         self.level = finest_level(problem, row, nets or problem_nets(problem), seeds.bands(problem, bands))
-        self.orders = [group_graph(problem).order, group_graph(problem).depth_first_order]
-        self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
+        graph, self.link = group_graph(problem), mean_link(problem)
+        self.orders = [graph.order, graph.depth_first_order]
+        self.crossings = [graph.crossing_s(order, graph.edge_s(*self.link)) for order in self.orders]
         latency, inverse = finite_links(problem)
         index = np.ix_(row, row)
         self.links = np.ascontiguousarray(latency[index]), np.ascontiguousarray(inverse[index])
-        self.link = mean_link(problem)
         self.fair = _fair_loads(self.level, bands)
         self.room = np.maximum(problem.memory_limit_bytes[row], 1.0)
         # A cell must at least hold its largest vertex, or nothing is ever balanced.

@@ -77,17 +77,6 @@ def contiguous(
     return part
 
 
-def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[float, float]) -> NDArray[np.float64]:
-    """float64 [G + 1], seconds of all edges of the group graph over a cut before each group of an order, and at its end."""
-    graph = group_graph(problem)
-    groups, position = len(order), np.argsort(order)
-    at, to = position[graph.source], position[graph.target]
-    seconds = graph.edge_s(*link)
-    opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=groups + 2)
-    closes = np.bincount(np.maximum(at, to) + 1, weights=seconds, minlength=groups + 2)
-    return np.cumsum(opens - closes)[: groups + 1]
-
-
 def streamed(
     level: Level, order: NDArray[np.int32], limit: NDArray[np.float64], room: NDArray[np.float64], link: tuple[float, float]
 ) -> NDArray[np.int32]:

@@ -113,7 +113,9 @@ def capture(
             failures[attempt] = error
             notes.append(f"{attempt} failed: {_one_line(error)}")
     shown = failures.get("dispatch") or next(iter(failures.values()))
-    raise CaptureError(f"{_explain(model, shown)}{_hint(model)}") from shown
+    where = _user_frame(shown)
+    reason = f"{_one_line(shown)}{f' ({where})' if where else ''}"
+    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_hint(model)}") from shown
 
 
 def _hint(model: nn.Module) -> str:
@@ -383,12 +385,6 @@ def _main_dtype(leaves: list[Leaf]) -> str:
 def _one_line(error: BaseException, limit: int = 300) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
-
-
-def _explain(model: nn.Module, error: BaseException) -> str:
-    where = _user_frame(error)
-    location = f" ({where})" if where else ""
-    return f"cannot capture {type(model).__name__}: {_one_line(error)}{location}"
 
 
 def _user_frame(error: BaseException) -> str | None:

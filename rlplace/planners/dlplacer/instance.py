@@ -130,13 +130,14 @@ class Instance:
         return longest_ways(self.problem, self.shortest.tolist(), backwards=True)
 
 
-def make_instance(problem: Problem, horizon_s: float) -> Instance:
+def make_instance(problem: Problem, horizon_s: float | None = None) -> Instance:
     """Turns a problem into whole numbers.
 
     Args:
         problem: The problem.
-        horizon_s: Step time of some plan in seconds; the program considers no slower step.
+        horizon_s: Step time of some plan in seconds; the program considers no slower step. None where no plan is known.
     """
+    horizon_s = safe_horizon_s(problem) if horizon_s is None else horizon_s
     time_s = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan)
     sent_s = transfer_seconds(problem)
     used = [time_s.ravel(), sent_s[:, ~np.eye(problem.num_devices, dtype=bool)].ravel()]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.planners.common.groupgraph import group_graph, kept_for_backward
 from rlplace.planners.dlplacer.program import PlacementProgram
@@ -122,7 +121,8 @@ def limit_static(program: PlacementProgram) -> None:
     if not devices:
         return
     footprint = group_graph(problem).footprint_bytes.tolist()
-    saved = _saved(problem)
+    saved = kept_for_backward(problem)
+    saved[problem.edge_tensor[problem.tensor_producer[problem.edge_tensor] < 0]] = True  # and parameters that ops read
     brief = problem.temporary_bytes.copy()
     for tensor in np.flatnonzero(~saved & (problem.tensor_producer >= 0)).tolist():
         brief[problem.tensor_producer[tensor]] += problem.tensor_bytes[tensor]
@@ -142,11 +142,3 @@ def limit_static(program: PlacementProgram) -> None:
         for group, size in enumerate(largest.tolist()):
             if device in program.placed[group]:
                 model.add(base + size * program.placed[group][device] <= limit)
-
-
-def _saved(problem: Problem) -> NDArray[np.bool_]:
-    """Bool [T], tensors that forward ops keep for backward ops, and parameters that ops read."""
-    saved = kept_for_backward(problem)
-    read = problem.edge_tensor
-    saved[read[problem.tensor_producer[read] < 0]] = True
-    return saved

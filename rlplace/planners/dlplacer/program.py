@@ -198,7 +198,8 @@ def _inputs(program: PlacementProgram) -> None:
         maker, home = int(instance.problem.tensor_producer[value]), int(instance.problem.tensor_group[value])
         for reader in instance.readers[value]:
             group = int(instance.problem.op_group[reader])
-            table = _pairs(program, value, home, group) if group != home else {}
+            sources, devices = ({}, {}) if group == home else (program.placed[home], program.placed[group])
+            table = {(s, d): int(instance.transfer[value, s, d]) for s in sources for d in devices if s != d}
             known = [ticks for ticks in table.values() if ticks >= 0]
             least = min(known, default=0)
             for (source, device), ticks in table.items():
@@ -213,12 +214,6 @@ def _inputs(program: PlacementProgram) -> None:
                 if ticks > least:
                     there = [program.placed[home][source], program.placed[group][device]]
                     model.add(program.start[reader] >= program.made(value) + ticks).only_enforce_if(there)
-
-
-def _pairs(program: PlacementProgram, value: int, home: int, group: int) -> dict[tuple[int, int], int]:
-    """Ticks of a value by sender and receiver, for all pairs of different devices that two groups may sit on."""
-    table = program.instance.transfer[value]
-    return {(s, d): int(table[s, d]) for s in program.placed[home] for d in program.placed[group] if s != d}
 
 
 def _channels(program: PlacementProgram) -> None:

@@ -113,13 +113,13 @@ def numbered(prefix: str, count: int) -> Names:
     return (prefix,) if count == 1 else tuple(f"{prefix}{index}" for index in range(count))
 
 
-def tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """Tensors among arguments, lists of them included."""
-    for value in values if isinstance(values, (list, tuple)) else (values,):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(item)
 
 
 def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
@@ -127,7 +127,7 @@ def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return False
-    output = next(tensors_of(result), None)
+    output = next(tensors_in(result), None)
     if output is None or output.untyped_storage()._cdata == first.untyped_storage()._cdata:
         space.add(first, numbered("d", first.dim()))
         return True

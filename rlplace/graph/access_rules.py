@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from rlplace.graph.access import Rule, Space, numbered, tensors_of
+from rlplace.graph.access import Rule, Space, numbered, tensors_in
 
 Args = Sequence[Any]
 
 
 def elementwise(space: Space, args: Args, result: Any) -> bool:
     """One dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
-    output = next(tensors_of(result), None)
+    output = next(tensors_in(result), None)
     if output is None or output.dim() == 0:
         return False
     names = numbered("d", output.dim())
-    for tensor in [*tensors_of(args), *tensors_of(result)]:
+    for tensor in [*tensors_in(args), *tensors_in(result)]:
         if tensor.dim() > output.dim():
             return False
         tail = output.shape[output.dim() - tensor.dim() :]
@@ -79,7 +79,7 @@ def _baddbmm(space: Space, args: Args, result: Any) -> bool:
 
 def _attention(space: Space, args: Args, result: Any) -> bool:
     query, key, value = args[:3]
-    output = next(tensors_of(result), None)
+    output = next(tensors_in(result), None)
     if output is None or query.dim() != 4 or key.dim() != 4:
         return False
     heads, shared = int(query.shape[1]), int(key.shape[1])
@@ -119,11 +119,11 @@ def _convolution(space: Space, args: Args, result: Any) -> bool:
 
 
 def _pool(space: Space, args: Args, result: Any) -> bool:
-    output = next(tensors_of(result), None)
+    output = next(tensors_in(result), None)
     if output is None or output.dim() != args[0].dim() or output.dim() < 3:
         return False
     names = ["b", "c"] if output.dim() > 3 or output.shape[0] == args[0].shape[0] else ["", ""]
-    for tensor in [args[0], *tensors_of(result)]:
+    for tensor in [args[0], *tensors_in(result)]:
         space.add(tensor, [*names, *[""] * (output.dim() - 2)])
     return True
 
@@ -133,9 +133,9 @@ def _layer_norm(space: Space, args: Args, result: Any) -> bool:
     width = len(args[1])
     rows = numbered("m", inputs.dim() - width) if inputs.dim() > width else ()
     columns = numbered("c", width)
-    outputs = list(tensors_of(result))
+    outputs = list(tensors_in(result))
     space.add(inputs, [*rows, *columns])
-    for weight in list(tensors_of(args[1:]))[:2]:
+    for weight in list(tensors_in(args[1:]))[:2]:
         space.add(weight, columns)
     space.add(outputs[0], [*rows, *columns])
     space.statistics.append((rows, 8 * prod(inputs.shape[: inputs.dim() - width])))  # mean and variance in float32
@@ -144,7 +144,7 @@ def _layer_norm(space: Space, args: Args, result: Any) -> bool:
 
 def _batch_norm(space: Space, args: Args, result: Any) -> bool:
     inputs = args[0]
-    output = next(tensors_of(result), None)
+    output = next(tensors_in(result), None)
     if inputs.dim() < 2 or output is None:
         return False
     names = ["b", "c", "h", "w", "t"][: inputs.dim()]
@@ -184,7 +184,7 @@ def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
 def _picked(space: Space, args: Args, result: Any) -> bool:
     """Log-likelihoods of targets; a part of the vocabulary has those of its own targets."""
     inputs, target = args[:2]
-    outputs = list(tensors_of(result))
+    outputs = list(tensors_in(result))
     if inputs.dim() != 2 or target.dim() != 1 or not outputs:
         return False
     space.add(inputs, ["m", "v"])
@@ -240,7 +240,7 @@ def _joined(space: Space, args: Args, result: Any) -> bool:
     """Tensors one after another along an axis, of their own or of the result alone."""
     dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
     names = ["" if i == dim else f"d{i}" for i in range(result.dim())]
-    for tensor in tensors_of(args[0]):
+    for tensor in tensors_in(args[0]):
         space.add(tensor, names if tensor.dim() == result.dim() else names[:dim] + names[dim + 1 :])
     space.add(result, names)
     return True
@@ -259,12 +259,12 @@ def _recurrent(space: Space, args: Args, result: Any) -> bool:
     batch_first = args[-1] is True
     inputs, states = args[0], args[1]
     names = ["b", "", ""] if batch_first else ["", "b", ""]
-    outputs = list(tensors_of(result))
+    outputs = list(tensors_in(result))
     if inputs.dim() != 3 or outputs[0].dim() != 3:
         return False
     space.add(inputs, names)
     space.add(outputs[0], names)
-    for state in [*tensors_of(states), *outputs[1:]]:
+    for state in [*tensors_in(states), *outputs[1:]]:
         space.add(state, ["", "b", ""][: state.dim()])
     return True
 

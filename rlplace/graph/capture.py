@@ -113,7 +113,9 @@ def capture(
             failures[attempt] = error
             notes.append(f"{attempt} failed: {_one_line(error)}")
     shown = failures.get("dispatch") or next(iter(failures.values()))
-    raise CaptureError(f"{_explain(model, shown)}{_hint(model)}") from shown
+    where = _user_frame(shown)
+    reason = f"{_one_line(shown)}{f' ({where})' if where else ''}"
+    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_hint(model)}") from shown
 
 
 def _hint(model: nn.Module) -> str:
@@ -254,8 +256,8 @@ def _check_model(model: Any, loss: Any) -> None:
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from rlplace.graph.access import tensors_in
     from rlplace.graph.inputs import split_inputs
-    from rlplace.graph.record import tensors_in
 
     args, kwargs = split_inputs(inputs)
     if not all(isinstance(key, str) for key in kwargs):
@@ -266,7 +268,7 @@ def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    from rlplace.graph.record import tensors_in
+    from rlplace.graph.access import tensors_in
 
     shape = next(tensors_in((args, kwargs))).shape
     return max(1, int(shape[0])) if len(shape) else 1
@@ -383,12 +385,6 @@ def _main_dtype(leaves: list[Leaf]) -> str:
 def _one_line(error: BaseException, limit: int = 300) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
-
-
-def _explain(model: nn.Module, error: BaseException) -> str:
-    where = _user_frame(error)
-    location = f" ({where})" if where else ""
-    return f"cannot capture {type(model).__name__}: {_one_line(error)}{location}"
 
 
 def _user_frame(error: BaseException) -> str | None:

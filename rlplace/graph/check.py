@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace import limits
 from rlplace.errors import InputError, unknown_name
-from rlplace.problem.check import check_names, first, refuse
+from rlplace.problem.check import MAX_BYTES, check_counts, check_names, first, refuse
 from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
     from rlplace.graph.opgraph import OpGraph
 
-MAX_BYTES = 1 << 60
 MAX_FLOPS = 1e24
 
 
@@ -25,13 +23,7 @@ def check_graph(graph: OpGraph) -> None:
     Raises:
         InputError: Names the first field, item and value that is wrong.
     """
-    for what, count, most in (
-        ("ops", graph.num_ops, limits.OPS),
-        ("tensors", graph.num_tensors, limits.TENSORS),
-        ("consumers of tensors", len(graph.consumers), limits.EDGES),
-    ):
-        if count > most:
-            raise InputError(f"graph: {count} {what}, the limit is {most}")
+    check_counts(graph.num_ops, 1, graph.num_tensors, len(graph.consumers), "graph")
     _check_ops(graph)
     _check_parameters(graph)
     _check_tensors(graph)

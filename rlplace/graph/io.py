@@ -17,40 +17,36 @@ FORMAT = "rlplace.graph"
 VERSION = 1
 
 
+_OPS: dict[str, tuple[str, Any]] = {
+    "name": ("op_names", None), "target": ("op_target", None), "kind": ("op_kind", None), "module": ("op_module", None),
+    "phase": ("op_phase", np.int8), "forward": ("op_forward", np.int32), "parameter": ("op_parameter", np.int32),
+    "dtype": ("op_dtype", None), "flops": ("op_flops", np.float64), "bytes": ("op_bytes", np.int64),
+    "temporary_bytes": ("op_temporary_bytes", np.int64), "colocate": ("op_colocate", np.int32),
+    "launches": ("op_launches", np.int32),
+}  # fmt: skip
+"""Column of ops to the field of `OpGraph` and the type of its array, None for a tuple."""
+
+_TENSORS: dict[str, tuple[str, Any]] = {
+    "role": ("tensor_role", np.int8), "parameter": ("tensor_parameter", np.int32), "producer": ("tensor_producer", np.int32),
+    "bytes": ("tensor_bytes", np.int64),
+}  # fmt: skip
+
+_NAMED = {"phase": PHASES, "role": TENSOR_ROLES}
+"""Columns whose numbers are written as names."""
+
+
 def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
     """The graph as plain JSON data: ops and tensors as columns, so that 100,000 ops stay a small file."""
-    ops = {
-        "name": list(graph.op_names),
-        "target": list(graph.op_target),
-        "kind": list(graph.op_kind),
-        "module": list(graph.op_module),
-        "phase": [PHASES[phase] for phase in graph.op_phase.tolist()],
-        "forward": graph.op_forward.tolist(),
-        "parameter": graph.op_parameter.tolist(),
-        "dtype": list(graph.op_dtype),
-        "flops": graph.op_flops.tolist(),
-        "bytes": graph.op_bytes.tolist(),
-        "temporary_bytes": graph.op_temporary_bytes.tolist(),
-        "colocate": graph.op_colocate.tolist(),
-    }
-    if graph.op_launches is not None:
-        ops["launches"] = graph.op_launches.tolist()
     ptr, consumers = graph.consumer_ptr.tolist(), graph.consumers.tolist()
-    tensors = {
-        "role": [TENSOR_ROLES[role] for role in graph.tensor_role.tolist()],
-        "parameter": graph.tensor_parameter.tolist(),
-        "producer": graph.tensor_producer.tolist(),
-        "bytes": graph.tensor_bytes.tolist(),
-        "consumers": [consumers[ptr[i] : ptr[i + 1]] for i in range(graph.num_tensors)],
-    }
+    rows = [consumers[ptr[i] : ptr[i + 1]] for i in range(graph.num_tensors)]
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "name": graph.name,
         "samples": int(graph.samples),
-        "ops": ops,
+        "ops": _columns(graph, _OPS),
         "parameters": plain(graph.parameters),
-        "tensors": tensors,
+        "tensors": {**_columns(graph, _TENSORS), "consumers": rows},
     }
     if graph.op_dims:
         data["op_dims"] = {str(op): dict(dims) for op, dims in sorted(graph.op_dims.items())}
@@ -59,6 +55,12 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
     if graph.source is not None:
         data["source"] = dict(graph.source)
     return data
+
+
+def _columns(graph: OpGraph, table: dict[str, tuple[str, Any]]) -> dict[str, list[Any]]:
+    columns = {key: values for key, (field, _) in table.items() if (values := getattr(graph, field)) is not None}
+    lists = {key: list(values) if isinstance(values, tuple) else values.tolist() for key, values in columns.items()}
+    return {key: [_NAMED[key][number] for number in row] if key in _NAMED else row for key, row in lists.items()}
 
 
 _Index = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -77,7 +79,7 @@ class _Ops(Record, frozen=True):
     parameter: list[_Index]
     dtype: tuple[str, ...]
     flops: list[float]
-    size_bytes: list[_Size] = msgspec.field(name="bytes")
+    bytes: list[_Size]
     temporary_bytes: list[_Size]
     colocate: list[_Index]
     launches: list[_Index] | None = None
@@ -89,7 +91,7 @@ class _Tensors(Record, frozen=True):
     role: list[TensorRole]
     parameter: list[_Index]
     producer: list[_Index]
-    size_bytes: list[_Size] = msgspec.field(name="bytes")
+    bytes: list[_Size]
     consumers: list[list[_Index]]
 
 
@@ -109,41 +111,28 @@ class _Graph(Record, frozen=True):
 def graph_from_dict(data: dict[str, Any]) -> OpGraph:
     """Builds and checks the graph of a file without its header."""
     graph = build(_Graph, data, "graph")
-    ops, tensors = graph.ops, graph.tensors
-    _check_lengths(ops, "ops")
-    _check_lengths(tensors, "tensors")
+    consumers = graph.tensors.consumers
     return OpGraph(
         name=graph.name,
         samples=graph.samples,
-        op_names=ops.name,
-        op_target=ops.target,
-        op_kind=ops.kind,
-        op_module=ops.module,
-        op_phase=np.array([PHASES.index(phase) for phase in ops.phase], dtype=np.int8),
-        op_forward=np.array(ops.forward, dtype=np.int32),
-        op_parameter=np.array(ops.parameter, dtype=np.int32),
-        op_dtype=ops.dtype,
-        op_flops=np.array(ops.flops, dtype=np.float64),
-        op_bytes=np.array(ops.size_bytes, dtype=np.int64),
-        op_temporary_bytes=np.array(ops.temporary_bytes, dtype=np.int64),
-        op_colocate=np.array(ops.colocate, dtype=np.int32),
         parameters=graph.parameters,
-        tensor_role=np.array([TENSOR_ROLES.index(role) for role in tensors.role], dtype=np.int8),
-        tensor_parameter=np.array(tensors.parameter, dtype=np.int32),
-        tensor_producer=np.array(tensors.producer, dtype=np.int32),
-        tensor_bytes=np.array(tensors.size_bytes, dtype=np.int64),
-        consumer_ptr=np.cumsum([0, *map(len, tensors.consumers)], dtype=np.int64),
-        consumers=np.array(list(chain.from_iterable(tensors.consumers)), dtype=np.int32),
+        **_fields(graph.ops, _OPS, "ops"),
+        **_fields(graph.tensors, _TENSORS, "tensors"),
+        consumer_ptr=np.cumsum([0, *map(len, consumers)], dtype=np.int64),
+        consumers=np.array(list(chain.from_iterable(consumers)), dtype=np.int32),
         capture=graph.capture,
         source=graph.source,
         op_dims=graph.op_dims,
-        op_launches=None if ops.launches is None else np.array(ops.launches, dtype=np.int32),
     )
 
 
-def _check_lengths(columns: _Ops | _Tensors, where: str) -> None:
-    first, *others = msgspec.structs.fields(columns)
-    for field in others:
-        column = getattr(columns, field.name)
-        if column is not None and len(column) != len(getattr(columns, first.name)):
-            raise InputError(f"graph: {where}.{field.encode_name}: expected a list as long as {where}.{first.encode_name}")
+def _fields(columns: _Ops | _Tensors, table: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
+    rows = msgspec.structs.asdict(columns)
+    first = next(iter(rows))
+    for key, row in rows.items():
+        if row is not None and len(row) != len(rows[first]):
+            raise InputError(f"graph: {where}.{key}: expected a list as long as {where}.{first}")
+        if key in _NAMED:
+            rows[key] = [_NAMED[key].index(name) for name in row]
+    known = [(field, rows[key], dtype) for key, (field, dtype) in table.items() if rows[key] is not None]
+    return {field: row if dtype is None else np.array(row, dtype=dtype) for field, row, dtype in known}

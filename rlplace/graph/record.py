@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlplace.graph.access import access_of
+from rlplace.graph.access import access_of, tensors_in
 from rlplace.graph.dims import dims_of
 from rlplace.graph.flops import count_flops
 from rlplace.graph.indices import Access
@@ -244,18 +244,6 @@ class Recorder(TorchDispatchMode):
         self._last_backward = label
         self.claim(label)
         return BACKWARD_OF, label
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -84,12 +84,6 @@ def _backward(ctx: Any, gradient: Any, hidden_gradient: Any, cell_gradient: Any,
     return result[0], result[1], result[2] if ctx.has_cell else None, result[3], None
 
 
-def _layer(kind: str, inputs: Any, hidden: Any, cell: Any, weights: list[Any]) -> tuple[Any, Any, Any]:
-    _library()
-    output, last, last_cell, _ = torch.ops.rlplace.recurrent_layer(inputs, hidden, cell, weights, _GATES[kind])
-    return output, last, last_cell
-
-
 def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *options: Any) -> tuple[Any, ...]:
     """What ``aten.{kind}.input`` returns, with each layer and direction as one op.
 
@@ -100,6 +94,7 @@ def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *o
         parameters: Weights of all layers and directions, in torch's order.
         options: has_biases, num_layers, dropout, train, bidirectional, batch_first.
     """
+    _library()
     _, layers, dropout, train, bidirectional, batch_first = options
     directions = 2 if bidirectional else 1
     each = len(parameters) // (layers * directions)
@@ -112,7 +107,7 @@ def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *o
             index = layer * directions + direction
             weights = list(parameters[index * each : (index + 1) * each])
             state = None if cell is None else cell[index]
-            output, final, final_cell = _layer(kind, value, hidden[index], state, weights)
+            output, final, final_cell, _ = torch.ops.rlplace.recurrent_layer(value, hidden[index], state, weights, _GATES[kind])
             outputs.append(output)
             last_hidden.append(final)
             last_cell.append(final_cell)
@@ -124,10 +119,6 @@ def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *o
     if cell is None:
         return value, torch.stack(last_hidden)
     return value, torch.stack(last_hidden), torch.stack(last_cell)
-
-
-WHOLE_TARGETS = {getattr(torch.ops.aten, kind).input: functools.partial(run_whole, kind) for kind in _GATES}
-"""Export IR target to its replacement while capturing."""
 
 
 @contextlib.contextmanager
@@ -162,12 +153,12 @@ def dropout(inputs: Any, p: float = 0.5, training: bool = True, inplace: bool = 
 REPLACED_TARGETS = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.dropout.default: dropout,
-    **WHOLE_TARGETS,
+    **{getattr(torch.ops.aten, kind).input: functools.partial(run_whole, kind) for kind in _GATES},
 }
 """Export IR target to replacement."""
 
 
-_RECURRENT = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
+_RECURRENT = {getattr(torch, kind): kind for kind in _GATES}
 
 
 class NeutralFunctions(TorchFunctionMode):

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.graph.check import MAX_BYTES
 from rlplace.graph.inputs import with_samples
 from rlplace.graph.opgraph import FORWARD, OpGraph
+from rlplace.problem.check import MAX_BYTES
 
 _EQUAL = ("op_names", "op_module", "op_phase", "op_forward", "op_parameter", "op_colocate")
 _EQUAL_TENSORS = ("tensor_role", "tensor_parameter", "tensor_producer", "consumer_ptr", "consumers")

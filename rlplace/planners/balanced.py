@@ -24,11 +24,13 @@ only the order of `device_order` and its reverse are tried, and the split is exa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
+from rlplace.planners.bipartition.layers import layer_orders
 from rlplace.planners.bipartition.straight import straight_pipelines
 from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import finite_links, group_graph
@@ -45,12 +47,8 @@ SLACKS = (1.0, 1.1, 1.3, np.inf)
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     """Splits for every number of devices, order and slack; then layer-wise pipelines."""
     del seed
-    graph = group_graph(problem)
-    orders = [graph.order]
-    if not np.array_equal(graph.order, graph.depth_first_order):
-        orders.append(graph.depth_first_order)
     for subset in reversed(device_subsets(problem)):
-        for order in orders:
+        for order in layer_orders(problem):
             yield from _splits(problem, order, subset)
     yield from straight_pipelines(problem)
 
@@ -263,18 +261,10 @@ def _cut_seconds(problem: Problem, order: NDArray[np.int32], devices: Sequence[i
     """float64 [K, G + 1], seconds of all transfers over a cut before each position, on the link to the previous device."""
     graph = group_graph(problem)
     latency, inverse = finite_links(problem)
-    groups = len(order)
-    position = np.empty(groups, dtype=np.int64)
-    position[order] = np.arange(groups)
-    at, to = position[graph.source], position[graph.target]
-    first, last = np.minimum(at, to) + 1, np.maximum(at, to) + 1
-    result = np.zeros((len(devices), groups + 1))
-    onward = at < to
-    for k in range(1, len(devices)):
-        a, b = devices[k - 1], devices[k]
+    position = np.argsort(order)
+    onward = position[graph.source] < position[graph.target]
+    result = np.zeros((len(devices), len(order) + 1))
+    for k, (a, b) in enumerate(pairwise(devices), 1):
         seconds = np.where(onward, graph.edge_s(latency[a, b], inverse[a, b]), graph.edge_s(latency[b, a], inverse[b, a]))
-        steps = np.bincount(first, weights=seconds, minlength=groups + 2) - np.bincount(
-            last, weights=seconds, minlength=groups + 2
-        )
-        result[k] = np.cumsum(steps)[: groups + 1]
+        result[k] = graph.crossing_s(order, seconds)
     return result

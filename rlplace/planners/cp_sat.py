@@ -21,8 +21,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.planners.best import best_answer, warm_up
@@ -30,10 +28,10 @@ from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.evaluate import Deadline, Evaluator
 from rlplace.planners.common.shortage import check_possible, raise_infeasible
 from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
-from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
+from rlplace.planners.dlplacer.instance import Instance, make_instance
 from rlplace.planners.dlplacer.memory import limit_timeline
 from rlplace.planners.dlplacer.program import build_program, solver_library
-from rlplace.planners.dlplacer.realise import Realised, expand_solution, ranked_orders, realise
+from rlplace.planners.dlplacer.realise import Realised, realise
 from rlplace.planners.dlplacer.solve import EFFORT, Outcome, solve_program
 from rlplace.problem import Problem
 
@@ -83,9 +81,7 @@ def cp_sat(
     floor = best_answer(problem, evaluator, deadline)
     line = None if floor is None else evaluator.timeline(floor.devices)
     hint = line if line is not None and line.feasible else None
-    horizon_s = safe_horizon_s(problem) if hint is None else hint.step_time_s
-    assert horizon_s is not None
-    instance = make_instance(problem, horizon_s)
+    instance = make_instance(problem, None if hint is None else hint.step_time_s)
     program = build_program(instance, contention=True)
     keep_request_order(program)
     limit_timeline(program)
@@ -133,9 +129,7 @@ def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> 
     """The ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
-        rank = expand_solution(instance, solution, instance.problem, np.arange(instance.num_tasks))
-        order = ranked_orders(instance.problem, solution.device_of_group, rank)
-        ways += realise(evaluator, solution.device_of_group, solution.start, order)
+        ways += realise(evaluator, instance, solution, solution.device_of_group)
         if min(way.rank for way in ways) <= (False, outcome.bound_s * (1 + OPTIMAL_GAP)):
             break
     return ways

@@ -16,14 +16,13 @@ transfers. HEFT's own schedule is thrown away: the executor, which never idles o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import listkernels
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.oparrays import by_rank, op_arrays, place_rest, upward_rank
+from rlplace.planners.common.oparrays import by_rank, empty_schedule, op_arrays, place_rest, upward_rank
 from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 
@@ -37,21 +36,6 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
             yield schedule(problem, order, subset, contention=contention).devices
 
 
-@dataclass(frozen=True, eq=False)
-class HeftSchedule:
-    """HEFT's own schedule.
-
-    Attributes:
-        devices: int32 [G], device of each group.
-        start_s: float64 [N], start of each op.
-        finish_s: float64 [N], end of each op.
-    """
-
-    devices: Assignment
-    start_s: NDArray[np.float64]
-    finish_s: NDArray[np.float64]
-
-
 def schedule(
     problem: Problem,
     order: NDArray[np.int32],
@@ -59,7 +43,7 @@ def schedule(
     *,
     contention: bool,
     decided: NDArray[np.int32] | None = None,
-) -> HeftSchedule:
+) -> listkernels.Schedule:
     """Insertion-based earliest finish time.
 
     Args:
@@ -70,18 +54,14 @@ def schedule(
         decided: int32 [G], devices that are fixed beforehand, -1 elsewhere.
     """
     arrays = op_arrays(problem)
-    mask = np.zeros(problem.num_devices, dtype=bool)
-    mask[list(subset)] = True
-    devices = np.full(problem.num_groups, -1, dtype=np.int32) if decided is None else decided.astype(np.int32)
-    room = problem.memory_limit_bytes.copy()
-    placed = devices >= 0
-    np.subtract.at(room, devices[placed], arrays.footprint[placed].astype(np.float64))
-    ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices
-    start, finish = np.zeros(ops), np.zeros(ops)
+    made = empty_schedule(problem, subset, problem.memory_limit_bytes.copy())
+    if decided is not None:
+        made.devices[:] = decided
+        placed = decided >= 0
+        np.subtract.at(made.room, decided[placed], arrays.footprint[placed].astype(np.float64))
+    busy = (problem.num_devices, problem.num_ops + 1)
     listkernels.heft(
-        order, mask, contention, devices, room, start, finish, np.full((tensors, count), -1.0), np.zeros(arrays.num_channels),
-        np.empty((count, ops + 1)), np.empty((count, ops + 1)), np.zeros(count, dtype=np.int64), arrays.time_s, arrays.op_group,
-        arrays.footprint, *arrays.links(),
-    )  # fmt: skip
-    place_rest(problem, devices, room)
-    return HeftSchedule(devices, start, finish)
+        order, contention, np.empty(busy), np.empty(busy), np.zeros(problem.num_devices, dtype=np.int64), arrays, made
+    )
+    place_rest(problem, made.devices, made.room)
+    return made

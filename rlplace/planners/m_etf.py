@@ -17,13 +17,48 @@ it, or 85 %).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from rlplace.planners.common import listkernels
+from rlplace.planners.common.earliestkernel import earliest_task_first
 from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.oparrays import earliest_assignments
+from rlplace.planners.common.oparrays import empty_schedule, op_arrays, place_rest, upward_rank
+from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     """Assignments for every number of devices and share of memory."""
-    return earliest_assignments(problem)
+    del seed
+    limited = bool(np.isfinite(problem.memory_limit_bytes).any())
+    for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
+        for share in (1.0, 0.85) if limited else (1.0,):
+            yield earliest_schedule(problem, subset, share).devices
+
+
+def earliest_schedule(problem: Problem, subset: Sequence[int], share: float = 1.0) -> listkernels.Schedule:
+    """List schedule: of all ready ops and devices with room for the op's group, the pair that can start earliest goes next.
+
+    Args:
+        problem: The problem.
+        subset: Devices that may be used.
+        share: Part of the memory that may be planned.
+    """
+    arrays = op_arrays(problem)
+    schedule = empty_schedule(problem, subset, problem.memory_limit_bytes * share)
+    ops, count = problem.num_ops, problem.num_devices
+    missing, offered, fresh = arrays.num_made_inputs.copy(), np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
+    ready = arrays.order[missing[arrays.order] == 0]
+    fresh[: len(ready)] = ready
+    later, now = (
+        listkernels.Queue(np.empty((count, ops)), np.empty((count, ops), dtype=np.int64), np.zeros(count, dtype=np.int64))
+        for _ in range(2)
+    )
+    earliest_task_first(
+        upward_rank(problem, communication=False), np.zeros(count), missing, np.zeros(ops, dtype=np.bool_), offered, fresh,
+        len(ready), later, now, np.full((ops, count), np.inf), arrays, schedule,
+    )  # fmt: skip
+    place_rest(problem, schedule.devices, schedule.room)
+    return schedule

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlplace.errors import InputError, show
 from rlplace.problem.check import COLLECTIVE, MAX_BYTES
-from rlplace.problem.problem import FORWARD, PHASES, Collective, Device, Links, Problem
+from rlplace.problem.problem import FORWARD, PHASES, RESIDENT_PARTS, Collective, Device, Links, Problem
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -49,6 +49,11 @@ def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
         "consumer_ptr": np.cumsum([0, *map(len, consumers)], dtype=np.int64),
         "consumers": np.array(list(chain.from_iterable(consumers)), dtype=np.int32),
     }
+
+
+def unknown_parts(groups: int) -> dict[str, Any]:
+    """The fields of a `Problem` about the parts of resident bytes, where they are not known."""
+    return dict.fromkeys(RESIDENT_PARTS, np.full(groups, -1, dtype=np.int64))
 
 
 def build_problem(
@@ -91,7 +96,6 @@ def build_problem(
         bandwidth = np.broadcast_to(np.asarray(bandwidth_bytes_per_s, dtype=np.float64), (devices, devices)).copy()
         latency = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (devices, devices)).copy()
         links = Links(bandwidth, latency)
-    unknown = np.full(groups, -1, dtype=np.int64)
     members = {op for took, _ in collectives for op in took}
     return Problem(
         name=name,
@@ -100,9 +104,7 @@ def build_problem(
         links=links,
         group_names=tuple(f"group{i}" for i in range(groups)),
         resident_bytes=np.array([0] * groups if resident_bytes is None else resident_bytes, dtype=np.int64),
-        weight_bytes=unknown,
-        gradient_bytes=unknown.copy(),
-        optimizer_bytes=unknown.copy(),
+        **unknown_parts(groups),
         group_device=np.array([-1] * groups if group_device is None else group_device, dtype=np.int32),
         op_names=tuple(f"op{i}" for i in range(ops)),
         op_group=op_group.astype(np.int32),
@@ -147,7 +149,6 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         key = (index[source], ("edge", number) if tensor is None else tensor)
         tensors.setdefault(key, set()).add(index[target])
         sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {show(source)} to {show(target)}: bytes"))
-    unknown = np.full(len(group_index), -1, dtype=np.int64)
     kinds = tuple(str(d.get("kind") or "") for _, d in graph.nodes(data=True))
     temporary = [_whole(d.get("temporary_bytes", 0), f"node {show(n)}: temporary_bytes") for n, d in graph.nodes(data=True)]
     return Problem(
@@ -157,9 +158,7 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         links=links,
         group_names=tuple(group_index),
         resident_bytes=np.array([resident.get(g, 0) for g in range(len(group_index))], dtype=np.int64),
-        weight_bytes=unknown,
-        gradient_bytes=unknown.copy(),
-        optimizer_bytes=unknown.copy(),
+        **unknown_parts(len(group_index)),
         group_device=np.array([fixed.get(g, -1) for g in range(len(group_index))], dtype=np.int32),
         op_names=tuple(str(node) for node in nodes),
         op_group=np.array(op_group, dtype=np.int32),

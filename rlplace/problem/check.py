@@ -40,8 +40,8 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     return _topological_order(problem)
 
 
-def check_counts(ops: int, devices: int, tensors: int, edges: int) -> None:
-    """Refuses a problem that is larger than `rlplace.limits` allow, before its matrices are made."""
+def check_counts(ops: int, devices: int, tensors: int, edges: int, record: str = "problem") -> None:
+    """Refuses a problem, or a graph, that is larger than `rlplace.limits` allow, before its matrices are made."""
     for what, count, most in (
         ("devices", devices, limits.DEVICES),
         ("ops", ops, limits.OPS),
@@ -50,7 +50,7 @@ def check_counts(ops: int, devices: int, tensors: int, edges: int) -> None:
         ("consumers of tensors", edges, limits.EDGES),
     ):
         if count > most:
-            raise InputError(f"problem: {count} {what}, the limit is {most}")
+            raise InputError(f"{record}: {count} {what}, the limit is {most}")
 
 
 def check_names(names: tuple[str, ...], record: str, where: str) -> None:
@@ -151,11 +151,13 @@ def _check_links(problem: Problem) -> None:
 
 
 def _check_groups(problem: Problem) -> None:
+    from rlplace.problem.problem import RESIDENT_PARTS
+
     count = problem.num_groups
     check_names(problem.group_names, "problem", "groups")
     _check_bytes(problem.resident_bytes, "groups.resident_bytes", count)
     parts = []
-    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+    for name in RESIDENT_PARTS:
         _check_bytes(getattr(problem, name), f"groups.{name}", count, least=-1)
         parts.append(getattr(problem, name))
     known = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -14,16 +13,15 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.files import check_header, read_record
+from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
-from rlplace.problem.problem import PHASES, Collective, Device, Links, Phase, Problem
+from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Device, Links, Phase, Problem
 from rlplace.problem.source import check_source
 from rlplace.records import Bytes, Record, build, plain
 
 FORMAT = "rlplace.problem"
 VERSION = 1
-
-_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def load_problem(path: str | Path) -> Problem:
@@ -42,85 +40,54 @@ def problem_from_dict(data: dict[str, Any]) -> Problem:
 
 def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
-    data: dict[str, Any] = {
+    links = problem.links
+    matrices = links.bandwidth_bytes_per_s.tolist(), links.latency_s.tolist()
+    return {
         "format": FORMAT,
         "version": VERSION,
         "name": problem.name,
         "samples_per_microbatch": int(problem.samples_per_microbatch),
-        "devices": [_device_to_dict(device) for device in problem.devices],
-        "links": {
-            "bandwidth_bytes_per_s": problem.links.bandwidth_bytes_per_s.tolist(),
-            "latency_s": problem.links.latency_s.tolist(),
-        },
-        "groups": _groups_to_list(problem),
-        "ops": _ops_to_list(problem),
-        "tensors": _tensors_to_list(problem),
+        "devices": plain([_DeviceEntry(**vars(device)) for device in problem.devices]),
+        "links": plain(_LinksEntry(*matrices, links.channels, links.fabrics)),
+        "groups": plain([_GroupEntry(*row) for row in zip(*_group_columns(problem), strict=True)]),
+        "ops": msgspec.to_builtins(_op_entries(problem)),
+        "tensors": msgspec.to_builtins(_tensor_entries(problem)),
+        **({"collectives": plain([_CollectiveEntry(**vars(c)) for c in problem.collectives])} if problem.collectives else {}),
+        **({} if problem.source is None else {"source": dict(problem.source)}),
     }
-    if problem.links.channels is not None:
-        data["links"]["channels"] = [[list(held) for held in row] for row in problem.links.channels]
-    if problem.links.fabrics:
-        data["links"]["fabrics"] = plain(problem.links.fabrics)
-    if problem.collectives:
-        data["collectives"] = [{"ops": list(c.ops), "channels": list(c.channels)} for c in problem.collectives]
-    if problem.source is not None:
-        data["source"] = dict(problem.source)
-    return data
 
 
-def _device_to_dict(device: Device) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": device.name, "memory_bytes": device.memory_bytes}
-    if device.reserved_bytes:
-        data["reserved_bytes"] = device.reserved_bytes
-    if device.kind is not None:
-        data["kind"] = device.kind
-    return data
+def _group_columns(problem: Problem) -> list[Any]:
+    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
+    return [problem.group_names, *([None if n < 0 else n for n in row.tolist()] for row in numbers)]
 
 
-def _groups_to_list(problem: Problem) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = []
-    parts = np.stack([getattr(problem, name) for name in _PARTS], axis=1).tolist()
-    resident, fixed = problem.resident_bytes.tolist(), problem.group_device.tolist()
-    for index, name in enumerate(problem.group_names):
-        group: dict[str, Any] = {"name": name, "resident_bytes": resident[index]}
-        if parts[index][0] >= 0:
-            group.update(zip(_PARTS, parts[index], strict=True))
-        if fixed[index] >= 0:
-            group["device"] = fixed[index]
-        groups.append(group)
-    return groups
-
-
-def _ops_to_list(problem: Problem) -> list[dict[str, Any]]:
-    ops: list[dict[str, Any]] = []
+def _op_entries(problem: Problem) -> list[_OpEntry]:
     same = (problem.time_s == problem.time_s[:, :1]).all(axis=1).tolist()
-    times = problem.time_s.tolist()
-    groups, phases, temporary = problem.op_group.tolist(), problem.op_phase.tolist(), problem.temporary_bytes.tolist()
-    for index, name in enumerate(problem.op_names):
-        row = times[index]
-        time_s = row[0] if same[index] else [None if t != t else t for t in row]
-        op: dict[str, Any] = {"name": name, "group": groups[index], "phase": PHASES[phases[index]], "time_s": time_s}
-        if temporary[index]:
-            op["temporary_bytes"] = temporary[index]
-        if problem.op_kind is not None and problem.op_kind[index]:
-            op["kind"] = problem.op_kind[index]
-        if index in problem.op_dims:
-            op["dims"] = dict(problem.op_dims[index])
-        ops.append(op)
-    return ops
+    times = [
+        row[0] if one else [None if t != t else t for t in row] for row, one in zip(problem.time_s.tolist(), same, strict=True)
+    ]
+    phases = [PHASES[phase] for phase in problem.op_phase.tolist()]
+    kinds = problem.op_kind or ("",) * problem.num_ops
+    dims = [dict(problem.op_dims[op]) if op in problem.op_dims else None for op in range(problem.num_ops)]
+    columns = (problem.op_names, problem.op_group.tolist(), phases, times, problem.temporary_bytes.tolist(), kinds, dims)
+    return [_OpEntry(*row) for row in zip(*columns, strict=True)]
 
 
-def _tensors_to_list(problem: Problem) -> list[dict[str, Any]]:
-    tensors: list[dict[str, Any]] = []
+def _tensor_entries(problem: Problem) -> list[_TensorEntry]:
     ptr, consumers, sizes = problem.consumer_ptr.tolist(), problem.consumers.tolist(), problem.tensor_bytes.tolist()
-    producers, owners = problem.tensor_producer.tolist(), problem.tensor_owner.tolist()
-    for index, size in enumerate(sizes):
-        tensor: dict[str, Any] = {"producer": producers[index]} if producers[index] >= 0 else {"owner": owners[index]}
-        tensor["bytes"] = size
-        tensor["consumers"] = consumers[ptr[index] : ptr[index + 1]]
-        if index in problem.tensor_transfer_s:
-            tensor["transfer_s"] = problem.tensor_transfer_s[index].tolist()
-        tensors.append(tensor)
-    return tensors
+    own = {number: table.tolist() for number, table in problem.tensor_transfer_s.items()}
+    ends = enumerate(zip(problem.tensor_producer.tolist(), problem.tensor_owner.tolist(), strict=True))
+    return [
+        _TensorEntry(
+            producer=None if producer < 0 else producer,
+            owner=None if owner < 0 else owner,
+            size_bytes=sizes[i],
+            consumers=consumers[ptr[i] : ptr[i + 1]],
+            transfer_s=own.get(i),
+        )
+        for i, (producer, owner) in ends
+    ]
 
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -149,6 +116,8 @@ class _LinksEntry(Record, frozen=True):
 class _GroupEntry(Record, frozen=True, gc=False):
     """A group of a problem file."""
 
+    written: ClassVar[tuple[str, ...]] = ("resident_bytes",)
+
     name: str
     resident_bytes: Bytes = 0
     weight_bytes: Bytes | None = None
@@ -157,7 +126,7 @@ class _GroupEntry(Record, frozen=True, gc=False):
     device: Index | None = None
 
 
-class _OpEntry(Record, frozen=True, gc=False):
+class _OpEntry(Record, frozen=True, gc=False, omit_defaults=True):
     """An op of a problem file."""
 
     name: str
@@ -169,13 +138,13 @@ class _OpEntry(Record, frozen=True, gc=False):
     dims: dict[str, _Int] | None = None
 
 
-class _TensorEntry(Record, frozen=True, gc=False):
+class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """A tensor of a problem file."""
 
-    size_bytes: Bytes = msgspec.field(name="bytes")
-    consumers: list[Index]
     producer: Index | None = None
     owner: Index | None = None
+    size_bytes: Bytes = msgspec.field(name="bytes")
+    consumers: list[Index]
     transfer_s: _Matrix | None = None
 
 
@@ -236,11 +205,12 @@ def _parse(data: dict[str, Any]) -> Problem:
         op_phase=np.array([number[op.phase] for op in ops], dtype=np.int8),
         time_s=_times([op.time_s for op in ops], count),
         temporary_bytes=_numbers([op.temporary_bytes for op in ops]),
-        tensor_producer=_numbers([tensor.producer for tensor in tensors]).astype(np.int32),
-        tensor_owner=_numbers([tensor.owner for tensor in tensors]).astype(np.int32),
-        tensor_bytes=_numbers([tensor.size_bytes for tensor in tensors]),
-        consumer_ptr=np.cumsum([0, *(len(tensor.consumers) for tensor in tensors)], dtype=np.int64),
-        consumers=_numbers(list(chain.from_iterable(tensor.consumers for tensor in tensors))).astype(np.int32),
+        **tensor_fields(
+            [
+                (-1 if t.producer is None else t.producer, -1 if t.owner is None else t.owner, t.size_bytes, t.consumers)
+                for t in tensors
+            ]
+        ),
         op_kind=kinds if any(kinds) else None,
         op_dims=dims,
         tensor_transfer_s={

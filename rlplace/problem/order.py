@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -140,3 +141,13 @@ def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
     reached = np.zeros(problem.num_ops, dtype=bool)
     reached[breadth_first_order(edges, op, return_predecessors=False)[1:]] = True  # the op itself comes first
     return reached
+
+
+def longest_ways(problem: Problem, weight: Sequence[float], *, backwards: bool) -> list[Any]:
+    """Per op the largest sum of weights, one an op, of a chain of ops that leads to it, or of one that it leads to."""
+    source, target = problem.op_edges[::-1] if backwards else problem.op_edges
+    before, starts = successor_lists(target, source, problem.num_ops)
+    ways: list[Any] = [0] * problem.num_ops
+    for op in problem.topological_order[:: -1 if backwards else 1].tolist():
+        ways[op] = max((ways[other] + weight[other] for other in before[starts[op] : starts[op + 1]]), default=0)
+    return ways

@@ -28,6 +28,8 @@ Phase = Literal["forward", "backward", "backward_weight", "update"]
 PHASES: tuple[str, ...] = get_args(Phase)
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
+RESIDENT_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+
 Channels = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -228,6 +230,11 @@ class Problem:
         return total
 
     @cached_property
+    def tensor_group(self) -> NDArray[np.int32]:
+        """int32 [T], the group that makes or owns each tensor."""
+        return np.where(self.tensor_producer >= 0, self.op_group[np.maximum(self.tensor_producer, 0)], self.tensor_owner)
+
+    @cached_property
     def edge_tensor(self) -> NDArray[np.int32]:
         """int32 [E], the tensor of each entry of `consumers`."""
         return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
@@ -241,9 +248,7 @@ class Problem:
     @cached_property
     def edge_source_group(self) -> NDArray[np.int32]:
         """int32 [E], the group that each entry of `consumers` reads from: its producer's, or the owner."""
-        producer = self.tensor_producer[self.edge_tensor]
-        producer_group: NDArray[np.int32] = self.op_group[np.maximum(producer, 0)]
-        return np.where(producer >= 0, producer_group, self.tensor_owner[self.edge_tensor])
+        return self.tensor_group[self.edge_tensor]
 
     @cached_property
     def fingerprint(self) -> str:

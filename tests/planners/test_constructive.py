@@ -9,10 +9,11 @@ from rlplace.planners import critical_path, get_planner, m_topo
 from rlplace.planners.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
 from rlplace.planners.common import bounds
 from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.common.oparrays import by_rank, earliest_schedule, upward_rank
+from rlplace.planners.common.oparrays import by_rank, upward_rank
 from rlplace.planners.common.subsets import device_order, device_subsets, map_parts
 from rlplace.planners.critical_path import critical_ops
 from rlplace.planners.heft import schedule
+from rlplace.planners.m_etf import earliest_schedule
 from rlplace.planners.metis import metis_partition
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -40,7 +41,7 @@ def test_heft_reproduces_its_papers_example():
     expected = [108.0, 77.0, 80.0, 80.0, 69.0, 63.333, 42.667, 35.667, 44.333, 14.667]
     np.testing.assert_allclose(rank, expected, atol=5e-4)
     result = schedule(problem, by_rank(problem, rank), range(3), contention=False)
-    assert result.finish_s.max() == 80.0
+    assert result.finish.max() == 80.0
     # Figure 3a of the paper, processors P1 to P3 as 0 to 2.
     assert result.devices.tolist() == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
 
@@ -52,22 +53,22 @@ def test_heft_own_schedule_is_valid():
         result = schedule(problem, by_rank(problem, upward_rank(problem, communication=True)), range(3), contention=contention)
         device = result.devices[problem.op_group]
         for d in range(3):
-            ops = np.flatnonzero((device == d) & (result.finish_s > result.start_s))
-            ops = ops[np.argsort(result.start_s[ops])]
-            assert (result.start_s[ops[1:]] >= result.finish_s[ops[:-1]] - 1e-12).all()
+            ops = np.flatnonzero((device == d) & (result.finish > result.start))
+            ops = ops[np.argsort(result.start[ops])]
+            assert (result.start[ops[1:]] >= result.finish[ops[:-1]] - 1e-12).all()
         for tensor, op in zip(problem.edge_tensor, problem.consumers, strict=True):
             producer = problem.tensor_producer[tensor]
             if producer >= 0:
                 a, b = int(device[producer]), int(device[op])
                 sent = 0.0 if a == b else problem.links.transfer_s(a, b, int(problem.tensor_bytes[tensor]))
-                assert result.start_s[op] >= result.finish_s[producer] + sent - 1e-12
+                assert result.start[op] >= result.finish[producer] + sent - 1e-12
 
 
 def test_m_etf_by_hand():
     """c (3 s, longest) starts first on device 0, a on device 1; b waits for a there rather than 5 s for a transfer."""
     problem = build_problem("etf", time_s=[[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], tensors=[TensorSpec(0, 5, [1])],
                             memory_bytes=[None, None])  # fmt: skip
-    devices, start, finish = earliest_schedule(problem, [0, 1])
+    _, devices, _, start, finish, *_ = earliest_schedule(problem, [0, 1])
     assert devices.tolist() == [1, 1, 0]
     assert start.tolist() == [0.0, 1.0, 0.0] and finish.tolist() == [1.0, 2.0, 3.0]
 
@@ -75,7 +76,7 @@ def test_m_etf_by_hand():
 def test_m_etf_respects_memory():
     """Device 0 has room for one group of 6, so the other two queue on device 1 although it is busy until 2 s."""
     problem = build_problem("etf", time_s=[[2.0, 2.0]] * 3, tensors=[], memory_bytes=[6, 12], resident_bytes=[6, 6, 6])
-    devices, start, *_ = earliest_schedule(problem, [0, 1])
+    _, devices, _, start, *_ = earliest_schedule(problem, [0, 1])
     assert devices.tolist() == [0, 1, 1]
     assert start.tolist() == [0.0, 0.0, 2.0]
 

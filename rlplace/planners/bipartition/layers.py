@@ -103,7 +103,7 @@ def layer_numbers(problem: Problem, order: NDArray[np.int32]) -> tuple[NDArray[n
 
 def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
     """Gives groups without a layer that of the last that feeds them, else of the first one that they feed, else the last."""
-    source, target = _group_edges(problem)
+    source, target = (problem.op_group[ops].astype(np.int64) for ops in problem.op_edges)
     before = layer.copy()
     np.maximum.at(before, target, layer[source])
     layer[:] = np.where(layer < 0, before, layer)
@@ -118,11 +118,6 @@ def _attach(problem: Problem, layer: NDArray[np.int64]) -> None:
             layer[unknown] = max(int(layer.max()), 0)
             return
         layer[attached] = nearest[attached]
-
-
-def _group_edges(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    maker, reader = problem.op_edges
-    return problem.op_group[maker].astype(np.int64), problem.op_group[reader].astype(np.int64)
 
 
 def make_layers(

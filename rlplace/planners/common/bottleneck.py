@@ -31,7 +31,6 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, li
     if line.step_time_s is None:
         return []
     graph = group_graph(problem)
-    arrays = op_arrays(problem)
     devices = np.array(assignment, dtype=np.int32)
     saved = np.zeros((problem.num_groups, problem.num_devices))
     touched = np.zeros(saved.shape, dtype=np.bool_)
@@ -39,8 +38,8 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, *, li
     arrival_s[line.transfer_tensor, line.transfer_destination] = line.transfer_end_s
     kernels.chain_savings(
         int(line.end_s.argmax()), np.lexsort((line.end_s, line.start_s)), line.device_of_op, line.start_s, line.end_s,
-        arrival_s, arrays.op_group, arrays.input_ptr, arrays.inputs, arrays.producer, np.argsort(line.busy_s, kind="stable"),
-        np.empty(problem.num_ops, dtype=np.int64), np.empty(problem.num_devices, dtype=np.int64), saved, touched,
+        arrival_s, op_arrays(problem), np.argsort(line.busy_s, kind="stable"), np.empty(problem.num_ops, dtype=np.int64),
+        np.empty(problem.num_devices, dtype=np.int64), saved, touched,
     )  # fmt: skip
     _relieve_memory(problem, line, devices, saved, touched)
     touched &= problem.group_allowed

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import BACKWARD, Problem
-from rlplace.problem.order import reach, successor_lists
+from rlplace.problem.order import longest_ways, reach
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,7 @@ def device_time_s(problem: Problem) -> NDArray[np.float64]:
 def critical_path_s(problem: Problem) -> float:
     """Seconds of the longest chain of ops, each on its fastest device, without transfers."""
     shortest = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf).min(axis=1)
-    successors, starts = successor_lists(*problem.op_edges, problem.num_ops)
-    level = shortest.tolist()
-    for op in problem.topological_order[::-1].tolist():
-        below = max((level[s] for s in successors[starts[op] : starts[op + 1]]), default=0.0)
-        level[op] += below
-    return float(max(level))
+    return float((shortest + longest_ways(problem, shortest.tolist(), backwards=True)).max())
 
 
 def _work(time_s: NDArray[np.float64], steps: int = 30) -> float:

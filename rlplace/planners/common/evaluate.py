@@ -122,27 +122,22 @@ class Answer:
 
 
 class Evaluator:
-    """Simulates assignments of one problem and counts the calls."""
+    """Simulates assignments of one problem and counts the calls; loops that use its `simulator` report theirs to `count`."""
 
     def __init__(self, problem: Problem, *, simulator: Simulator | None = None) -> None:
         self.problem = problem
         self.calls = 0
-        self._simulator = Simulator(problem) if simulator is None else simulator
+        self.simulator = Simulator(problem) if simulator is None else simulator
 
     def score(self, devices: Assignment) -> Score:
         """Step time and memory overflow of an assignment."""
         self.count()
-        return Score(*self._simulator.evaluate(devices))
-
-    @property
-    def simulator(self) -> Simulator:
-        """For compiled loops, which report their simulations to `count`."""
-        return self._simulator
+        return Score(*self.simulator.evaluate(devices))
 
     def answer(self, devices: Assignment) -> Answer:
         """Score and peaks of an assignment; `devices` must not change afterwards."""
         score = self.score(devices)
-        return Answer(devices, score, self._simulator.peak_memory_bytes.copy())
+        return Answer(devices, score, self.simulator.peak_memory_bytes.copy())
 
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
         """The timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""

@@ -58,6 +58,14 @@ class GroupGraph:
         """float64 [M], seconds of every edge over a link of the given latency and seconds per byte, without waiting."""
         return self.edge_count * latency_s + self.edge_bytes * inverse_bandwidth + self.edge_fixed_s
 
+    def crossing_s(self, order: NDArray[np.int32], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [G + 1], sum of `seconds` [M] of all edges over a cut before each group of an order, and at its end."""
+        position = np.argsort(order)
+        at, to = position[self.source], position[self.target]
+        opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=len(order) + 2)
+        closes = np.bincount(np.maximum(at, to) + 1, weights=seconds, minlength=len(order) + 2)
+        return np.cumsum(opens - closes)[: len(order) + 1]
+
 
 def inverse_bandwidth(problem: Problem) -> NDArray[np.float64]:
     """float64 [D, D], seconds per byte; 0 on the diagonal, inf where there is no link."""

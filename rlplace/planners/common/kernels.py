@@ -203,8 +203,7 @@ def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, pass
 
 @entry
 def chain_savings(
-    last, by_start, device_of_op, start_s, end_s, arrival_s, op_group, input_ptr, inputs, producer, idle, before, latest, saved,
-    touched,
+    last, by_start, device_of_op, start_s, end_s, arrival_s, a, idle, before, latest, saved, touched,
 ):  # fmt: skip
     """Walks the chain of events that ends the step back from op `last`; adds what a remedy for each delay would save.
 
@@ -213,7 +212,7 @@ def chain_savings(
     owner's tensor ends the chain.
 
     by_start: int64 [N], ops by start, end and number. arrival_s: float64 [T, D], -1 where a tensor was not sent.
-    idle: int64 [D], devices by busy time. Buffers: before int64 [N], latest int64 [D].
+    a: The problem's `OpArrays`. idle: int64 [D], devices by busy time. Buffers: before int64 [N], latest int64 [D].
     saved: float64 [G, D] seconds, zeros. touched: bool [G, D], False; where something was added.
     """
     for device in range(len(latest)):
@@ -226,33 +225,33 @@ def chain_savings(
     for _ in range(2 * len(by_start)):
         device = device_of_op[op]
         ready, cause, sent = 0.0, -1, False
-        for k in range(input_ptr[op], input_ptr[op + 1]):
-            tensor = inputs[k]
-            source = producer[tensor]
+        for k in range(a.input_ptr[op], a.input_ptr[op + 1]):
+            tensor = a.inputs[k]
+            source = a.producer[tensor]
             moved = (source < 0 or device_of_op[source] != device) and arrival_s[tensor, device] >= 0.0
             at = arrival_s[tensor, device] if moved else end_s[source] if source >= 0 else 0.0
             if at > ready or cause < 0:
                 ready, cause, sent = at, source, moved
         previous = before[op]
-        b = op_group[op]
+        group_of_op = a.op_group[op]
         if previous >= 0 and end_s[previous] == start_s[op] and start_s[op] > ready:
-            a = op_group[previous]
-            if a != b:
+            first = a.op_group[previous]
+            if first != group_of_op:
                 tried = 0
                 for i in range(len(idle)):
                     if idle[i] != device and tried < 2:
                         tried += 1
-                        for group in (a, b):
+                        for group in (first, group_of_op):
                             saved[group, idle[i]] += start_s[op] - ready
                             touched[group, idle[i]] = True
             op = previous
         elif cause >= 0:
             if sent:
-                a = op_group[cause]
-                saved[a, device] += ready - end_s[cause]
-                touched[a, device] = True
-                saved[b, device_of_op[cause]] += ready - end_s[cause]
-                touched[b, device_of_op[cause]] = True
+                first = a.op_group[cause]
+                saved[first, device] += ready - end_s[cause]
+                touched[first, device] = True
+                saved[group_of_op, device_of_op[cause]] += ready - end_s[cause]
+                touched[group_of_op, device_of_op[cause]] = True
             op = cause
         else:
             return

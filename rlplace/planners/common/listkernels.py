@@ -1,17 +1,15 @@
 """Compiled list scheduling: upward ranks, HEFT, and parts of other list schedulers.
 
 All of it lies in one file, because numba's on-disk cache only notices changes of the file that holds the compiled function.
-The kernels allocate nothing and take plain arrays of one type each: that halves the time to compile them, which the first
-start after an installation pays.
-
-Arrays are those of `rlplace.planners.common.oparrays.OpArrays`. State of a schedule that both schedulers fill:
-    devices: int32 [G], -1 where open. finish: float64 [N]. room: float64 [D] bytes.
-    arrival: float64 [T, D], when a tensor was sent there, -1 if it was not. channel_free: float64 [C].
+The kernels allocate nothing and take arrays of one type each: that halves the time to compile them, which the first start after
+an installation pays. `a` is an `rlplace.planners.common.oparrays.OpArrays`, `s` a `Schedule`.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,46 +19,63 @@ from rlplace.compiled import entry, inner
 # with `np.int64` and `np.bool_`: for literals numba would compile it once more.
 
 
+class Schedule(NamedTuple):
+    """A schedule that both schedulers fill."""
+
+    mask: Any  # bool [D], devices that may be used
+    devices: Any  # int32 [G], -1 where open
+    room: Any  # float64 [D] bytes
+    start: Any  # float64 [N]
+    finish: Any  # float64 [N]
+    arrival: Any  # float64 [T, D], when a tensor was sent there, -1 if it was not
+    channel_free: Any  # float64 [C]
+
+
+class Queue(NamedTuple):
+    """A binary heap for each device, the smallest (key, item) on top."""
+
+    keys: Any  # float64 [D, N]
+    items: Any  # int64 [D, N]
+    size: Any  # int64 [D]
+
+
 @entry
-def upward_rank_kernel(order, mean, edge, op_group, input_ptr, inputs, producer, below):
+def upward_rank_kernel(a, mean, edge, below):
     """Adds to `below` [N] the mean time of each op plus the longest way to the end; `edge` [T] counts between groups."""
-    for i in range(len(order) - 1, -1, -1):
-        op = order[i]
+    for i in range(len(a.order) - 1, -1, -1):
+        op = a.order[i]
         below[op] += mean[op]
-        for k in range(input_ptr[op], input_ptr[op + 1]):
-            source = producer[inputs[k]]
+        for k in range(a.input_ptr[op], a.input_ptr[op + 1]):
+            source = a.producer[a.inputs[k]]
             if source >= 0:
-                cost = 0.0 if op_group[source] == op_group[op] else edge[inputs[k]]
+                cost = 0.0 if a.op_group[source] == a.op_group[op] else edge[a.inputs[k]]
                 below[source] = max(below[source], cost + below[op])
 
 
 @inner
-def _inputs_present(
-    op, device, commit, contention, devices, finish, arrival, channel_free, input_ptr, inputs, producer, holder, size, table,
-    tables, latency, inverse, channel_ptr, channels,
-):  # fmt: skip
+def _inputs_present(op, device, commit, contention, a, s):
     """Time at which all inputs of an op can be on a device; `commit` books the transfers, one after another."""
     present = 0.0
-    for k in range(input_ptr[op], input_ptr[op + 1]):
-        tensor = inputs[k]
-        source = devices[holder[tensor]]
-        at = finish[producer[tensor]] if producer[tensor] >= 0 else 0.0
+    for k in range(a.input_ptr[op], a.input_ptr[op + 1]):
+        tensor = a.inputs[k]
+        source = s.devices[a.holder[tensor]]
+        at = s.finish[a.producer[tensor]] if a.producer[tensor] >= 0 else 0.0
         if source != device and source >= 0:
-            if arrival[tensor, device] >= 0.0:
-                at = arrival[tensor, device]
+            if s.arrival[tensor, device] >= 0.0:
+                at = s.arrival[tensor, device]
             else:
-                pair = source * len(latency) + device
+                pair = source * len(a.latency) + device
                 if contention:
-                    for c in range(channel_ptr[pair], channel_ptr[pair + 1]):
-                        at = max(at, channel_free[channels[c]])
-                if table[tensor] >= 0:
-                    at += tables[table[tensor], source, device]
+                    for c in range(a.channel_ptr[pair], a.channel_ptr[pair + 1]):
+                        at = max(at, s.channel_free[a.channels[c]])
+                if a.table[tensor] >= 0:
+                    at += a.tables[a.table[tensor], source, device]
                 else:
-                    at += latency[source, device] + size[tensor] * inverse[source, device]
+                    at += a.latency[source, device] + a.size[tensor] * a.inverse[source, device]
                 if commit:
-                    arrival[tensor, device] = at
-                    for c in range(channel_ptr[pair], channel_ptr[pair + 1]):
-                        channel_free[channels[c]] = at
+                    s.arrival[tensor, device] = at
+                    for c in range(a.channel_ptr[pair], a.channel_ptr[pair + 1]):
+                        s.channel_free[a.channels[c]] = at
         present = max(present, at)
     return present
 
@@ -105,58 +120,52 @@ def _occupy(device, starts, ends, count, at, start, end):
 
 
 @entry
-def heft(
-    order, mask, contention, devices, room, start, finish, arrival, channel_free, busy_start, busy_end, count, time_s, op_group,
-    footprint, input_ptr, inputs, producer, holder, size, table, tables, latency, inverse, channel_ptr, channels,
-):  # fmt: skip
-    """Earliest finish time with insertion: fills `devices`, `start` and `finish`.
+def heft(order, contention, busy_start, busy_end, count, a, s):
+    """Earliest finish time with insertion.
 
-    order: int32 [N], ops in the order they are scheduled. mask: bool [D], devices that may be used.
+    order: int32 [N], ops in the order they are scheduled.
     busy_start, busy_end: float64 [D, N + 1], busy intervals of each device. count: int64 [D], how many, zeros.
     """
-    num_devices = len(mask)
+    num_devices = len(s.mask)
     no, yes, none = np.bool_(0), np.bool_(1), np.int64(-1)
     for i in range(len(order)):
         op = np.int64(order[i])
-        group = op_group[op]
-        decided = devices[group]
+        group = a.op_group[op]
+        decided = s.devices[group]
         best, best_start, best_device, best_slot = np.inf, 0.0, none, 0
         # Rounds: devices of the subset with room; any device with room; any device the group may sit on.
         for attempt in range(3):
             for device in range(num_devices):
-                seconds = time_s[op, device]
+                seconds = a.time_s[op, device]
                 if (decided >= 0 and device != decided) or seconds == np.inf:
                     continue
-                if decided < 0 and ((attempt == 0 and not mask[device]) or (attempt < 2 and room[device] < footprint[group])):
+                if decided < 0 and (
+                    (attempt == 0 and not s.mask[device]) or (attempt < 2 and s.room[device] < a.footprint[group])
+                ):
                     continue
-                ready = _inputs_present(
-                    op, device, no, contention, devices, finish, arrival, channel_free, input_ptr, inputs, producer, holder,
-                    size, table, tables, latency, inverse, channel_ptr, channels,
-                )  # fmt: skip
+                ready = _inputs_present(op, device, no, contention, a, s)
                 begin, slot = _find_gap(device, busy_start, busy_end, count, ready, seconds)
                 if begin + seconds < best:
                     best, best_start, best_device, best_slot = begin + seconds, begin, device, slot
             if best_device >= 0:
                 break
         if decided < 0:
-            devices[group] = best_device
-            room[best_device] -= footprint[group]
-        seconds = time_s[op, best_device]
-        ready = _inputs_present(
-            op, best_device, yes, contention, devices, finish, arrival, channel_free, input_ptr, inputs, producer, holder,
-            size, table, tables, latency, inverse, channel_ptr, channels,
-        )  # fmt: skip
+            s.devices[group] = best_device
+            s.room[best_device] -= a.footprint[group]
+        seconds = a.time_s[op, best_device]
+        ready = _inputs_present(op, best_device, yes, contention, a, s)
         if ready > best_start:
             # Inputs that queue for one channel arrive later together than each would alone.
             best_start, best_slot = _find_gap(best_device, busy_start, busy_end, count, ready, seconds)
-        start[op], finish[op] = best_start, best_start + seconds
+        s.start[op], s.finish[op] = best_start, best_start + seconds
         if seconds > 0.0:
             _occupy(best_device, busy_start, busy_end, count, best_slot, best_start, best_start + seconds)
 
 
 @inner
-def _push(device, keys, items, size, key, item):
-    """Adds to the device's binary heap with the smallest (key, item) on top."""
+def _push(device, queue, key, item):
+    """Adds to the device's heap."""
+    keys, items, size = queue.keys, queue.items, queue.size
     i = size[device]
     size[device] = i + 1
     while i > 0:
@@ -169,8 +178,9 @@ def _push(device, keys, items, size, key, item):
 
 
 @inner
-def _pop(device, keys, items, size):
+def _pop(device, queue):
     """Removes the top of the device's heap; the caller has read it."""
+    keys, items, size = queue.keys, queue.items, queue.size
     last = size[device] - 1
     size[device] = last
     key, item = keys[device, last], items[device, last]

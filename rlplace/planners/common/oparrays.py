@@ -5,17 +5,14 @@ Axes: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.planners.common import listkernels
-from rlplace.planners.common.earliestkernel import earliest_task_first
-from rlplace.planners.common.evaluate import Assignment
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_transfer_s
-from rlplace.planners.common.subsets import device_subsets
 from rlplace.problem import Problem
 from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped
@@ -46,13 +43,6 @@ class OpArrays(NamedTuple):
     outputs: Any  # int32 [.], tensors that each op makes
     num_made_inputs: Any  # int64 [N], inputs that other ops make
 
-    def links(self) -> tuple[Any, ...]:
-        """The arrays that price transfers, in the order of `rlplace.planners.common.listkernels`."""
-        return (
-            self.input_ptr, self.inputs, self.producer, self.holder, self.size, self.table, self.tables, self.latency,
-            self.inverse, self.channel_ptr, self.channels,
-        )  # fmt: skip
-
 
 def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]:
     """float64 [N], mean time of an op plus the longest mean time to the end of the step after it.
@@ -64,8 +54,22 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
     a = op_arrays(problem)
     edge = mean_transfer_s(problem) if communication else np.zeros(problem.num_tensors)
     rank = np.zeros(problem.num_ops)
-    listkernels.upward_rank_kernel(a.order, finite_mean(a.time_s), edge, a.op_group, a.input_ptr, a.inputs, a.producer, rank)
+    listkernels.upward_rank_kernel(a, finite_mean(a.time_s), edge, rank)
     return rank
+
+
+def empty_schedule(problem: Problem, subset: Sequence[int], room: NDArray[np.float64]) -> listkernels.Schedule:
+    """A schedule on some devices, without any op; `room` [D] bytes may be planned, and change."""
+    ops, count = problem.num_ops, problem.num_devices
+    return listkernels.Schedule(
+        mask=np.isin(np.arange(count), subset),
+        devices=np.full(problem.num_groups, -1, dtype=np.int32),
+        room=room,
+        start=np.zeros(ops),
+        finish=np.zeros(ops),
+        arrival=np.full((problem.num_tensors, count), -1.0),
+        channel_free=np.zeros(op_arrays(problem).num_channels),
+    )
 
 
 def place_rest(problem: Problem, devices: NDArray[np.int32], room: NDArray[np.float64]) -> None:
@@ -102,7 +106,7 @@ def op_arrays(problem: Problem) -> OpArrays:
         input_ptr=input_ptr,
         inputs=inputs,
         producer=problem.tensor_producer,
-        holder=np.where(problem.tensor_owner >= 0, problem.tensor_owner, problem.op_group[problem.tensor_producer]),
+        holder=problem.tensor_group,
         consumer_ptr=problem.consumer_ptr,
         consumers=problem.consumers,
         size=problem.tensor_bytes.astype(np.float64),
@@ -131,47 +135,3 @@ def _frozen(name: str, value: Any) -> Any:
     frozen = np.ascontiguousarray(value, dtype=dtype).view()
     frozen.setflags(write=False)
     return frozen
-
-
-def earliest_assignments(problem: Problem) -> Iterator[Assignment]:
-    """Assignments for every number of devices and share of memory; see `earliest_schedule`."""
-    limited = bool(np.isfinite(problem.memory_limit_bytes).any())
-    for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
-        for share in (1.0, 0.85) if limited else (1.0,):
-            yield earliest_schedule(problem, subset, share)[0]
-
-
-def earliest_schedule(
-    problem: Problem, subset: Sequence[int], share: float = 1.0
-) -> tuple[Assignment, NDArray[np.float64], NDArray[np.float64]]:
-    """List schedule: of all ready ops and devices with room for the op's group, the pair that can start earliest goes next.
-
-    Args:
-        problem: The problem.
-        subset: Devices that may be used.
-        share: Part of the memory that may be planned.
-
-    Returns:
-        int32 [G] devices; float64 [N] start and finish seconds of the schedule itself.
-    """
-    arrays = op_arrays(problem)
-    mask = np.zeros(problem.num_devices, dtype=bool)
-    mask[list(subset)] = True
-    devices = np.full(problem.num_groups, -1, dtype=np.int32)
-    room = problem.memory_limit_bytes * share
-    ops, tensors, count = problem.num_ops, problem.num_tensors, problem.num_devices
-    start, finish, arrival = np.zeros(ops), np.zeros(ops), np.full((tensors, count), -1.0)
-    missing, offered, fresh = arrays.num_made_inputs.copy(), np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
-    ready = arrays.order[missing[arrays.order] == 0]
-    fresh[: len(ready)] = ready
-    later, now = (
-        (np.empty((count, ops)), np.empty((count, ops), dtype=np.int64), np.zeros(count, dtype=np.int64)) for _ in range(2)
-    )
-    earliest_task_first(
-        upward_rank(problem, communication=False), mask, devices, room, start, finish, arrival, np.zeros(arrays.num_channels),
-        np.zeros(count), missing, np.zeros(ops, dtype=np.bool_), offered, fresh, *later, *now, np.full((ops, count), np.inf),
-        arrays.output_ptr, arrays.outputs, arrays.consumer_ptr, arrays.consumers, arrays.time_s, arrays.op_group,
-        arrays.footprint, *arrays.links(), len(ready),
-    )  # fmt: skip
-    place_rest(problem, devices, room)
-    return devices, start, finish

@@ -9,13 +9,12 @@ Axes: G vertices, K devices in use, N nets, P readers of nets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.common.groupgraph import group_graph, tensor_traffic
+from rlplace.planners.common.groupgraph import tensor_traffic
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 
@@ -61,27 +60,15 @@ class Level(NamedTuple):
 
 
 def problem_nets(problem: Problem) -> Nets:
-    """Nets of the groups of a problem: a tensor goes once to each device that reads it."""
+    """Nets of the groups of a problem: a tensor goes once to each device that reads it, and equal nets are one."""
     groups = problem.num_groups
     tensor = problem.edge_tensor.astype(np.int64)
-    producer, owner = problem.tensor_producer, problem.tensor_owner
-    holder = np.where(producer >= 0, problem.op_group[np.maximum(producer, 0)], owner).astype(np.int64)
+    holder = problem.tensor_group.astype(np.int64)
     reader = problem.op_group[problem.consumers].astype(np.int64)
     apart = holder[tensor] != reader
     pairs = np.unique(tensor[apart] * groups + reader[apart])
     tensor, reader = pairs // max(groups, 1), pairs % max(groups, 1)
-    return _joined(holder, tensor, reader, *tensor_traffic(problem))
-
-
-def _joined(
-    holder: NDArray[np.int64],
-    tensor: NDArray[np.int64],
-    reader: NDArray[np.int64],
-    size: NDArray[np.float64],
-    count: NDArray[np.float64],
-    fixed: NDArray[np.float64],
-) -> Nets:
-    """Nets of (tensor, reader) pairs in order of the tensor; equal ones become one."""
+    size, count, fixed = tensor_traffic(problem)
     used, first = np.unique(tensor, return_index=True)
     ends = np.append(first[1:], len(tensor))[: len(used)]
     rows: dict[tuple[int, bytes], int] = {}
@@ -98,20 +85,6 @@ def _joined(
         tensors=np.bincount(which, weights=count[used], minlength=len(rows)).astype(np.float64),
         fixed_s=np.bincount(which, weights=fixed[used], minlength=len(rows)).astype(np.float64),
     )
-
-
-def finest_level(problem: Problem, devices: Sequence[int], nets: Nets, band: NDArray[np.int32]) -> Level:
-    """The level whose vertices are groups.
-
-    Args:
-        problem: The problem.
-        devices: The K devices in use.
-        nets: Traffic between groups.
-        band: int32 [G], band of each group.
-    """
-    graph = group_graph(problem)
-    time_s = np.ascontiguousarray(graph.time_s[:, list(devices)])
-    return make_level(time_s, graph.footprint_bytes.astype(np.float64), band, nets)
 
 
 def make_level(time_s: NDArray[np.float64], footprint_bytes: NDArray[np.float64], band: NDArray[np.int32], nets: Nets) -> Level:

@@ -12,7 +12,7 @@ from rlplace.errors import InputError
 from rlplace.planners.common.groupgraph import finite_links, finite_mean, group_graph, mean_link
 from rlplace.planners.compiler import fm, seeds
 from rlplace.planners.compiler.coarsen import match
-from rlplace.planners.compiler.nets import Level, Nets, contract_nets, finest_level, problem_nets
+from rlplace.planners.compiler.nets import Level, Nets, contract_nets, make_level, problem_nets
 from rlplace.problem import Problem
 
 PASSES = 10
@@ -93,13 +93,16 @@ class Partitioner:
         self, problem: Problem, row: list[int], eps: float, bands: int, *, nets: Nets | None = None, grown: int = 0
     ) -> None:
         self.row, self.eps, self.grown = row, eps, grown
-        self.level = finest_level(problem, row, nets or problem_nets(problem), seeds.bands(problem, bands))
-        self.orders = [group_graph(problem).order, group_graph(problem).depth_first_order]
-        self.crossings = [seeds.crossing_seconds(problem, order, mean_link(problem)) for order in self.orders]
+        graph, self.link = group_graph(problem), mean_link(problem)
+        self.level = make_level(
+            np.ascontiguousarray(graph.time_s[:, row]), graph.footprint_bytes.astype(np.float64), seeds.bands(problem, bands),
+            nets or problem_nets(problem),
+        )  # fmt: skip
+        self.orders = [graph.order, graph.depth_first_order]
+        self.crossings = [graph.crossing_s(order, graph.edge_s(*self.link)) for order in self.orders]
         latency, inverse = finite_links(problem)
         index = np.ix_(row, row)
         self.links = np.ascontiguousarray(latency[index]), np.ascontiguousarray(inverse[index])
-        self.link = mean_link(problem)
         self.fair = _fair_loads(self.level, bands)
         self.room = np.maximum(problem.memory_limit_bytes[row], 1.0)
         # A cell must at least hold its largest vertex, or nothing is ever balanced.

@@ -17,6 +17,8 @@ from rlplace.planners.common.groupgraph import finite_mean, group_graph
 from rlplace.planners.common.oparrays import op_arrays
 from rlplace.planners.compiler.nets import Level
 from rlplace.problem import Problem
+from rlplace.problem.memoized import memoized
+from rlplace.problem.order import longest_ways
 
 
 def bands(problem: Problem, count: int) -> NDArray[np.int32]:
@@ -33,23 +35,13 @@ def bands(problem: Problem, count: int) -> NDArray[np.int32]:
     return band
 
 
+@memoized
 def earliest_starts(problem: Problem) -> NDArray[np.float64]:
     """float64 [G], longest path of mean times before the first op of each group, transfers left out."""
-    arrays = op_arrays(problem)
-    start = np.zeros(problem.num_ops)
-    _top_levels(arrays.order, finite_mean(arrays.time_s), arrays.input_ptr, arrays.inputs, arrays.producer, start)
+    start = longest_ways(problem, finite_mean(op_arrays(problem).time_s).tolist(), backwards=False)
     first = np.full(problem.num_groups, np.inf)
     np.minimum.at(first, problem.op_group, start)
     return np.where(np.isfinite(first), first, 0.0)
-
-
-@entry
-def _top_levels(order, mean, input_ptr, inputs, producer, start):
-    for op in order:
-        for i in range(input_ptr[op], input_ptr[op + 1]):
-            source = producer[inputs[i]]
-            if source >= 0:
-                start[op] = max(start[op], start[source] + mean[source])
 
 
 def contiguous(
@@ -83,17 +75,6 @@ def contiguous(
     part = np.empty(len(order), dtype=np.int32)
     part[order] = np.repeat(np.arange(parts, dtype=np.int32), np.diff([*cuts, len(order)]))
     return part
-
-
-def crossing_seconds(problem: Problem, order: NDArray[np.int32], link: tuple[float, float]) -> NDArray[np.float64]:
-    """float64 [G + 1], seconds of all edges of the group graph over a cut before each group of an order, and at its end."""
-    graph = group_graph(problem)
-    groups, position = len(order), np.argsort(order)
-    at, to = position[graph.source], position[graph.target]
-    seconds = graph.edge_s(*link)
-    opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=groups + 2)
-    closes = np.bincount(np.maximum(at, to) + 1, weights=seconds, minlength=groups + 2)
-    return np.cumsum(opens - closes)[: groups + 1]
 
 
 def streamed(

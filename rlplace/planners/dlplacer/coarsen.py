@@ -8,10 +8,10 @@ into a share of a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +41,7 @@ class _Node:
 
 
 class _Graph:
-    """The forward graph of groups while it shrinks; nodes are keyed by one of their members."""
+    """The forward graph of groups while it shrinks; nodes are named by one of their members, edges weigh seconds."""
 
     def __init__(self, problem: Problem) -> None:
         graph = group_graph(problem)
@@ -49,12 +49,9 @@ class _Graph:
             g: _Node([g], float(graph.mean_time_s[g]), float(graph.footprint_bytes[g]), problem.group_allowed[g])
             for g in range(problem.num_groups)
         }
-        self.num_groups = problem.num_groups
-        self.after: dict[int, dict[int, float]] = {g: {} for g in self.nodes}
-        self.before: dict[int, dict[int, float]] = {g: {} for g in self.nodes}
-        source, target, seconds = _forward_edges(problem)
-        for u, v, s in zip(source.tolist(), target.tolist(), seconds.tolist(), strict=True):
-            self.after[u][v] = self.before[v][u] = s
+        self.flow: nx.DiGraph[int] = nx.DiGraph()
+        self.flow.add_nodes_from(self.nodes)
+        self.flow.add_weighted_edges_from(zip(*(row.tolist() for row in _forward_edges(problem)), strict=True))
         limits = problem.memory_limit_bytes[np.isfinite(problem.memory_limit_bytes)]
         self.most_bytes = MEMORY_SHARE * float(limits.max()) if len(limits) else np.inf
         self.work_s = sum(node.work_s for node in self.nodes.values())
@@ -68,32 +65,13 @@ class _Graph:
 
     def levels(self) -> dict[int, int]:
         """Edges on the longest path to each node."""
-        level = dict.fromkeys(self.nodes, 0)
-        for u in self.depth_first(np.arange(self.num_groups)):
-            for v in self.after[u]:
-                level[v] = max(level[v], level[u] + 1)
-        return level
-
-    def depth_first(self, rank: NDArray[np.int64]) -> list[int]:
-        """A topological order: the node that became ready last comes next, among several the one of least `rank` [G]."""
-        edges = np.array([(rank[u], rank[v]) for u, v, _ in self.edges()], dtype=np.int64).reshape(-1, 2)
-        order, _ = topological_order(edges[:, 0], edges[:, 1], self.num_groups, depth_first=True)
-        by_rank = np.argsort(rank)
-        return [u for u in by_rank[order].tolist() if u in self.nodes]
+        return {u: level for level, nodes in enumerate(nx.topological_generations(self.flow)) for u in nodes}
 
     def only_path(self, u: int, v: int, level: dict[int, int]) -> bool:
         """Whether the edge from u to v is the only way from u to v, so that joining them makes no cycle."""
-        if len(self.after[u]) == 1 or len(self.before[v]) == 1 or level[v] == level[u] + 1:
+        if len(self.flow.succ[u]) == 1 or len(self.flow.pred[v]) == 1 or level[v] == level[u] + 1:
             return True
-        stack, seen = [w for w in self.after[u] if w != v], set()
-        while stack:
-            w = stack.pop()
-            if w == v:
-                return False
-            if w not in seen and level[w] < level[v]:
-                seen.add(w)
-                stack.extend(self.after[w])
-        return True
+        return not any(nx.has_path(self.flow, w, v) for w in self.flow.succ[u] if w != v and level[w] < level[v])
 
     def join(self, u: int, v: int) -> None:
         """Makes v part of u."""
@@ -105,18 +83,12 @@ class _Graph:
             kept.size_bytes + gone.size_bytes,
             kept.allowed & gone.allowed,
         )
-        for mine, other in ((self.after, self.before), (self.before, self.after)):
-            for w, seconds in mine.pop(v).items():
-                other[w].pop(v, None)
-                if w != u:
-                    mine[u][w] = mine[u].get(w, 0.0) + seconds
-                    other[w][u] = mine[u][w]
-            mine[u].pop(v, None)
-
-    def edges(self) -> Iterator[tuple[int, int, float]]:
-        for u, following in self.after.items():
-            for v, seconds in following.items():
-                yield u, v, seconds
+        moved = [(u, w, s) for _, w, s in self.flow.out_edges(v, data="weight")]
+        moved += [(w, u, s) for w, _, s in self.flow.in_edges(v, data="weight")]
+        self.flow.remove_node(v)
+        for a, b, seconds in moved:
+            if a != b:
+                self.flow.add_edge(a, b, weight=self.flow.get_edge_data(a, b, {"weight": 0.0})["weight"] + seconds)
 
 
 def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
@@ -154,8 +126,12 @@ def _presplit(graph: _Graph, problem: Problem) -> None:
     Nodes that nothing comes before are in the order of the group graph, the others in that of their numbers.
     """
     position = np.argsort(group_graph(problem).order)
-    later = np.array([len(graph.before[u]) > 0 for u in range(problem.num_groups)])
-    order = graph.depth_first(np.argsort(np.lexsort((np.where(later, np.arange(problem.num_groups), position), later))))
+    count = problem.num_groups
+    later = np.array([len(graph.flow.pred[u]) > 0 for u in range(count)])
+    named = np.lexsort((np.where(later, np.arange(count), position), later))
+    rank = np.argsort(named)
+    edges = rank[np.array(graph.flow.edges, dtype=np.int64).reshape(-1, 2)]
+    order = named[topological_order(edges[:, 0], edges[:, 1], count, depth_first=True)[0]].tolist()
     most_s = graph.work_s / PRESPLIT
     current = order[0]
     for group in order[1:]:
@@ -173,7 +149,8 @@ def _join_tiny(graph: _Graph, count: int) -> None:
             return
         if u not in graph.nodes:
             continue
-        near = [(-s, v, (u, v)) for v, s in graph.after[u].items()] + [(-s, v, (v, u)) for v, s in graph.before[u].items()]
+        near = [(-s, v, (u, v)) for _, v, s in graph.flow.out_edges(u, data="weight")]
+        near += [(-s, v, (v, u)) for v, _, s in graph.flow.in_edges(u, data="weight")]
         for _, v, (first, second) in sorted(near):
             if graph.fits(u, v, np.inf) and graph.only_path(first, second, level):
                 graph.join(v, u)
@@ -186,8 +163,8 @@ def _fuse_chains(graph: _Graph, count: int, most_s: float) -> None:
     while len(graph.nodes) > count:
         pairs = [
             (graph.nodes[u].work_s + graph.nodes[v].work_s, u, v)
-            for u, v, _ in graph.edges()
-            if len(graph.after[u]) == 1 and len(graph.before[v]) == 1 and graph.fits(u, v, most_s)
+            for u, v in graph.flow.edges
+            if len(graph.flow.succ[u]) == len(graph.flow.pred[v]) == 1 and graph.fits(u, v, most_s)
         ]
         if not pairs:
             return
@@ -204,7 +181,7 @@ def _join_best(graph: _Graph, most_s: float) -> bool:
         u, v, seconds = edge
         return -(seconds + floor_s) / ((graph.nodes[u].work_s + floor_s) * (graph.nodes[v].work_s + floor_s)), u, v
 
-    for u, v, _ in sorted(graph.edges(), key=rating):
+    for u, v, _ in sorted(graph.flow.edges(data="weight"), key=rating):
         if graph.fits(u, v, most_s) and graph.only_path(u, v, level):
             graph.join(u, v)
             return True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.planners.dlplacer.instance import transfer_seconds
 from rlplace.problem import PHASES, Problem
-from rlplace.problem.build import tensor_fields
+from rlplace.problem.build import tensor_fields, unknown_parts
 from rlplace.problem.order import topological_order
 
 
@@ -45,7 +45,6 @@ def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple
     fixed = np.full(nodes, -1, dtype=np.int32)
     held = problem.group_device >= 0
     fixed[node_of_group[held]] = problem.group_device[held]
-    unknown = np.full(nodes, -1, dtype=np.int64)
     tensors = _tensors(problem, node_of_group, part)
     coarse = Problem(
         name=f"{problem.name}, {nodes} nodes",
@@ -54,9 +53,7 @@ def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple
         links=problem.links,
         group_names=tuple(f"node{i}" for i in range(nodes)),
         resident_bytes=resident,
-        weight_bytes=unknown,
-        gradient_bytes=unknown.copy(),
-        optimizer_bytes=unknown.copy(),
+        **unknown_parts(nodes),
         group_device=fixed,
         op_names=tuple(f"part{i}/{PHASES[problem.op_phase[op]]}" for i, op in enumerate(first.tolist())),
         op_group=node[first].astype(np.int32),

@@ -33,10 +33,10 @@ from rlplace.planners.common.floor import best_of, finish
 from rlplace.planners.common.shortage import check_possible
 from rlplace.planners.dlplacer.coarsen import coarsen
 from rlplace.planners.dlplacer.contract import contract_groups
-from rlplace.planners.dlplacer.instance import Instance, make_instance, safe_horizon_s
+from rlplace.planners.dlplacer.instance import Instance, make_instance
 from rlplace.planners.dlplacer.memory import limit_static
 from rlplace.planners.dlplacer.program import PlacementProgram, build_program, solver_library
-from rlplace.planners.dlplacer.realise import expand_solution, ranked_orders, realise
+from rlplace.planners.dlplacer.realise import realise
 from rlplace.planners.dlplacer.solve import Outcome, solve_program
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
@@ -97,9 +97,7 @@ def dlplacer(
     facts = _proof(outcome, coarse, program.instance, contention=bool(program.carried))
     best = None
     for solution, devices in zip(outcome.solutions, solved, strict=False):
-        rank = expand_solution(program.instance, solution, problem, part)
-        order = ranked_orders(problem, devices, rank)
-        for way in realise(evaluator, devices, rank, order):
+        for way in realise(evaluator, program.instance, solution, devices, part):
             best = way if best is None or way.rank < best.rank else best
         if deadline.passed():
             break
@@ -130,10 +128,12 @@ def _solve(
     coarse: Problem, hint: Timeline | None, *, seed: int, effort: float, time_limit_s: float
 ) -> tuple[Outcome, PlacementProgram]:
     """Solves the coarse program; when its estimate of memory leaves no solution, without it: the repair comes later."""
-    horizon_s = safe_horizon_s(coarse) if hint is None else hint.step_time_s
-    assert horizon_s is not None
-    instance = make_instance(coarse, horizon_s)
-    contention = _ways(instance) <= MAX_CARRIED
+    instance = make_instance(coarse, None if hint is None else hint.step_time_s)
+    allowed, ways = coarse.group_allowed.sum(axis=1), 0
+    for value, home in enumerate(coarse.tensor_group.tolist()):
+        if any(coarse.op_group[task] != home for task in instance.readers[value]):
+            ways += int(allowed[home]) * (coarse.num_devices - 1)
+    contention = ways <= MAX_CARRIED
     program = build_program(instance, contention=contention)
     limit_static(program)
     outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
@@ -142,16 +142,6 @@ def _solve(
         outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=time_limit_s)
         outcome = replace(outcome, status=f"{outcome.status} without memory" if outcome.solutions else outcome.status)
     return outcome, program
-
-
-def _ways(instance: Instance) -> int:
-    """Number of sender and receiver pairs over all values that may be sent."""
-    allowed = instance.problem.group_allowed.sum(axis=1)
-    total = 0
-    for value, home in enumerate(instance.holder.tolist()):
-        if any(instance.group[task] != home for task in instance.readers[value]):
-            total += int(allowed[home]) * (instance.problem.num_devices - 1)
-    return total
 
 
 def _proof(outcome: Outcome, coarse: Problem, instance: Instance, *, contention: bool) -> dict[str, Any]:

@@ -45,9 +45,9 @@ def start_at_once(program: PlacementProgram) -> bool:
         Whether the program, which must have contention, is small enough.
     """
     sharing = _sharing(program)
-    if max(len(sharing), program.instance.num_tasks**2) > MAX_REASONS:
+    if max(len(sharing), program.instance.problem.num_ops**2) > MAX_REASONS:
         return False
-    for task in range(program.instance.num_tasks):
+    for task in range(program.instance.problem.num_ops):
         if program.instance.occupies[task]:
             _start_task(program, task)
     rivals: dict[tuple[int, int], list[_Route]] = {}
@@ -90,14 +90,13 @@ def _order_pair(program: PlacementProgram, first: _Route, second: _Route) -> Non
     both = [program.carried[first], program.carried[second]]
     before = program.sent[first[0], first[2]] + int(instance.transfer[first]) <= program.sent[second[0], second[2]]
     after = program.sent[second[0], second[2]] + int(instance.transfer[second]) <= program.sent[first[0], first[2]]
-    makers = instance.producers[first[0]], instance.producers[second[0]]
-    if not makers[0] or makers[0] == makers[1]:  # parameters are asked for at once; what one task makes, by number
+    one, other = (int(instance.problem.tensor_producer[route[0]]) for route in (first, second))
+    if one < 0 or one == other:  # parameters are asked for at once; what one task makes, by number
         model.add(before).only_enforce_if(both)
         return
-    if not makers[1]:
+    if other < 0:
         model.add(after).only_enforce_if(both)
         return
-    one, other = makers[0][0], makers[1][0]
     ahead = model.new_bool_var(f"ahead_{first}_{second}")
     model.add(before).only_enforce_if([*both, ahead])
     model.add(after).only_enforce_if([*both, ~ahead])
@@ -111,18 +110,20 @@ def _order_pair(program: PlacementProgram, first: _Route, second: _Route) -> Non
 
 def _start_task(program: PlacementProgram, task: int) -> None:
     instance, model, slack = program.instance, program.model, _slack(program)
-    group = int(instance.group[task])
+    group = int(instance.problem.op_group[task])
     reasons = []
     if instance.heads[task] == 0:
         first = model.new_bool_var(f"first_{task}")
         model.add(program.start[task] <= 0).only_enforce_if(first)
         reasons.append(first)
-    for other in range(instance.num_tasks):
-        shared = instance.group[other] == group or set(program.placed[group]) & set(program.placed[instance.group[other]])
+    for other in range(instance.problem.num_ops):
+        shared = instance.problem.op_group[other] == group or set(program.placed[group]) & set(
+            program.placed[instance.problem.op_group[other]]
+        )
         if other != task and instance.occupies[other] and shared:
             follows = _reason(program, program.start[task], program.end(other), slack, f"follows_{task}_{other}")
-            if instance.group[other] != group:
-                model.add_implication(follows, ~program.apart_literal(group, int(instance.group[other])))
+            if instance.problem.op_group[other] != group:
+                model.add_implication(follows, ~program.apart_literal(group, int(instance.problem.op_group[other])))
             reasons.append(follows)
     for value, source, device in program.carried:
         if task in program.remote_readers(value) and device in program.placed[group]:
@@ -136,9 +137,10 @@ def _start_task(program: PlacementProgram, task: int) -> None:
 
 def _start_transfer(program: PlacementProgram, key: tuple[int, int], rivals: list[_Route]) -> None:
     instance, model, slack = program.instance, program.model, _slack(program)
-    sent, makers = program.sent[key], instance.producers[key[0]]
-    reasons = [_reason(program, sent, program.end(maker), slack, f"made_{key}_{maker}") for maker in makers]
-    if not makers:
+    sent, reasons = program.sent[key], []
+    if instance.problem.tensor_producer[key[0]] >= 0:
+        reasons.append(_reason(program, sent, program.made(key[0]), slack, f"made_{key}"))
+    else:
         at_zero = model.new_bool_var(f"at_zero_{key}")
         model.add(sent <= 0).only_enforce_if(at_zero)
         reasons.append(at_zero)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.problem import Problem
-from rlplace.problem.order import topological_order
+from rlplace.problem.order import longest_ways
 
 HORIZON_TICKS = 1 << 28
 """Ticks in the longest step considered, where times have no common unit: rounding costs less than 4e-9 of it for each time on
@@ -102,9 +102,7 @@ class Instance:
         horizon: Ticks of the longest step that is considered.
         duration: int64 [K, D], ticks of each task, -1 where its group is not allowed.
         transfer: int64 [V, D, D], ticks of a value from one device to another, -1 where there is no link; 0 on the diagonal.
-        group: int32 [K], group of each task.
-        producers, readers: Tasks of each value.
-        holder: int32 [V], group that makes or owns each value.
+        readers: Tasks that read each value.
         occupies: bool [K], False for ops of collectives, which hold no device.
     """
 
@@ -113,19 +111,8 @@ class Instance:
     horizon: int
     duration: NDArray[np.int64]
     transfer: NDArray[np.int64]
-    group: NDArray[np.int32]
-    producers: tuple[tuple[int, ...], ...]
     readers: tuple[tuple[int, ...], ...]
-    holder: NDArray[np.int32]
     occupies: NDArray[np.bool_]
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self.group)
-
-    @property
-    def num_values(self) -> int:
-        return len(self.holder)
 
     @cached_property
     def shortest(self) -> NDArray[np.int64]:
@@ -133,48 +120,25 @@ class Instance:
         return np.where(self.duration >= 0, self.duration, np.iinfo(np.int64).max).min(axis=1)
 
     @cached_property
-    def order(self) -> list[int]:
-        """The tasks, producers before readers."""
-        source, target = self.edges
-        return topological_order(source, target, self.num_tasks)[0]
-
-    @cached_property
-    def edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """int64 [E] and int64 [E], producer and reader of every pair of tasks that a value joins, each pair once."""
-        rows = zip(self.producers, self.readers, strict=True)
-        pairs = sorted({(maker, reader) for makers, readers in rows for maker in makers for reader in readers})
-        return np.array([p[0] for p in pairs], dtype=np.int64), np.array([p[1] for p in pairs], dtype=np.int64)
-
-    @cached_property
     def heads(self) -> list[int]:
         """Per task, ticks that must pass before it can start: the longest chain of its ancestors."""
-        return self._longest(*self.edges, self.order)
+        return longest_ways(self.problem, self.shortest.tolist(), backwards=False)
 
     @cached_property
     def tails(self) -> list[int]:
         """Per task, ticks that must pass after its end: the longest chain of its descendants."""
-        source, target = self.edges
-        return self._longest(target, source, self.order[::-1])
-
-    def _longest(self, source: NDArray[np.int64], target: NDArray[np.int64], order: list[int]) -> list[int]:
-        before: list[list[int]] = [[] for _ in range(self.num_tasks)]
-        for maker, reader in zip(source.tolist(), target.tolist(), strict=True):
-            before[reader].append(maker)
-        length, shortest = [0] * self.num_tasks, self.shortest.tolist()
-        for task in order:
-            length[task] = max((length[p] + shortest[p] for p in before[task]), default=0)
-        return length
+        return longest_ways(self.problem, self.shortest.tolist(), backwards=True)
 
 
-def make_instance(problem: Problem, horizon_s: float) -> Instance:
+def make_instance(problem: Problem, horizon_s: float | None = None) -> Instance:
     """Turns a problem into whole numbers.
 
     Args:
         problem: The problem.
-        horizon_s: Step time of some plan in seconds; the program considers no slower step.
+        horizon_s: Step time of some plan in seconds; the program considers no slower step. None where no plan is known.
     """
-    group, maker = problem.op_group, problem.tensor_producer
-    time_s = np.where(problem.group_allowed[group], problem.time_s, np.nan)
+    horizon_s = safe_horizon_s(problem) if horizon_s is None else horizon_s
+    time_s = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan)
     sent_s = transfer_seconds(problem)
     used = [time_s.ravel(), sent_s[:, ~np.eye(problem.num_devices, dtype=bool)].ravel()]
     ticks = choose_ticks(np.concatenate(used), horizon_s)
@@ -188,10 +152,7 @@ def make_instance(problem: Problem, horizon_s: float) -> Instance:
         horizon=longest,
         duration=ticks.down(time_s),
         transfer=ticks.down(sent_s),
-        group=group,
-        producers=tuple((op,) if op >= 0 else () for op in maker.tolist()),
         readers=tuple(tuple(flat[low:high]) for low, high in pairwise(ends)),
-        holder=np.where(maker >= 0, group[np.maximum(maker, 0)], problem.tensor_owner).astype(np.int32),
         occupies=occupies,
     )
 

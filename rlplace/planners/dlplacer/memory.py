@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.planners.common.groupgraph import group_graph, kept_for_backward
 from rlplace.planners.dlplacer.program import PlacementProgram
@@ -39,14 +38,14 @@ def limit_timeline(program: PlacementProgram) -> None:
     devices = limited_devices(problem)
     if not devices:
         return
-    freed = [_freed_at_home(program, value) for value in range(instance.num_values)]
+    freed = [_freed_at_home(program, value) for value in range(instance.problem.num_tensors)]
     for device in devices:
         unit = max(1, -(-int(limits[device]) // _MAX_UNITS))
         capacity = int(limits[device]) // unit
         intervals: list[Any] = []
         demands: list[int] = []
-        for task in range(instance.num_tasks):
-            literal = program.placed[instance.group[task]].get(device)
+        for task in range(instance.problem.num_ops):
+            literal = program.placed[instance.problem.op_group[task]].get(device)
             size = int(problem.temporary_bytes[task]) // unit
             if literal is not None and size > 0:
                 ticks = int(instance.duration[task, device])
@@ -56,12 +55,12 @@ def limit_timeline(program: PlacementProgram) -> None:
                     )
                 )
                 demands.append(size)
-        for value in range(instance.num_values):
+        for value in range(instance.problem.num_tensors):
             size = int(problem.tensor_bytes[value]) // unit
             if size == 0:
                 continue
-            literal = program.placed[instance.holder[value]].get(device)
-            if literal is not None and instance.producers[value]:
+            literal = program.placed[instance.problem.tensor_group[value]].get(device)
+            if literal is not None and problem.tensor_producer[value] >= 0:
                 born, end, length = freed[value]
                 intervals.append(model.new_optional_interval_var(born, length, end, literal, f"live_{value}_{device}"))
                 demands.append(size)
@@ -82,13 +81,13 @@ def _freed_at_home(program: PlacementProgram, value: int) -> tuple[Any, Any, Any
     """When a value takes memory where it is made, when it is freed there, and the ticks between."""
     instance, model = program.instance, program.model
     top = instance.horizon
-    makers, home = instance.producers[value], int(instance.holder[value])
+    maker, home = int(instance.problem.tensor_producer[value]), int(instance.problem.tensor_group[value])
     end, length = model.new_int_var(0, top, f"freed_{value}"), model.new_int_var(0, top, f"life_{value}")
-    born = program.start[makers[0]] if makers else 0
-    for maker in makers:
+    born = program.start[maker] if maker >= 0 else 0
+    if maker >= 0:
         model.add(end >= program.end(maker))
     for reader in instance.readers[value]:
-        group = int(instance.group[reader])
+        group = int(instance.problem.op_group[reader])
         if group == home:
             model.add(end >= program.end(reader))
         else:
@@ -108,7 +107,7 @@ def _copy(program: PlacementProgram, value: int, device: int) -> Any:
     length = model.new_int_var(0, instance.horizon, f"held_{value}_{device}")
     needed = program.needed[value, device]
     for reader in program.remote_readers(value):
-        literal = program.placed[instance.group[reader]].get(device)
+        literal = program.placed[instance.problem.op_group[reader]].get(device)
         if literal is not None:
             model.add(end >= program.end(reader)).only_enforce_if([needed, literal])
     return model.new_optional_interval_var(program.sent[value, device], length, end, needed, f"copy_{value}_{device}")
@@ -122,7 +121,8 @@ def limit_static(program: PlacementProgram) -> None:
     if not devices:
         return
     footprint = group_graph(problem).footprint_bytes.tolist()
-    saved = _saved(problem)
+    saved = kept_for_backward(problem)
+    saved[problem.edge_tensor[problem.tensor_producer[problem.edge_tensor] < 0]] = True  # and parameters that ops read
     brief = problem.temporary_bytes.copy()
     for tensor in np.flatnonzero(~saved & (problem.tensor_producer >= 0)).tolist():
         brief[problem.tensor_producer[tensor]] += problem.tensor_bytes[tensor]
@@ -132,7 +132,9 @@ def limit_static(program: PlacementProgram) -> None:
         terms = [size * program.placed[g][device] for g, size in enumerate(footprint) if device in program.placed[g]]
         for value in np.flatnonzero(saved).tolist():
             size = int(problem.tensor_bytes[value])
-            if size and any(device in program.placed[instance.group[task]] for task in program.remote_readers(value)):
+            if size and any(
+                device in program.placed[instance.problem.op_group[task]] for task in program.remote_readers(value)
+            ):
                 terms.append(size * program.needs(value, device))
         limit = int(problem.memory_limit_bytes[device])
         base = model.new_int_var(0, max(limit, 0), f"base_{device}")
@@ -140,11 +142,3 @@ def limit_static(program: PlacementProgram) -> None:
         for group, size in enumerate(largest.tolist()):
             if device in program.placed[group]:
                 model.add(base + size * program.placed[group][device] <= limit)
-
-
-def _saved(problem: Problem) -> NDArray[np.bool_]:
-    """Bool [T], tensors that forward ops keep for backward ops, and parameters that ops read."""
-    saved = kept_for_backward(problem)
-    read = problem.edge_tensor
-    saved[read[problem.tensor_producer[read] < 0]] = True
-    return saved

@@ -76,16 +76,21 @@ class PlacementProgram:
         """End of a task as an expression."""
         return self.start[task] + self.duration[task]
 
+    def made(self, value: int) -> Any:
+        """When a value is there, as an expression: the end of its maker; 0 for a parameter."""
+        maker = int(self.instance.problem.tensor_producer[value])
+        return self.end(maker) if maker >= 0 else 0
+
     def remote_readers(self, value: int) -> list[int]:
         """Readers of a value outside of the group that makes or owns it."""
-        home = self.instance.holder[value]
-        return [task for task in self.instance.readers[value] if self.instance.group[task] != home]
+        home = self.instance.problem.tensor_group[value]
+        return [task for task in self.instance.readers[value] if self.instance.problem.op_group[task] != home]
 
     def needs(self, value: int, device: int) -> Any:
         """The literal that a value is sent to a device, made on first use."""
         if (value, device) not in self.needed:
-            home = self.placed[self.instance.holder[value]].get(device, False)
-            groups = sorted({int(self.instance.group[task]) for task in self.remote_readers(value)})
+            home = self.placed[self.instance.problem.tensor_group[value]].get(device, False)
+            groups = sorted({int(self.instance.problem.op_group[task]) for task in self.remote_readers(value)})
             there = [self.placed[group][device] for group in groups if device in self.placed[group]]
             literal = self.model.new_bool_var(f"needed_{value}_{device}")
             self.model.add_bool_or([*there, ~literal])
@@ -136,7 +141,7 @@ def build_program(instance: Instance, *, contention: bool) -> PlacementProgram:
     least = max((h + int(t) + q for h, t, q in zip(instance.heads, instance.shortest, instance.tails, strict=True)), default=0)
     makespan = model.new_int_var(min(least, instance.horizon), instance.horizon, "makespan")
     program = PlacementProgram(instance, model, placed, start, duration, makespan, interchangeable(instance.problem))
-    for task in range(instance.num_tasks):
+    for task in range(instance.problem.num_ops):
         model.add(makespan >= program.end(task) + instance.tails[task])
     _one_task_at_a_time(program)
     _inputs(program)
@@ -149,11 +154,11 @@ def build_program(instance: Instance, *, contention: bool) -> PlacementProgram:
 
 def _starts(instance: Instance, model: Any, placed: list[dict[int, Any]]) -> tuple[list[Any], list[Any]]:
     start, duration = [], []
-    for task in range(instance.num_tasks):
+    for task in range(instance.problem.num_ops):
         latest = instance.horizon - instance.tails[task] - int(instance.shortest[task])
         first = min(instance.heads[task], latest)
         start.append(model.new_int_var(first, latest, f"start_{task}"))
-        literals = placed[instance.group[task]]
+        literals = placed[instance.problem.op_group[task]]
         ticks = {device: int(instance.duration[task, device]) for device in literals}
         if len(set(ticks.values())) == 1:
             duration.append(next(iter(ticks.values())))
@@ -166,8 +171,8 @@ def _one_task_at_a_time(program: PlacementProgram) -> None:
     instance, model = program.instance, program.model
     for device in range(instance.problem.num_devices):
         intervals, load, first, last = [], [], [], []
-        for task in range(instance.num_tasks):
-            literal = program.placed[instance.group[task]].get(device)
+        for task in range(instance.problem.num_ops):
+            literal = program.placed[instance.problem.op_group[task]].get(device)
             if literal is None or not instance.occupies[task]:
                 continue
             ticks = int(instance.duration[task, device])
@@ -189,37 +194,26 @@ def _inputs(program: PlacementProgram) -> None:
     """Constrains tasks to start after their inputs are there, with transfers at their shortest."""
     instance, model = program.instance, program.model
     ordered: set[tuple[int, int]] = set()
-    for value in range(instance.num_values):
-        home = int(instance.holder[value])
+    for value in range(instance.problem.num_tensors):
+        maker, home = int(instance.problem.tensor_producer[value]), int(instance.problem.tensor_group[value])
         for reader in instance.readers[value]:
-            group = int(instance.group[reader])
-            table = _pairs(program, value, home, group) if group != home else {}
+            group = int(instance.problem.op_group[reader])
+            sources, devices = ({}, {}) if group == home else (program.placed[home], program.placed[group])
+            table = {(s, d): int(instance.transfer[value, s, d]) for s in sources for d in devices if s != d}
             known = [ticks for ticks in table.values() if ticks >= 0]
             least = min(known, default=0)
             for (source, device), ticks in table.items():
                 if ticks < 0:
                     model.add_bool_or([~program.placed[home][source], ~program.placed[group][device]])
-            for maker in instance.producers[value]:
-                if least > 0:
-                    model.add(program.start[reader] >= program.end(maker) + least * program.apart_literal(home, group))
-                elif (maker, reader) not in ordered:
-                    ordered.add((maker, reader))
-                    model.add(program.start[reader] >= program.end(maker))
-            if not instance.producers[value] and least > 0:
-                model.add(program.start[reader] >= least * program.apart_literal(home, group))
+            if least > 0:
+                model.add(program.start[reader] >= program.made(value) + least * program.apart_literal(home, group))
+            elif maker >= 0 and (maker, reader) not in ordered:
+                ordered.add((maker, reader))
+                model.add(program.start[reader] >= program.made(value))
             for (source, device), ticks in table.items():
                 if ticks > least:
                     there = [program.placed[home][source], program.placed[group][device]]
-                    for maker in instance.producers[value]:
-                        model.add(program.start[reader] >= program.end(maker) + ticks).only_enforce_if(there)
-                    if not instance.producers[value]:
-                        model.add(program.start[reader] >= ticks).only_enforce_if(there)
-
-
-def _pairs(program: PlacementProgram, value: int, home: int, group: int) -> dict[tuple[int, int], int]:
-    """Ticks of a value by sender and receiver, for all pairs of different devices that two groups may sit on."""
-    table = program.instance.transfer[value]
-    return {(s, d): int(table[s, d]) for s in program.placed[home] for d in program.placed[group] if s != d}
+                    model.add(program.start[reader] >= program.made(value) + ticks).only_enforce_if(there)
 
 
 def _channels(program: PlacementProgram) -> None:
@@ -227,19 +221,19 @@ def _channels(program: PlacementProgram) -> None:
     instance, model = program.instance, program.model
     channels = instance.problem.links.effective_channels
     held: dict[int, list[Any]] = {}
-    for value in range(instance.num_values):
-        home = int(instance.holder[value])
-        makers, readers = instance.producers[value], program.remote_readers(value)
-        devices = sorted({d for task in readers for d in program.placed[instance.group[task]]})
+    for value in range(instance.problem.num_tensors):
+        home = int(instance.problem.tensor_group[value])
+        maker, readers = int(instance.problem.tensor_producer[value]), program.remote_readers(value)
+        devices = sorted({d for task in readers for d in program.placed[instance.problem.op_group[task]]})
         for device in devices:
             sources = [s for s in program.placed[home] if s != device and instance.transfer[value, s, device] >= 0]
             if not sources:
                 continue
             needed = program.needs(value, device)
-            first = max((instance.heads[m] + int(instance.shortest[m]) for m in makers), default=0)
+            first = instance.heads[maker] + int(instance.shortest[maker]) if maker >= 0 else 0
             sent = model.new_int_var(min(first, instance.horizon), instance.horizon, f"sent_{value}_{device}")
             program.sent[value, device] = sent
-            for maker in makers:
+            if maker >= 0:
                 model.add(sent >= program.end(maker)).only_enforce_if(needed)
             for source in sources:
                 ticks = int(instance.transfer[value, source, device])
@@ -255,7 +249,7 @@ def _channels(program: PlacementProgram) -> None:
                 for channel in channels[source][device]:
                     held.setdefault(channel, []).append(interval)
                 for reader in readers:
-                    literal = program.placed[instance.group[reader]].get(device)
+                    literal = program.placed[instance.problem.op_group[reader]].get(device)
                     if literal is not None:
                         model.add(program.start[reader] >= sent + ticks).only_enforce_if([carried, literal])
     for channel in sorted(held):

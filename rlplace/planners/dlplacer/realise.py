@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from rlplace.planners.common.evaluate import Assignment, Evaluator
 from rlplace.planners.dlplacer.instance import Instance
 from rlplace.planners.dlplacer.solve import Solution
-from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
 
@@ -41,48 +40,33 @@ class Realised:
         return not self.line.feasible, float("inf") if step is None else step
 
 
-def realise(evaluator: Evaluator, devices: Assignment, start: NDArray[Any], order: list[list[int]]) -> Iterator[Realised]:
-    """The ways to run an assignment, the plainest first: default priorities, the solver's starts as priorities, its order.
+def realise(
+    evaluator: Evaluator, instance: Instance, solution: Solution, devices: Assignment, part: NDArray[np.int64] | None = None
+) -> Iterator[Realised]:
+    """The ways to run a solution, the plainest first: default priorities, the solver's starts as priorities, its order.
 
     Args:
         evaluator: Simulates and counts.
-        devices: int32 [G].
-        start: Number [N], start of each op in the solver's solution.
-        order: The solver's order on every device.
+        instance: The program's problem in ticks.
+        solution: A solution of the program.
+        devices: int32 [G], the assignment that it means for the evaluator's problem.
+        part: int64 [N], op of the program of every op; None where the program is that of the problem itself.
     """
-    ways: list[dict[str, Any]] = [{}, {"priority": priorities(evaluator.problem, start)}, {"order": order}]
-    for fields in ways:
-        yield Realised(evaluator.timeline(devices, **fields), devices, fields)
-
-
-def priorities(problem: Problem, start: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [N], whole numbers that fall with the start; at equal starts, with the problem's topological order."""
-    falling = np.empty(problem.num_ops)
-    falling[np.lexsort((np.argsort(problem.topological_order), start))] = np.arange(problem.num_ops, 0.0, -1.0)
-    return falling
-
-
-def expand_solution(coarse: Instance, solution: Solution, problem: Problem, part: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N], a rank for every op of a problem: by the start of its part in the coarse problem, then topologically.
-
-    Args:
-        coarse: The coarse problem in ticks.
-        solution: A solution of the coarse problem.
-        problem: The problem.
-        part: int64 [N], coarse op of every op.
-    """
-    devices = solution.device_of_group[coarse.group]
-    end = solution.start + coarse.duration[np.arange(coarse.num_tasks), devices]
-    inner, outer = np.argsort(problem.topological_order), np.argsort(coarse.order)
+    problem = evaluator.problem
+    of = np.arange(problem.num_ops) if part is None else part
+    there = solution.device_of_group[instance.problem.op_group]
+    end = solution.start + instance.duration[np.arange(len(there)), there]
+    inner, outer = np.argsort(problem.topological_order), np.argsort(instance.problem.topological_order)
     # An op of no time goes before one that starts with it, and what feeds it goes before it.
-    return np.argsort(np.lexsort((inner, outer[part], end[part], solution.start[part])))
-
-
-def ranked_orders(problem: Problem, devices: Assignment, rank: NDArray[np.int64]) -> list[list[int]]:
-    """Per device its ops by rank; ops of collectives are left out."""
+    sequence = np.lexsort((inner, outer[of], end[of], solution.start[of]))
     order: list[list[int]] = [[] for _ in problem.devices]
     apart = {op for collective in problem.collectives for op in collective.ops}
-    for op in np.argsort(rank).tolist():
+    for op in sequence.tolist():
         if op not in apart:
             order[devices[problem.op_group[op]]].append(op)
-    return order
+    falling = np.empty(problem.num_ops)  # at equal starts in the problem's topological order
+    by_start = np.lexsort((inner, solution.start)) if part is None else sequence
+    falling[by_start] = np.arange(problem.num_ops, 0.0, -1.0)
+    ways: list[dict[str, Any]] = [{}, {"priority": falling}, {"order": order}]
+    for fields in ways:
+        yield Realised(evaluator.timeline(devices, **fields), devices, fields)

@@ -150,7 +150,7 @@ def _sweep(
     by_group = np.argsort(problem.op_group, kind="stable").astype(np.int32)
     latency, inverse = mean_link(problem)
     facts = kernels.SweepFacts(
-        a.op_group, a.input_ptr, a.inputs, a.producer, a.holder, a.output_ptr, a.outputs, a.consumer_ptr, a.consumers, a.size,
+        a=a,
         cost_s=latency + a.size * inverse,
         ops_ptr=np.searchsorted(problem.op_group[by_group], np.arange(groups + 1)).astype(np.int64),
         ops=by_group,
@@ -159,7 +159,7 @@ def _sweep(
         group_time=np.ascontiguousarray(group_graph(problem).time_s),
         movable=np.ones(groups, dtype=bool) if movable is None else movable,
         limit=limit,
-    )  # fmt: skip
+    )
     uses = np.zeros((tensors, count), dtype=np.int32)
     np.add.at(uses, (problem.edge_tensor, devices[problem.op_group[problem.consumers]]), 1)
     memory = np.bincount(devices, weights=problem.resident_bytes, minlength=count).astype(np.float64)

@@ -18,18 +18,9 @@ OP_END, ARRIVED, SENT, OP_START, OP_END_AT_ONCE = range(5)
 
 
 class SweepFacts(NamedTuple):
-    """Constant inputs of a sweep, with the names of `rlplace.planners.common.oparrays.OpArrays` where they agree."""
+    """Constant inputs of a sweep."""
 
-    op_group: Any  # int32 [N]
-    input_ptr: Any
-    inputs: Any
-    producer: Any  # int32 [T]
-    holder: Any  # int32 [T], group that makes or owns the tensor
-    output_ptr: Any
-    outputs: Any
-    consumer_ptr: Any
-    consumers: Any
-    size: Any  # float64 [T] bytes
+    a: Any  # `rlplace.planners.common.oparrays.OpArrays`
     cost_s: Any  # float64 [T], seconds of a transfer
     ops_ptr: Any  # int64 [G + 1], ops of each group
     ops: Any  # int32 [N]
@@ -61,7 +52,7 @@ def _hold(tensor, device, f, s):
     """Adds a copy to a device, unless it is there."""
     if not s.held[tensor, device]:
         s.held[tensor, device] = True
-        s.memory[device] += f.size[tensor]
+        s.memory[device] += f.a.size[tensor]
         s.peak[device] = max(s.peak[device], s.memory[device])
 
 
@@ -70,7 +61,7 @@ def _drop(tensor, device, f, s):
     """Removes a copy from a device, if it is there."""
     if s.held[tensor, device]:
         s.held[tensor, device] = False
-        s.memory[device] -= f.size[tensor]
+        s.memory[device] -= f.a.size[tensor]
 
 
 @inner
@@ -83,18 +74,18 @@ def _freed(group, f, s):
         op = f.ops[i]
         if s.phase[op] == 2:
             continue
-        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
-            tensor = f.inputs[k]
+        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
+            tensor = f.a.inputs[k]
             if s.seen[tensor, 0] != s.stamp[0]:
                 s.seen[tensor, 0], s.seen[tensor, 1] = s.stamp[0], 0
             s.seen[tensor, 1] += 1
             if s.held[tensor, device] and s.seen[tensor, 1] == s.uses[tensor, device]:
-                freed += f.size[tensor]
+                freed += f.a.size[tensor]
         if s.phase[op] == 1:
             freed += f.temporary[op]
-            for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
-                if s.uses[f.outputs[k], device] == 0:
-                    freed += f.size[f.outputs[k]]
+            for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
+                if s.uses[f.a.outputs[k], device] == 0:
+                    freed += f.a.size[f.a.outputs[k]]
     return freed
 
 
@@ -109,23 +100,23 @@ def _move(group, target, f, s):
         op = f.ops[i]
         if s.phase[op] == 2:
             continue
-        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
-            tensor = f.inputs[k]
+        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
+            tensor = f.a.inputs[k]
             s.uses[tensor, device] -= 1
             s.uses[tensor, target] += 1
-            source = s.devices[f.holder[tensor]]
+            source = s.devices[f.a.holder[tensor]]
             if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and source == device):
                 _drop(tensor, device, f, s)
-            maker = f.producer[tensor]
+            maker = f.a.producer[tensor]
             if maker >= 0 and s.phase[maker] != 2:
                 s.rerouted[tensor] = True
             elif maker >= 0 or source != target:
                 _hold(tensor, target, f, s)
-        for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
-            s.rerouted[f.outputs[k]] = True
+        for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
+            s.rerouted[f.a.outputs[k]] = True
             if s.phase[op] == 1:
-                _drop(f.outputs[k], device, f, s)
-                _hold(f.outputs[k], target, f, s)
+                _drop(f.a.outputs[k], device, f, s)
+                _hold(f.a.outputs[k], target, f, s)
         if s.phase[op] == 1:
             s.memory[device] -= f.temporary[op]
             s.memory[target] += f.temporary[op]
@@ -138,15 +129,15 @@ def _neighbours(group, device, f, s):
     seconds = 0.0
     for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
         op = f.ops[i]
-        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
-            other = f.holder[f.inputs[k]]
+        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
+            other = f.a.holder[f.a.inputs[k]]
             if other != group and s.devices[other] == device:
-                seconds += f.cost_s[f.inputs[k]]
-        for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
-            for j in range(f.consumer_ptr[f.outputs[k]], f.consumer_ptr[f.outputs[k] + 1]):
-                other = f.op_group[f.consumers[j]]
+                seconds += f.cost_s[f.a.inputs[k]]
+        for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
+            for j in range(f.a.consumer_ptr[f.a.outputs[k]], f.a.consumer_ptr[f.a.outputs[k] + 1]):
+                other = f.a.op_group[f.a.consumers[j]]
                 if other != group and s.devices[other] == device:
-                    seconds += f.cost_s[f.outputs[k]]
+                    seconds += f.cost_s[f.a.outputs[k]]
     return seconds
 
 
@@ -159,18 +150,18 @@ def _added(group, target, f, s):
         op = f.ops[i]
         if s.phase[op] == 2:
             continue
-        for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
-            tensor = f.inputs[k]
-            maker = f.producer[tensor]
-            here = s.held[tensor, target] or (maker < 0 and s.devices[f.holder[tensor]] == target)
+        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
+            tensor = f.a.inputs[k]
+            maker = f.a.producer[tensor]
+            here = s.held[tensor, target] or (maker < 0 and s.devices[f.a.holder[tensor]] == target)
             if s.seen[tensor, 0] == s.stamp[0] or here or (maker >= 0 and s.phase[maker] != 2):
                 continue
             s.seen[tensor, 0] = s.stamp[0]
-            added += f.size[tensor]
+            added += f.a.size[tensor]
         if s.phase[op] == 1:
             added += f.temporary[op]
-            for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
-                added += f.size[f.outputs[k]]
+            for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
+                added += f.a.size[f.a.outputs[k]]
     return added
 
 
@@ -240,16 +231,16 @@ def _relieve(device, slack, moves, f, s):
 @inner
 def _end(op, f, s):
     """An op ends: frees its temporaries, inputs that no other op waits for, and outputs that no op waits for."""
-    device = s.devices[f.op_group[op]]
+    device = s.devices[f.a.op_group[op]]
     s.phase[op] = 2
     s.memory[device] -= f.temporary[op]
-    for k in range(f.input_ptr[op], f.input_ptr[op + 1]):
-        tensor = f.inputs[k]
+    for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
+        tensor = f.a.inputs[k]
         s.uses[tensor, device] -= 1
-        if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and s.devices[f.holder[tensor]] == device):
+        if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and s.devices[f.a.holder[tensor]] == device):
             _drop(tensor, device, f, s)
-    for k in range(f.output_ptr[op], f.output_ptr[op + 1]):
-        tensor = f.outputs[k]
+    for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
+        tensor = f.a.outputs[k]
         # The run knows nothing of transfers that a move has made necessary; their copies come now.
         if s.rerouted[tensor]:
             for other in range(len(f.limit)):
@@ -271,20 +262,20 @@ def sweep(kind, item, destination, moves, slack, f, s):
         what, which = kind[event], item[event]
         device = -1
         if what == OP_START:
-            device = s.devices[f.op_group[which]]
+            device = s.devices[f.a.op_group[which]]
             s.phase[which] = 1
-            for k in range(f.output_ptr[which], f.output_ptr[which + 1]):
-                _hold(f.outputs[k], device, f, s)
+            for k in range(f.a.output_ptr[which], f.a.output_ptr[which + 1]):
+                _hold(f.a.outputs[k], device, f, s)
             s.memory[device] += f.temporary[which]
             s.peak[device] = max(s.peak[device], s.memory[device])
         elif what == SENT:
             device = destination[event]
-            if s.uses[which, device] == 0 or s.devices[f.holder[which]] == device:
+            if s.uses[which, device] == 0 or s.devices[f.a.holder[which]] == device:
                 continue
             _hold(which, device, f, s)
         elif what == ARRIVED:
             s.sends[which] -= 1
-            source = s.devices[f.holder[which]]
+            source = s.devices[f.a.holder[which]]
             if s.sends[which] == 0 and s.uses[which, source] == 0:
                 _drop(which, source, f, s)
         else:

@@ -110,9 +110,9 @@ def _register_environments() -> None:
     }
     for name in ("Placement", "Refinement"):
         most, mark, *_ = registered[name]
-        makers = f"agents.problems.ids:{name.lower()}", f"agents.problems.ids:{name.lower()}_vector"
         for split in ("train", "val", "test", "branchy"):
-            registered[f"{name}-{split}"] = most, mark, *makers, {"split": split}
+            which = {"kind": name, "split": split}
+            registered[f"{name}-{split}"] = most, mark, "agents.problems.ids:single", "agents.problems.ids:vector", which
     for name, (most, mark, maker, vector, *rest) in registered.items():
         if f"rlplace/{name}-v0" not in gymnasium.registry:
             gymnasium.register(

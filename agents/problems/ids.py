@@ -13,9 +13,11 @@ import numpy as np
 
 from rlplace.agents.problems.sources import made_by, set_folder
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
+from rlplace.envs.base import PlacerEnv
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
+from rlplace.envs.vector.base import PlacerVectorEnv
 from rlplace.envs.vector.placement import PlacementVectorEnv
 from rlplace.envs.vector.refinement import RefinementVectorEnv
 from rlplace.errors import InputError, unknown_name
@@ -24,6 +26,11 @@ from rlplace.files import read_json, write_json
 _CASES = {"train": train_cases, "val": validation_cases, "test": test_cases, "branchy": test_cases}
 SPLITS = tuple(_CASES)
 """Splits by the name in an id; *branchy* is the part of *test* whose graphs offer parallel work."""
+
+_KINDS: dict[str, tuple[type[PlacerEnv], type[PlacerVectorEnv]]] = {
+    "Placement": (PlacementEnv, PlacementVectorEnv),
+    "Refinement": (RefinementEnv, RefinementVectorEnv),
+}
 
 FORMAT, VERSION = "rlplace.floors", 1
 
@@ -61,21 +68,11 @@ def instances_of(split: str) -> tuple[Instance, ...]:
     )
 
 
-def placement(split: str, **options: Any) -> PlacementEnv:
-    """Placement-v0 on a split."""
-    return PlacementEnv(**{"problems": instances_of(split), **options})
+def single(kind: str, split: str, **options: Any) -> PlacerEnv:
+    """An environment on a split: `kind` is ``"Placement"`` or ``"Refinement"``."""
+    return _KINDS[kind][0](**{"problems": instances_of(split), **options})
 
 
-def placement_vector(num_envs: int, split: str, **options: Any) -> PlacementVectorEnv:
+def vector(num_envs: int, kind: str, split: str, **options: Any) -> PlacerVectorEnv:
     """The same as a vector environment."""
-    return PlacementVectorEnv(num_envs, **{"problems": instances_of(split), **options})
-
-
-def refinement(split: str, **options: Any) -> RefinementEnv:
-    """Refinement-v0 on a split."""
-    return RefinementEnv(**{"problems": instances_of(split), **options})
-
-
-def refinement_vector(num_envs: int, split: str, **options: Any) -> RefinementVectorEnv:
-    """The same as a vector environment."""
-    return RefinementVectorEnv(num_envs, **{"problems": instances_of(split), **options})
+    return _KINDS[kind][1](num_envs, **{"problems": instances_of(split), **options})

@@ -32,17 +32,28 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         single: A single environment of the same arguments: spaces, instances, rules.
     """
 
+    kind: type[PlacerEnv]
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
     def __init__(
         self,
-        num_envs: int,
-        single: PlacerEnv,
+        num_envs: int = 1,
         *,
         threads: int = 2,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None,
+        **options: Any,
     ) -> None:
+        """Prepares.
+
+        Args:
+            num_envs: N.
+            threads: Threads that step them.
+            autoreset_mode: When an episode that is over begins anew, see `gymnasium.vector.AutoresetMode`.
+            max_episode_steps: Steps after which an episode is truncated; None: never.
+            options: Arguments of the single environment.
+        """
+        single = self.kind(**options)
         if not isinstance(num_envs, int) or num_envs < 1 or not isinstance(threads, int) or threads < 1:
             raise InputError(
                 f"num_envs and threads must be whole numbers of at least 1, found {show(num_envs)} and {show(threads)}"

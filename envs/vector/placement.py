@@ -17,20 +17,13 @@ from rlplace.envs.vector.construct import ILLEGAL, RUNNING, STUCK, builds_for, c
 class PlacementVectorEnv(PlacerVectorEnv):
     """N times `rlplace.envs.PlacementEnv`: a group of each is placed and the next one described in one compiled call."""
 
+    kind = PlacementEnv
     single: PlacementEnv
 
-    def __init__(
-        self,
-        num_envs: int = 1,
-        *,
-        threads: int = 2,
-        autoreset_mode: Any = "NextStep",
-        max_episode_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        """As `rlplace.envs.vector.refinement.RefinementVectorEnv`; options are those of `PlacementEnv`."""
-        single = PlacementEnv(**options)
-        super().__init__(num_envs, single, threads=threads, autoreset_mode=autoreset_mode, max_episode_steps=max_episode_steps)
+    def __init__(self, num_envs: int = 1, **options: Any) -> None:
+        """See the base; options are also those of `PlacementEnv`."""
+        super().__init__(num_envs, **options)
+        single = self.single
         self._plots = tuple(plots_of(single.instances))
         self._builds = builds_for(num_envs, single.max_groups, single.max_devices)
 

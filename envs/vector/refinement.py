@@ -17,30 +17,15 @@ from rlplace.envs.vector.refine import BEGIN, ILLEGAL, LOOK, RUNNING, STEP, know
 class RefinementVectorEnv(PlacerVectorEnv):
     """N times `rlplace.envs.RefinementEnv`: simulated, analysed and described in one compiled call."""
 
+    kind = RefinementEnv
     single: RefinementEnv
 
-    def __init__(
-        self,
-        num_envs: int = 1,
-        *,
-        threads: int = 2,
-        autoreset_mode: Any = "NextStep",
-        max_episode_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Prepares.
-
-        Args:
-            num_envs: N.
-            threads: Threads that step them.
-            autoreset_mode: When an episode that is over begins anew, see `gymnasium.vector.AutoresetMode`.
-            max_episode_steps: Steps after which an episode is truncated; None: never.
-            options: Arguments of `RefinementEnv`.
-        """
-        single = RefinementEnv(**options)
-        super().__init__(num_envs, single, threads=threads, autoreset_mode=autoreset_mode, max_episode_steps=max_episode_steps)
+    def __init__(self, num_envs: int = 1, **options: Any) -> None:
+        """See the base; options are also those of `RefinementEnv`."""
+        super().__init__(num_envs, **options)
+        single = self.single
         self._known = tuple(known_of(single.instances))
-        self._rooms = [tuple(room_for(single.instances, single.moves)) for _ in range(threads)]
+        self._rooms = [tuple(room_for(single.instances, single.moves)) for _ in range(self._threads)]
         self._state = state_for(num_envs, single.moves, single.max_groups)
         self._still = np.zeros(num_envs, dtype=np.int64)
 

@@ -263,7 +263,7 @@ def _resume(path: Path, seeds: Path) -> None:
     from rlplace.agents.train import _Run
     from rlplace.cli.train import _config
 
-    names = ("cases", "fit_steps", "steps", "seed", "device", "processes", "problems")
+    names = ("cases", "fit_steps", "steps", "policy", "seed", "device", "processes", "problems")
     options: Any = SimpleNamespace(**dict.fromkeys(names), resume=str(path.parent))
     config, _ = _config(options, path.parent)
     run = _Run(CaseSource("none", lambda number: None, 0), config, path.parent, True, False, str)  # type: ignore[arg-type]

@@ -181,8 +181,8 @@ def _model_case(
 
     def ask() -> Question:
         costs, samples = costs_of(options, machine), captured().graph.samples
-        asked = {"space": None, "fixed": {}, "planner": CLASSICAL}
-        return question_of(captured(), machine, samples, costs=costs, host=options.host_mode, **asked)
+        pricing = {"costs": costs, "host": options.host_mode}
+        return question_of(captured(), machine, samples, space=None, fixed={}, planner=CLASSICAL, **pricing)
 
     return Case(model, text, lambda: price_model(captured(), machine, options).first, ask if whole else None)
 

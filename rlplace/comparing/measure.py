@@ -6,11 +6,11 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
-from rlplace.comparing.records import ComparisonRow, ProblemInfo, Settings
+from rlplace.comparing.records import ComparisonRow, ProblemInfo, Settings, Status
 from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
@@ -97,7 +97,7 @@ def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], devices: Seque
         cluster=info.cluster,
         view=info.view,
         planner=name,
-        status=OK if bad is None else bad.status,
+        status=cast(Status, OK if bad is None else bad.status),
         reason=None if bad is None else bad.reason,
         random=random,
         seeds=len(runs),

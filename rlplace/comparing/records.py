@@ -16,8 +16,10 @@ from rlplace.records import Count, Record, Whole
 FORMAT = "rlplace.comparison"
 VERSION = 2
 
-TASKS, SPLIT = "tasks", "split"
-VIEWS = {TASKS: "makespan of one step", SPLIT: "makespan of one step, backward in groups of its own"}
+View = Literal["tasks", "split"]
+TASKS: View = "tasks"
+SPLIT: View = "split"
+VIEWS: dict[str, str] = {TASKS: "makespan of one step", SPLIT: "makespan of one step, backward in groups of its own"}
 """The problems that are made of one model on one cluster, and what they are compared by: numbers of two views do not compare.
 
 ``tasks``: one op a group and phase, as most planners plan. ``split``: the backward of every group is a group of its own
@@ -33,7 +35,6 @@ Duration = Annotated[float, Meta(ge=1e-18, lt=_MOST)]
 Ratio = Annotated[float, Meta(ge=1e-12, lt=_MOST)]
 Gap = Annotated[float, Meta(gt=-1.0, lt=_MOST)]
 
-View = Literal["tasks", "split"]
 Status = Literal["ok", "infeasible", "missing", "failed"]
 """Those of `rlplace.planners.attempt`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rlplace.comparing.measure import planner_named, run_row, warm_up
-from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ProblemInfo
+from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ProblemInfo, View
 from rlplace.comparing.store import Store
 from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
 from rlplace.comparing.summary import summarize
@@ -41,7 +41,7 @@ class Case:
     ask: Callable[[], Question] | None = None
 
 
-def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[str, list[str]]:
+def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[View, list[str]]:
     """Planners by view, the reference first where any other is run.
 
     Args:
@@ -49,7 +49,7 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
         planners: Names.
         views: Views for all planners, beside the one that each needs.
     """
-    asked: dict[str, list[str]] = {}
+    asked: dict[View, list[str]] = {}
     for view in (TASKS, SPLIT):
         whole = view == TASKS and case.ask is not None
         names = [n for n in planners if (whole if n in STRATEGIES else view in views or VIEW_OF.get(n, TASKS) == view)]
@@ -140,7 +140,7 @@ def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: 
     return Comparison(store.settings, tuple(problems), tuple(rows), summarize(rows, order), complete)
 
 
-def problem_info(problem: Problem, model: str, cluster: str, *, view: str) -> ProblemInfo:
+def problem_info(problem: Problem, model: str, cluster: str, *, view: View) -> ProblemInfo:
     """The problem's sizes and bounds."""
     bounds = lower_bounds(problem)
     return ProblemInfo(

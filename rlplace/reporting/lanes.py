@@ -77,7 +77,9 @@ class Lanes:
     @property
     def busy_s(self) -> NDArray[np.float64]:
         """float64 [rows], seconds in which something runs there."""
-        return np.bincount(self.row, weights=self.end_s - self.start_s, minlength=len(self.rows))
+        busy: NDArray[np.float64] = np.zeros(len(self.rows))
+        np.add.at(busy, self.row, self.end_s - self.start_s)
+        return busy
 
 
 def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:

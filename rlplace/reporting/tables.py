@@ -80,8 +80,7 @@ def planner_rows(
     for name in dict.fromkeys(names):
         if report is not None:
             report(name)
-        limits = {"seed": seed, "time_limit_s": time_limit_s}
-        run = attempt(get_planner(name), problem, catch=(RlplaceError,), **limits)
+        run = attempt(get_planner(name), problem, seed=seed, catch=(RlplaceError,), time_limit_s=time_limit_s)
         if isinstance(run.error, InputError):
             raise run.error
         if run.answer is None:

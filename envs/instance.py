@@ -29,7 +29,7 @@ from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_g
 from rlplace.planners.common.objective import UNFIT_S, objective_s
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, Problem
-from rlplace.problem.order import reach, successor_lists
+from rlplace.problem.order import longest_ways, reach
 from rlplace.simulator import default_priority, simulate
 
 
@@ -121,14 +121,7 @@ def make_instance(
 def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per group the longest path through one of its ops and the earliest start of one, without communication."""
     bottom = default_priority(problem)
-    top = np.zeros(problem.num_ops)
-    mean = np.nanmean(problem.time_s, axis=1)
-    readers, starts = successor_lists(*problem.op_edges, problem.num_ops)
-    for op in problem.topological_order.tolist():
-        done = top[op] + mean[op]
-        for consumer in readers[starts[op] : starts[op + 1]]:
-            if done > top[consumer]:
-                top[consumer] = done
+    top = np.array(longest_ways(problem, np.nanmean(problem.time_s, axis=1).tolist(), backwards=False), dtype=np.float64)
     through, start = np.zeros(problem.num_groups), np.full(problem.num_groups, np.inf)
     np.maximum.at(through, problem.op_group, top + bottom)
     np.minimum.at(start, problem.op_group, top)

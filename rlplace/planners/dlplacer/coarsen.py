@@ -83,8 +83,8 @@ class _Graph:
             kept.size_bytes + gone.size_bytes,
             kept.allowed & gone.allowed,
         )
-        moved = [(u, w, s) for _, w, s in self.flow.out_edges(v, data="weight")]
-        moved += [(w, u, s) for w, _, s in self.flow.in_edges(v, data="weight")]
+        moved = [(u, w, edge["weight"]) for w, edge in self.flow.succ[v].items()]
+        moved += [(w, u, edge["weight"]) for w, edge in self.flow.pred[v].items()]
         self.flow.remove_node(v)
         for a, b, seconds in moved:
             if a != b:
@@ -149,8 +149,8 @@ def _join_tiny(graph: _Graph, count: int) -> None:
             return
         if u not in graph.nodes:
             continue
-        near = [(-s, v, (u, v)) for _, v, s in graph.flow.out_edges(u, data="weight")]
-        near += [(-s, v, (v, u)) for v, _, s in graph.flow.in_edges(u, data="weight")]
+        near = [(-edge["weight"], v, (u, v)) for v, edge in graph.flow.succ[u].items()]
+        near += [(-edge["weight"], v, (v, u)) for v, edge in graph.flow.pred[u].items()]
         for _, v, (first, second) in sorted(near):
             if graph.fits(u, v, np.inf) and graph.only_path(first, second, level):
                 graph.join(v, u)

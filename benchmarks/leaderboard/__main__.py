@@ -17,7 +17,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from msgspec.structs import replace
+
 from benchmarks.agent.jobs import tell
+from benchmarks.agent.methods import options_of
 from benchmarks.leaderboard.cases import FILE, CaseInfo, board_cases, freeze, info_of
 from benchmarks.leaderboard.checking import check_submission
 from benchmarks.leaderboard.making import make, new_card, placer
@@ -52,6 +55,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     making.add_argument("--planner", required=True)
     making.add_argument("--budget", required=True, choices=BUDGETS)
     making.add_argument("--agent", metavar="CKPT", help="checkpoint of the planner agent, default the shipped one")
+    making.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the planner")
     making.add_argument("--seed", type=int, default=0)
     for key in ("authors", "method", "link", "kind", "hardware"):
         making.add_argument(f"--{key}", help=f"{key} on the card")
@@ -117,14 +121,16 @@ def _make(options: argparse.Namespace, cases: dict[str, Case]) -> None:
         planner = "single"
     if options.agent is not None and said["method"] is None:
         raise InputError("--method is missing: say in a paragraph how the checkpoint of --agent was trained")
-    placer(planner, options.budget, options.agent)  # refuses an unknown one
+    place = placer(planner, options.budget, options.agent, options_of(options.option, f"--planner {planner}"))
     card = new_card(options.name, planner, options.budget, said, options.seed)
+    if options.option:
+        card = replace(card, method=f"{card.method} Options: {', '.join(options.option)}.")
     folder = options.submissions / options.name
     if folder.exists():
         raise InputError(f"{folder}: is there already; remove it, or choose another name")
     best = options.submissions / BASE
     floors = {name: row.devices for name, row in read_submission(best).rows.items()} if best.exists() else {}
-    make(card, planner, cases, folder, floors, options.agent)
+    make(card, place, cases, folder, floors)
 
 
 if __name__ == "__main__":

@@ -45,21 +45,17 @@ Floors = Mapping[str, Sequence[int] | None]
 """Device of every group in the plan of `best`, by name of the case."""
 
 
-def make(
-    card: Card, planner: str, cases: Mapping[str, Case], folder: Path, floors: Floors, checkpoint: str | None = None
-) -> None:
+def make(card: Card, place: Placer, cases: Mapping[str, Case], folder: Path, floors: Floors) -> None:
     """Places every case and writes the submission.
 
     Args:
         card: Its card; the first of its seeds is the seed of every run.
-        planner: Name of a planner.
+        place: The planner, see `placer`.
         cases: The cases of the board by name.
         folder: Where it goes; its name is that of the card.
         floors: Plans to start from, where they are known; `best` makes the others.
-        checkpoint: Of the agent; None: the shipped one.
     """
     check_folder(folder)
-    place = placer(planner, card.budget, checkpoint)
     budget = None if card.budget == "one shot" else Budget.parse(card.budget)
     answer(Case("warm-up", "", random_problem(0, 8, 2)), place, budget, card.seeds[0], None)  # compiles
     rows = []
@@ -106,26 +102,33 @@ class Placer:
         return self._place(problem, **options)
 
 
-def placer(name: str, budget: str, checkpoint: str | None = None) -> Placer:
+def placer(name: str, budget: str, checkpoint: str | None = None, options: Mapping[str, Any] | None = None) -> Placer:
     """The function of a planner in a class of the board.
+
+    Args:
+        name: Name of a planner.
+        budget: The class.
+        checkpoint: Of the agent; None: the shipped one.
+        options: Further arguments of the planner.
 
     Raises:
         InputError: The planner is unknown, or has no such budget.
     """
     if checkpoint is not None and name != "agent":
         raise InputError(f"--agent is of the planner agent; {name} has no checkpoint, leave it out")
-    if name in NEEDS_SPLIT:
-        return Placer(partial(project, name), starts=False)
     searches = name in SEARCHES
-    if searches and budget == "one shot":
-        if name != "random":
-            raise InputError(f"{name} searches; give --budget a class of calls or seconds")
-        return Placer(get_planner(name), starts=False)
+    if searches and budget == "one shot" and name != "random":
+        raise InputError(f"{name} searches; give --budget a class of calls or seconds")
     if budget.endswith("calls") and not searches and name in PLANNERS:
         raise InputError(f"{name} counts no calls; give --budget 'one shot' or a class of seconds")
-    if name == "random":
-        return Placer(random_search, starts=True)
-    return Placer(load_agent(checkpoint or "default").place if name == "agent" else get_planner(name), starts=searches)
+    starts = searches and budget != "one shot"
+    if name == "agent":
+        place: Any = load_agent(checkpoint or "default").place
+    elif name == "random" and starts:
+        place = random_search
+    else:
+        place = partial(project, name) if name in NEEDS_SPLIT else get_planner(name)
+    return Placer(partial(place, **(options or {})), starts=starts)
 
 
 def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.leaderboard import __main__ as command
 from benchmarks.leaderboard.cases import board_cases, board_infos, freeze, info_of
 from benchmarks.leaderboard.checking import check_submission
-from benchmarks.leaderboard.making import make, new_card
+from benchmarks.leaderboard.making import make, new_card, placer
 from benchmarks.leaderboard.page import page, standings
 from benchmarks.leaderboard.reading import PLANS_BYTES, SUBMISSIONS, folders, read_submission
 from rlplace.agents.cases import Case, is_branchy
@@ -54,7 +54,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture
 def entry(cases: dict[str, Case], tmp_path: Path) -> Path:
     card = new_card("mine", "best", "one shot", {}, 0)
-    make(card, "best", cases, tmp_path / "mine", {})
+    make(card, placer("best", "one shot"), cases, tmp_path / "mine", {})
     return tmp_path / "mine"
 
 
@@ -200,7 +200,7 @@ def test_hostile_plans_are_refused(payload: bytes, message: str, entry: Path) ->
 
 
 def test_claims_beyond_the_class_are_refused(cases: dict[str, Case], tmp_path: Path) -> None:
-    make(new_card("search", "annealing", "256 calls", {}, 1), "annealing", cases, tmp_path / "search", {})
+    make(new_card("search", "annealing", "256 calls", {}, 1), placer("annealing", "256 calls"), cases, tmp_path / "search", {})
     folder = tmp_path / "search"
     check_submission(read_submission(folder), cases)
     rows = rows_of(folder)
@@ -213,20 +213,20 @@ def test_claims_beyond_the_class_are_refused(cases: dict[str, Case], tmp_path: P
 
 @pytest.mark.parametrize("planner", ["random", "agent", "local_search"])
 def test_searches_of_rlplace_are_counted_without_their_start(planner: str, cases: dict[str, Case], tmp_path: Path) -> None:
-    make(new_card("x", planner, "256 calls", {}, 1), planner, cases, tmp_path / "x", {})
+    make(new_card("x", planner, "256 calls", {}, 1), placer(planner, "256 calls"), cases, tmp_path / "x", {})
     check_submission(read_submission(tmp_path / "x"), cases)
     assert all(250 <= row["calls"] <= 256 for row in rows_of(tmp_path / "x"))
 
 
 def test_bipartition_is_projected_on_groups_that_stay_whole(cases: dict[str, Case], tmp_path: Path) -> None:
-    make(new_card("x", "bipartition", "one shot", {}, 0), "bipartition", cases, tmp_path / "x", {})
+    make(new_card("x", "bipartition", "one shot", {}, 0), placer("bipartition", "one shot"), cases, tmp_path / "x", {})
     check_submission(read_submission(tmp_path / "x"), cases)
 
 
 def test_the_page_says_what_the_submissions_give(cases: dict[str, Case], tmp_path: Path) -> None:
     entries = []
     for name, planner in (("best", "best"), ("all-round", "round_robin"), ("few", "single")):
-        make(new_card(name, planner, "one shot", SAID, 0), planner, cases, tmp_path / name, {})
+        make(new_card(name, planner, "one shot", SAID, 0), placer(planner, "one shot"), cases, tmp_path / name, {})
         entries.append(read_submission(tmp_path / name))
     infos = {name: info_of(case) for name, case in cases.items()}
     lines = standings(entries, infos)["one shot"]

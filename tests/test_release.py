@@ -137,6 +137,7 @@ def test_a_users_code_is_type_checked(installed, tmp_path):
 
 def test_the_version_is_one():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == rlplace.__version__
+    assert f"\nversion: {rlplace.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_dependency_has_its_reason():

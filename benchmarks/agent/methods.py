@@ -52,7 +52,7 @@ def rival(text: str) -> Method:
     name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
-    return Method(" ".join([name, *rest]), RIVAL, options=_options(rest, text))
+    return Method(" ".join([name, *rest]), RIVAL, options=options_of(rest, f"method {show(text)}"))
 
 
 def learned(text: str, role: str = AGENT) -> Method:
@@ -62,15 +62,22 @@ def learned(text: str, role: str = AGENT) -> Method:
     """
     first, *rest = text.split(",")
     label, _, checkpoint = first.rpartition("=")
-    return Method(label or Path(checkpoint).name, role, checkpoint, weights_fingerprint(checkpoint), _options(rest, text))
+    return Method(
+        label or Path(checkpoint).name,
+        role,
+        checkpoint,
+        weights_fingerprint(checkpoint),
+        options_of(rest, f"method {show(text)}"),
+    )
 
 
-def _options(items: Sequence[str], text: str) -> dict[str, Any]:
+def options_of(items: Sequence[str], where: str) -> dict[str, Any]:
+    """Options of a planner from ``key=value`` each; `where` starts the message of an error."""
     options = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.isidentifier():
-            raise InputError(f"method {show(text)}: expected option=value after its name, found {show(item)}")
+            raise InputError(f"{where}: expected option=value after its name, found {show(item)}")
         options[key] = guessed(value)
     return options
 

@@ -1,0 +1,193 @@
+"""Making a submission with a planner of rlplace, or of a package that brings planners."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import asdict
+from numpy.typing import NDArray
+
+from benchmarks.agent.jobs import tell
+from benchmarks.agent.measure import after_floor
+from benchmarks.agent.methods import random_search
+from benchmarks.agent.records import Budget
+from benchmarks.leaderboard.ours import OURS
+from benchmarks.leaderboard.reading import CARD, PLANS
+from benchmarks.leaderboard.records import Card, Row
+from rlplace.agents.cases import Case
+from rlplace.agents.planner import load_agent
+from rlplace.cost.split import split_backward
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.files import check_folder, write_bytes, write_text
+from rlplace.plan import PlacementPlan
+from rlplace.planners import NEEDS_SPLIT, PLANNERS, get_planner
+from rlplace.planners.attempt import attempt
+from rlplace.planners.common.floor import one_shot
+from rlplace.problem import Problem
+from rlplace.problem.generate import random_problem
+from rlplace.records import build
+from rlplace.simulator import simulate
+
+SEARCHES = ("annealing", "local_search", "random", "agent")
+"""Planners that start from a given plan and take a number of calls."""
+
+Floors = Mapping[str, Sequence[int] | None]
+"""Device of every group in the plan of `best`, by name of the case."""
+
+
+def make(card: Card, place: Placer, cases: Mapping[str, Case], folder: Path, floors: Floors) -> None:
+    """Places every case and writes the submission.
+
+    Args:
+        card: Its card; the first of its seeds is the seed of every run.
+        place: The planner, see `placer`.
+        cases: The cases of the board by name.
+        folder: Where it goes; its name is that of the card.
+        floors: Plans to start from, where they are known; `best` makes the others.
+    """
+    check_folder(folder)
+    budget = None if card.budget == "one shot" else Budget.parse(card.budget)
+    answer(Case("warm-up", "", random_problem(0, 8, 2)), place, budget, card.seeds[0], None)  # compiles
+    rows = []
+    for number, case in enumerate(cases.values(), start=1):
+        rows.append(answer(case, place, budget, card.seeds[0], floors.get(case.name)))
+        tell(f"{number}/{len(cases)} {case.name}: {rows[-1].step_time_s} s")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({k: v for k, v in asdict(row).items() if v is not None}) + "\n" for row in rows)
+    write_bytes(folder / PLANS[0], gzip.compress(lines.encode(), mtime=0))
+    write_text(folder / CARD, card_text(card))
+
+
+def answer(case: Case, place: Placer, budget: Budget | None, seed: int, floor: Sequence[int] | None) -> Row:
+    """The row of one case; a planner that finds no plan says so, whatever else goes wrong ends the making.
+
+    Ops run in the default order, whatever priorities a plan has beside its devices.
+    """
+    start: NDArray[np.int32] | None = None
+    options: dict[str, Any] = {} if budget is None else budget.arguments
+    problem = case.problem
+    if place.starts:
+        start = get_planner("best")(problem).device_of_group if floor is None else np.array(floor, dtype=np.int32)
+        options["start"] = start
+    run = attempt(place, after_floor(problem, start), seed=seed, **options)
+    calls = max(0, run.simulator_calls - (start is not None))
+    line = None if run.answer is None else simulate(problem, run.answer.device_of_group)
+    if run.answer is None or line is None or not line.feasible:
+        return Row(case.name, problem.fingerprint, calls=calls, seconds=run.seconds)
+    return Row(case.name, problem.fingerprint, run.answer.device_of_group.tolist(), line.step_time_s, calls, run.seconds)
+
+
+class Placer:
+    """A planner as the board calls it.
+
+    Attributes:
+        starts: Whether it takes the plan of `best` to start from, which is in no budget.
+    """
+
+    def __init__(self, place: Any, *, starts: bool) -> None:
+        self._place, self.starts = place, starts
+
+    def __call__(self, problem: Problem, **options: Any) -> PlacementPlan:
+        """Places a problem."""
+        return self._place(problem, **options)
+
+
+def placer(name: str, budget: str, checkpoint: str | None = None, options: Mapping[str, Any] | None = None) -> Placer:
+    """The function of a planner in a class of the board.
+
+    Args:
+        name: Name of a planner.
+        budget: The class.
+        checkpoint: Of the agent; None: the shipped one.
+        options: Further arguments of the planner.
+
+    Raises:
+        InputError: The planner is unknown, or has no such budget.
+    """
+    if checkpoint is not None and name != "agent":
+        raise InputError(f"--agent is of the planner agent; {name} has no checkpoint, leave it out")
+    searches = name in SEARCHES
+    if searches and budget == "one shot" and name != "random":
+        raise InputError(f"{name} searches; give --budget a class of calls or seconds")
+    if budget.endswith("calls") and not searches and name in PLANNERS:
+        raise InputError(f"{name} counts no calls; give --budget 'one shot' or a class of seconds")
+    starts = searches and budget != "one shot"
+    if name == "agent":
+        place: Any = load_agent(checkpoint or "default").place
+    elif name == "random" and starts:
+        place = random_search
+    else:
+        place = partial(project, name) if name in NEEDS_SPLIT else get_planner(name)
+    return Placer(partial(place, **(options or {})), starts=starts)
+
+
+def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
+    """The answer of a planner that places the two passes of a group apart, as a plan that keeps them together.
+
+    Both are where the forward pass is, or both where the backward pass is, whichever is faster; with all gaps of the planner
+    and with gap 0, where it displaces nothing. What does not fit is repaired like the candidates of any planner.
+    """
+    whole = split_backward(problem)
+    of_name = {group: number for number, group in enumerate(whole.group_names)}
+    forward = np.array([of_name[group] for group in problem.group_names])
+    backward = np.array([of_name.get(f"{group}.backward", of_name[group]) for group in problem.group_names])
+
+    def candidates(problem: Problem, seed: int) -> list[NDArray[np.int32]]:
+        drawn = []
+        for options in ({}, {"gap": 0}):
+            with suppress(InfeasibleError):
+                plan = get_planner(name)(whole, seed=seed, time_limit_s=time_limit_s, **options)
+                drawn += [plan.device_of_group[forward], plan.device_of_group[backward]]
+        return drawn
+
+    return one_shot(problem, name, candidates, seed=seed, time_limit_s=time_limit_s)
+
+
+def new_card(name: str, planner: str, budget: str, said: Mapping[str, str | None], seed: int) -> Card:
+    """A card with what this machine and the planner tell; `said` replaces its texts."""
+    import torch
+
+    import rlplace
+
+    known = OURS.get(planner)
+    texts: dict[str, str | None] = {
+        "authors": None if known is None else "The rlplace authors",
+        "method": None if known is None else known.method,
+        "link": None if known is None else known.link,
+        "kind": None if known is None else known.kind,
+        "hardware": f"{processor()}, one thread",
+        **{key: text for key, text in said.items() if text is not None},
+    }
+    for key, text in texts.items():
+        if text is None:
+            raise InputError(f"--{key} is missing: nothing is known of the planner {planner} that could stand there")
+    versions = {"rlplace": rlplace.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    day = datetime.now(UTC).date().isoformat()
+    return build(Card, {"name": name, "budget": budget, "seeds": [seed], "date": day, "versions": versions, **texts}, "card")
+
+
+def processor() -> str:
+    """Name of this machine's processor, as far as the system tells."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def card_text(card: Card) -> str:
+    """The card as TOML."""
+    plain = asdict(card)
+    versions = asdict(plain.pop("versions"))
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in plain.items()]
+    return "\n".join([*lines, "", "[versions]", *(f"{key} = {json.dumps(value)}" for key, value in versions.items())]) + "\n"

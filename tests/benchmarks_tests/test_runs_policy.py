@@ -7,7 +7,7 @@ import pytest
 import torch
 from worlds import pool, question
 
-from rlplace.agents.runs import RunsNetwork, load_runs, rule_of, train_runs
+from benchmarks.runs_policy import RunsNetwork, load_runs, rule_of, train_runs
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.cluster_view import STAGE_FEATURES
 from rlplace.envs.scenario import Scenario

@@ -53,11 +53,3 @@ def _text_of(name: str, environment: str, training: Mapping[str, Any], *lines: s
     versions = ", ".join(f"{key} {value}" for key, value in training["versions"].items())
     head = (f"# Agent {name}", "", f"- environment: {environment}")
     return "\n".join([*head, *lines, f"- versions: {versions}", "- license: Apache-2.0", ""])
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)

@@ -26,7 +26,6 @@ _SEEN = 1 << 18  # plans that are remembered
 _EMPTY = 50  # looks in a row that find no untried move, after which the search ends
 _IDLE = 1000  # such looks in all: where all plans can be remembered, all are known then
 _KICK = 3
-PINNED = FEATURES.index("pinned_target")
 
 
 # How the compiled loop searches: tuned on the validation split, the same for every budget, since nothing else was better by
@@ -96,35 +95,6 @@ class Search:
         self._trial[:] = plan
         self._counts[4] = 0
 
-    def roll_out(self, start: NDArray[np.int32], length: int, number: int, deadline_s: float = math.inf) -> None:
-        """One episode of the policy from a plan: make the move that it prefers, keep the best plan seen.
-
-        Args:
-            start: int32 [G], plan to start from.
-            length: Number of moves, and of simulator calls.
-            number: Number of the rollout; 0 is greedy, others draw moves by their probability.
-            deadline_s: Moment on the monotonic clock after which no further move is made.
-        """
-        guide, plan = self._guide, np.array(start, dtype=np.int32)
-        rng = np.random.default_rng([self._seed, number])
-        for _ in range(length):
-            if time.monotonic() > deadline_s:
-                return
-            self.calls += 1
-            score = Score(*guide.look(plan))
-            if score.step_time_s == math.inf:
-                return
-            if score.objective_s < self.best.objective_s:
-                self._best[:], self._score[2:] = plan, (score.step_time_s, score.overflow)
-            count = guide.draw(plan)
-            legal = guide.table[:count, PINNED] <= 1.0
-            if not legal.any():
-                return
-            values = np.where(legal, self._scores(plan, count), -np.inf)
-            if number:
-                values = values + rng.gumbel(size=count)
-            plan = guide.moved(plan, int(np.argmax(values)))
-
     def run(self, *, calls: int | None = None, deadline_s: float = math.inf) -> None:
         """Searches until the calls or the time are used up, or nothing is left to try.
 
@@ -188,5 +158,4 @@ def warm_up() -> None:
     plan = np.arange(problem.num_groups, dtype=np.int32) % 3
     instance = make_instance(problem, floor=plan, compute_floor=False)
     search = Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0)
-    search.roll_out(plan, 2, 1)
     search.run(calls=4)

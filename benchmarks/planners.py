@@ -22,7 +22,7 @@ from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 
-SEARCH = ("annealing", "local_search", "lns")
+SEARCH = ("annealing", "local_search")
 """One-shot planners that are not part of the floor."""
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 def rates() -> None:
     """Process time, so that other work on the machine counts little."""
-    calls = {"annealing": 20_000, "local_search": 4_000, "lns": 20_000}
+    calls = {"annealing": 20_000, "local_search": 4_000}
     for name in SEARCH:
         run_planner(name, random_problem(0, 8), calls=8)  # compiles
     found: dict[str, list[float]] = {name: [] for name in SEARCH}

@@ -29,6 +29,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
+from benchmarks import lns
 from rlplace.agents.card import versions
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.agents.vecenv import PlacerVecEnv
@@ -36,6 +37,7 @@ from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.errors import InfeasibleError
 from rlplace.planners import get_planner
+from rlplace.planners.common.search import search_planner
 from rlplace.problem.generate import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +94,8 @@ def searched(env: str, name: str, seed: int) -> list[float]:
         if options and env == "Refinement":
             options["start"] = instance.floor
         try:
-            over.append(get_planner(name)(instance.problem, **options).predicted.step_time_s / instance.reference_step_time_s)
+            planner = search_planner("lns", lns) if name == "lns" else get_planner(name)
+            over.append(planner(instance.problem, **options).predicted.step_time_s / instance.reference_step_time_s)
         except InfeasibleError:
             over.append(np.inf)
     return over

@@ -26,7 +26,7 @@ from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
 from rlplace.zoo.options import guessed
 
-RIVALS = ("annealing", "local_search", "lns", "random")
+RIVALS = ("annealing", "local_search", "random")
 _BATCH = 16
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlplace.agents.cases import Case
 from rlplace.comparing import run
-from rlplace.comparing.measure import ROLLOUT
 from rlplace.comparing.records import Comparison, Settings
 from rlplace.comparing.store import Store
 
@@ -22,7 +21,7 @@ def compare_agent(
     calls: int = 256,
     seeds: int = 3,
 ) -> tuple[Comparison, Comparison]:
-    """Compares planners, the agent and its first rollout alone.
+    """Compares planners and the agent.
 
     Args:
         agent: Folder of the agent.
@@ -34,7 +33,7 @@ def compare_agent(
     Returns:
         All cases, and the branchy ones alone.
     """
-    names = [*planners, ROLLOUT, "agent"]
+    names = [*planners, "agent"]
     store = Store(Settings(calls=calls, seeds=seeds, agent=str(Path(agent).resolve())))
     shown = {f"{number} {case.name}": case for number, case in enumerate(cases)}
     known = [run.Case(name, "", lambda case=case: case.problem) for name, case in shown.items()]  # type: ignore[misc]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -14,7 +13,7 @@ from rlplace.comparing.records import ComparisonRow, ProblemInfo, Settings, Stat
 from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
-from rlplace.planners import PLANNERS, Planner, get_planner
+from rlplace.planners import PLANNERS, get_planner
 from rlplace.planners.attempt import FAILED, MISSING, OK, Attempt, attempt
 from rlplace.problem import Device, Problem
 from rlplace.problem.generate import random_problem
@@ -25,30 +24,21 @@ SEEDED = frozenset({"random", "metis"})
 """Planners without a budget of calls whose plan depends on the seed; a test holds this list."""
 
 
-ROLLOUT = "agent, one rollout"
-"""The agent without its search: the better one of the floor and the first rollout."""
-
-
-def planner_named(name: str) -> Planner:
-    """A planner, or `ROLLOUT`."""
-    return partial(get_planner("agent"), samples=1, search=False) if name == ROLLOUT else get_planner(name)
-
-
 def takes_calls(name: str) -> bool:
     """Whether the planner is a search with a budget of simulator calls."""
-    return name != ROLLOUT and "calls" in inspect.signature(get_planner(name)).parameters
+    return "calls" in inspect.signature(get_planner(name)).parameters
 
 
 def is_random(name: str) -> bool:
     """Whether the planner's plan depends on its seed; planners of other packages count as if it did."""
-    return name in SEEDED or name not in (*PLANNERS, ROLLOUT) or takes_calls(name)
+    return name in SEEDED or name not in PLANNERS or takes_calls(name)
 
 
 def warm_up(name: str, settings: Settings) -> None:
     """Plans a small problem, so that no timing includes imports and compilation; errors show in the rows."""
     options = _options(name, replace(settings, calls=4))
     try:
-        planner_named(name)(random_problem(0, 6, 2), seed=0, time_limit_s=1.0, **options)
+        get_planner(name)(random_problem(0, 6, 2), seed=0, time_limit_s=1.0, **options)
     except Exception:
         return
 
@@ -59,7 +49,7 @@ def run_row(name: str, info: ProblemInfo, problem: Problem, settings: Settings, 
     runs: list[Attempt] = []
     for seed in range(settings.seeds if shuffled else 1):
         run = attempt(
-            planner_named(name),
+            get_planner(name),
             problem,
             seed=seed,
             judge=lambda plan: measure(plan, problem),
@@ -117,7 +107,7 @@ def _remark(run: Attempt) -> str | None:
 
 
 def _options(name: str, settings: Settings) -> dict[str, Any]:
-    options: dict[str, Any] = {"agent": settings.agent} if name in ("agent", ROLLOUT) else {}
+    options: dict[str, Any] = {"agent": settings.agent} if name == "agent" else {}
     if settings.calls is not None and takes_calls(name):
         options["calls"] = settings.calls
     return options

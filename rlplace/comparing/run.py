@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlplace.comparing.measure import planner_named, run_row, warm_up
+from rlplace.comparing.measure import run_row, warm_up
 from rlplace.comparing.records import REFERENCE, SPLIT, TASKS, Comparison, ProblemInfo, View
 from rlplace.comparing.store import Store
 from rlplace.comparing.strategies import STRATEGIES, strategy_row, warm_up_strategies
 from rlplace.comparing.summary import summarize
 from rlplace.cost.split import split_backward
 from rlplace.errors import RlplaceError
-from rlplace.planners import NEEDS_SPLIT
+from rlplace.planners import NEEDS_SPLIT, get_planner
 from rlplace.planners.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
 from rlplace.problem import Problem
 from rlplace.strategy.tries import Question
@@ -91,7 +91,7 @@ def compare(
     tell = report or (lambda text, finished: None)
     for name in planners:
         if name not in STRATEGIES:
-            planner_named(name)
+            get_planner(name)
     warm: set[str] = set()
     failures: list[tuple[Case, RlplaceError]] = []
     for case in cases:

@@ -93,11 +93,17 @@ def _extended(links: Links, like: int, peer: int) -> Links:
 
 
 def _own_channels(links: Links, device: int) -> set[int]:
-    """Channels that no pair without the device uses."""
+    """Channels that no pair without the device uses; with two devices, those on its side of a path."""
     assert links.channels is not None
+    count = len(links.channels)
+    if count == 2:
+        other = 1 - device
+        out, back = links.channels[device][other], links.channels[other][device]
+        own = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
+        return own - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
     mine, others = set[int](), set[int]()
-    for i in range(len(links.channels)):
-        for j in range(len(links.channels)):
+    for i in range(count):
+        for j in range(count):
             (mine if device in (i, j) else others).update(links.channels[i][j])
     return mine - others
 

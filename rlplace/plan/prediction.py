@@ -36,8 +36,6 @@ class Prediction(Record, frozen=True):
         strategies: The strategy and its rivals, see `rlplace.plan.rivals`.
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.
-        single_rollout_step_time_s: Step time of the agent's first plan alone.
-        samples_step_time_s: Step time of the best of its samples, without search.
         agent: Checkpoint of the agent that planned.
         proof: What an exact planner has proven.
         bipartition: The optima of the chain without communication.
@@ -61,8 +59,6 @@ class Prediction(Record, frozen=True):
     strategies: tuple[Facts, ...] = ()
     floor_step_time_s: float | None = None
     search_calls: Whole | None = None
-    single_rollout_step_time_s: float | None = None
-    samples_step_time_s: float | None = None
     agent: str | None = None
     proof: Facts | None = None
     bipartition: Facts | None = None

@@ -33,7 +33,6 @@ PLANNERS: dict[str, str] = {
     "bipartition": "rlplace.planners.bipartition.bipartition:bipartition",
     "annealing": "rlplace.planners.annealing.annealing:spend",
     "local_search": "rlplace.planners.local_search:spend",
-    "lns": "rlplace.planners.lns:spend",
     "cp_sat": "rlplace.planners.cp_sat:cp_sat",
     "dlplacer": "rlplace.planners.dlplacer.dlplacer:dlplacer",
     "best": "rlplace.planners.best:best",

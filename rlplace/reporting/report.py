@@ -29,7 +29,7 @@ def report(
     path: str | Path,
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
-    measurements: PlanTimings | Sequence[PlanTiming] = (),
+    measurements: PlanTimings | Sequence[PlanTiming] | None = None,
     seed: int = 0,
     time_limit_s: float | None = 2.0,
     progress: Callable[[str], None] | None = None,
@@ -54,7 +54,7 @@ def report(
     """
     check_arguments(problem, plan, planners)
     check_output(path)
-    measured = measurements.plans if isinstance(measurements, PlanTimings) else measurements
+    measured = measurements.plans if isinstance(measurements, PlanTimings) else tuple(measurements or ())
     data = report_data(problem, plan, measured=measured)
     rows = planner_rows(problem, plan, data.timeline, planners, seed=seed, time_limit_s=time_limit_s, report=progress)
     data = dataclasses.replace(data, planners=rows)

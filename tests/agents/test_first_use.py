@@ -126,7 +126,7 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     simulate_many(problem, np.tile(plan.device_of_group, (3, 1)))
     get_planner("annealing")(problem, calls=100)
     start = plan.device_of_group if kind == "saved plan" else None
-    agents["refinement"].place(problem, start=start, samples=2, calls=100)
+    agents["refinement"].place(problem, start=start, calls=100)
     env = RefinementEnv([problem], start="best")
     env.reset(seed=0, options=None if start is None else {"plan": start})
     done, rng = False, np.random.default_rng(0)

@@ -9,7 +9,6 @@ import pytest
 from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import planner, setup
-from rlplace.agents.planner import ROLLOUT_LENGTH
 from rlplace.agents.search import Search
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import make_plan
@@ -40,25 +39,20 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
         seed, num_groups=18, num_devices=3, memory_factor=(None, 1.6, 2.2)[seed % 3], unlike=seed % 2 == 1, null_fraction=0.2
     )
     floor = get_planner("best")(problem).predicted.step_time_s
-    plan = agents[name].place(problem, seed=seed, calls=90, samples=2)
+    plan = agents[name].place(problem, seed=seed, calls=90)
     told = plan.predicted
     assert told.step_time_s == step_s(problem, plan) == step_s(problem, plan.device_of_group)
     assert told.step_time_s <= floor == told.floor_step_time_s
     assert problem.group_allowed[np.arange(18), plan.device_of_group].all()
     assert told.search_calls <= 90 and told.agent == agents[name].checkpoint.name
-    single, several = told.single_rollout_step_time_s, told.samples_step_time_s
-    if several is not None:
-        assert told.step_time_s <= several and (single is None or several <= single)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 13, 100])
-@pytest.mark.parametrize("samples", [None, 1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, samples):
+def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls):
     """Counted where the calls are made, not by what the search says about itself."""
     planner.warm_up()  # once a process, and not to be counted
-    made, looks = [], []
-    around, look = Search._round, planner.Search.roll_out
+    made, around = [], Search._round
 
     def counted_round(self, wanted, *args):
         before = self.calls
@@ -67,21 +61,13 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls, s
         made.append(self.calls - before)
         return tried
 
-    def counted_rollout(self, *args):
-        before = self._guide.simulator.calls
-        look(self, *args)
-        looks.append(self._guide.simulator.calls - before)
-
     monkeypatch.setattr(Search, "_round", counted_round)
-    monkeypatch.setattr(Search, "roll_out", counted_rollout)
     problem = random_problem(2, num_groups=16, num_devices=3)
     start = get_planner("best")(problem).device_of_group
     with count_calls() as counter:
-        plan = agents[name].place(problem, start=start, calls=calls, samples=samples)
+        plan = agents[name].place(problem, start=start, calls=calls)
     told = plan.predicted.search_calls
-    assert told == sum(made) + sum(looks) == calls  # nothing of the budget is left on a problem of this size
-    assert all(length <= ROLLOUT_LENGTH for length in looks)
-    assert len(looks) <= (samples or 0)
+    assert told == sum(made) == calls  # nothing of the budget is left on a problem of this size
     assert counter.calls == told  # what `rlplace compare` shows
 
 
@@ -96,7 +82,7 @@ def test_run_planner_counts_floor_and_search(agents, tmp_path, make_checkpoint):
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_for_calls_and_seed(agents, name):
     problem = random_problem(3, num_groups=20, num_devices=4, memory_factor=1.5)
-    one, two, other = (agents[name].place(problem, seed=seed, calls=120, samples=2) for seed in (5, 5, 6))
+    one, two, other = (agents[name].place(problem, seed=seed, calls=120) for seed in (5, 5, 6))
     assert json.dumps(one.to_dict()) == json.dumps(two.to_dict())
     assert one.seed == 5 and other.seed == 6
 
@@ -153,7 +139,7 @@ def test_fixed_devices_and_null_times(agents):
     problem = replace(base, group_device=fixed)
     assert not problem.group_allowed.all()
     for name in NAMES:
-        plan = agents[name].place(problem, calls=150, samples=2)
+        plan = agents[name].place(problem, calls=150)
         assert (plan.device_of_group[[2, 7]] == fixed[[2, 7]]).all()
         assert problem.group_allowed[np.arange(12), plan.device_of_group].all()
     illegal = np.array([np.flatnonzero(~row)[0] if not row.all() else 0 for row in problem.group_allowed])
@@ -183,10 +169,9 @@ def test_a_start_that_cannot_complete(agents, monkeypatch):
     assert simulate(problem, start).step_time_s is None
     with pytest.raises(InfeasibleError):
         agents["refinement"].place(problem, start=start, calls=0)
-    for samples in (0, 2):
-        plan = agents["refinement"].place(problem, start=start, calls=200, samples=samples)
-        assert plan.predicted.floor_step_time_s is None and plan.predicted.search_calls <= 200
-        assert step_s(problem, plan) == plan.predicted.step_time_s
+    plan = agents["refinement"].place(problem, start=start, calls=200)
+    assert plan.predicted.floor_step_time_s is None and plan.predicted.search_calls <= 200
+    assert step_s(problem, plan) == plan.predicted.step_time_s
 
 
 def test_a_start_that_does_not_fit(agents):
@@ -216,7 +201,7 @@ def test_a_problem_that_a_bound_rules_out_is_not_searched(agents, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_device_and_one_group(agents, name):
-    plan = agents[name].place(random_problem(1, num_groups=8, num_devices=1), calls=50, samples=2)
+    plan = agents[name].place(random_problem(1, num_groups=8, num_devices=1), calls=50)
     assert plan.device_of_group.tolist() == [0] * 8 and plan.predicted.search_calls == 0
     lone = build_problem("lone", time_s=[[2.0, 1.0]], tensors=[], memory_bytes=[None, None])
     assert agents[name].place(lone, calls=50).device_of_group.tolist() == [1]
@@ -226,24 +211,7 @@ def test_one_device_and_one_group(agents, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_that_take_no_time(agents, name):
     idle = build_problem("idle", time_s=[[0.0, 0.0]] * 4, tensors=[], memory_bytes=[None, None])
-    assert agents[name].place(idle, calls=30, samples=2).predicted.step_time_s == 0.0
-
-
-def test_nothing_but_rollouts(agents):
-    """N = 1 and zero search, as they are reported beside the answer."""
-    problem = random_problem(8, num_groups=16, num_devices=4)
-    start = np.arange(16) % 4
-    for name in NAMES:
-        one = agents[name].place(problem, start=start, samples=1, search=False, time_limit_s=30.0)
-        told = one.predicted
-        assert 1 <= told.search_calls <= ROLLOUT_LENGTH
-        assert told.single_rollout_step_time_s == told.samples_step_time_s is not None
-        assert told.step_time_s == min(told.single_rollout_step_time_s, step_s(problem, start))
-        several = agents[name].place(problem, start=start, samples=4, search=False, calls=1000)
-        assert several.predicted.samples_step_time_s <= told.single_rollout_step_time_s
-        assert several.predicted.single_rollout_step_time_s == told.single_rollout_step_time_s
-        nothing = agents[name].place(problem, start=start, samples=0, search=False, calls=1000)
-        assert nothing.device_of_group.tolist() == start.tolist() and nothing.predicted.search_calls == 0
+    assert agents[name].place(idle, calls=30).predicted.step_time_s == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -266,7 +234,6 @@ def test_a_time_limit_ends_it(agents, name):
         ({"calls": -1}, "calls must"),
         ({"calls": 2.5}, "calls must"),
         ({"calls": True}, "calls must"),
-        ({"samples": -1}, "samples must"),
         ({"seed": -1}, "seed must"),
         ({"time_limit_s": -1.0}, "time_limit_s must"),
         ({"time_limit_s": float("nan")}, "time_limit_s must"),

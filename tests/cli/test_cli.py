@@ -151,7 +151,7 @@ def test_train_small(capsys, tmp_path):
         *("--cases", "3", "--fit-steps", "40", "--steps", "512", "--processes", "1"),
         *("--test", str(folder), "--calls", "16", "--out", out_folder),
     )
-    assert code == 0 and "vs best" in out and "agent, one rollout" in out and "16 simulator calls" in out
+    assert code == 0 and "vs best" in out and "16 simulator calls" in out
     code, out, _ = run(
         capsys, "train", "--resume", out_folder, "--steps", "1024", "--test", str(folder), "--calls", "16", "--json"
     )

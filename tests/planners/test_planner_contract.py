@@ -15,7 +15,7 @@ from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
-SEARCH = ("annealing", "local_search", "lns")
+SEARCH = ("annealing", "local_search")
 EXACT = ("cp_sat", "dlplacer")
 CLASSICAL = tuple(dict.fromkeys(("random", "bipartition", *ONE_SHOT, "best", *SEARCH, *EXACT)))
 
@@ -169,9 +169,6 @@ def test_bad_options():
         ("local_search", {"random_tries": True}, "random_tries"),
         ("local_search", {"kick": 0}, "kick must be"),
         ("local_search", {"kick_worse": -1.0}, "kick_worse must not be negative"),
-        ("lns", {"largest": 1.5}, "largest must be a number from 0 up to 1, found 1.5"),
-        ("lns", {"noise": float("nan")}, "noise must be"),
-        ("lns", {"worse": float("inf")}, "worse must be"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(planner, options, said):
@@ -189,10 +186,6 @@ def test_settings_that_make_no_sense_are_refused(planner, options, said):
         ("local_search", {"random_tries": 2}),
         ("local_search", {"kick": 9}),
         ("local_search", {"kick_worse": 0.5}),
-        ("lns", {"largest": 0.5}),
-        ("lns", {"noise": 0.1}),
-        ("lns", {"balance": 1.0}),
-        ("lns", {"worse": 0.1}),
     ],
 )
 def test_settings_change_what_is_found(planner, options):

@@ -145,7 +145,7 @@ def test_rewards_are_in_that_order_too(reference_s):
 
 
 REACHED = {
-    **{name: set(toys.TOYS) for name in ("annealing", "local_search", "lns", "best")},
+    **{name: set(toys.TOYS) for name in ("annealing", "local_search", "best")},
     "compiler": set(toys.TOYS) - {"fork_join"},
 }
 """Toys whose optimum a planner finds."""
@@ -162,7 +162,7 @@ def brute_force(problem):
 @pytest.mark.parametrize(("planner", "toy"), [(planner, toy) for planner in REACHED for toy in sorted(REACHED[planner])])
 def test_known_optima_are_reached(planner, toy):
     problem, optimum, _ = toys.TOYS[toy]()
-    options = {"calls": 400} if planner in ("annealing", "local_search", "lns") else {}
+    options = {"calls": 400} if planner in ("annealing", "local_search") else {}
     plan = get_planner(planner)(problem, **options)
     assert plan.predicted.step_time_s == pytest.approx(optimum)
     assert plan.predicted.feasible

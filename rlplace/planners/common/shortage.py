@@ -15,7 +15,7 @@ from rlplace.text import bytes_text
 
 _SEARCH = "planner 'annealing', finer groups, more or larger devices, or a smaller batch"
 _HARDER = "a longer search, finer groups, more or larger devices, or a smaller batch"
-_ADVICE = {"single": "planner 'best', which splits the model", "annealing": _HARDER, "local_search": _HARDER, "lns": _HARDER}
+_ADVICE = {"single": "planner 'best', which splits the model", "annealing": _HARDER, "local_search": _HARDER}
 
 
 def check_possible(problem: Problem) -> None:

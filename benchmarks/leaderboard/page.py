@@ -125,7 +125,7 @@ check them**, nor that nothing was tuned on these cases.
 - *fastest*: share of cases where nothing of the class is more than {tie} faster.
 - *feasible*: cases with a plan. Entries with more plans come first, since leaving out hard cases must not help; means
   are over the cases that an entry has.
-- *calls*, *seconds*: claimed, mean a case. Classes other than *one shot* count what comes after the plan of `best`,
+- *calls*, *seconds*: claimed, mean a case, - where not all were measured. Classes other than *one shot* count what comes after the plan of `best`,
   from which any entry may start. Compare seconds on the same hardware only, which the card names.
 """
 

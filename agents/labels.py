@@ -160,14 +160,27 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
         features, changes = np.zeros((moves, NUM_FEATURES), dtype=np.float16), np.full(moves, np.nan, dtype=np.float32)
         features[: len(which)], changes[: len(which)] = guide.table[which], change
         rows.append((features, changes))
-        if rng.random() < _EXPLORE:
-            weight = np.where(change < _LOSS, 1.0, 1e-9)
-        else:
-            gain = np.clip(-change, -_LOSS, 0.1)
-            weight = np.exp((gain - gain.max()) / _SHARPNESS)
-        weight = np.where(np.isfinite(price), weight, 0.0)
-        if not weight.sum() > 0:
+        choice = choose(np.where(np.isfinite(price), change, np.inf), rng)
+        if choice is None:
             break
-        move = int(which[rng.choice(len(which), p=weight / weight.sum())])
-        plan = guide.moved(plan, move)
+        plan = guide.moved(plan, int(which[choice]))
     return rows
+
+
+def choose(change: NDArray[np.float64], rng: Generator) -> int | None:
+    """The next move of a descent: mostly one that gains, sometimes any that costs little.
+
+    Args:
+        change: float64 [M], log of the step time after each move over that before; infinite where it cannot complete.
+        rng: Random numbers.
+
+    Returns:
+        Its place in `change`; None where no move can be made.
+    """
+    if rng.random() < _EXPLORE:
+        weight = np.where(change < _LOSS, 1.0, 1e-9)
+    else:
+        gain = np.clip(-change, -_LOSS, 0.1)
+        weight = np.exp((gain - gain.max(initial=-_LOSS)) / _SHARPNESS)
+    weight = np.where(np.isfinite(change), weight, 0.0)
+    return int(rng.choice(len(change), p=weight / weight.sum())) if weight.sum() > 0 else None

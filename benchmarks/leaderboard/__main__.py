@@ -119,9 +119,9 @@ def _make(options: argparse.Namespace, cases: dict[str, Case]) -> None:
     if planner == "pase":  # places no groups; the card says what stands in
         said = {**{key: getattr(PASE, key) for key in ("method", "link", "kind")}, **{k: t for k, t in said.items() if t}}
         planner = "single"
+    place = placer(planner, options.budget, options.agent, options_of(options.option, f"--planner {planner}"))
     if options.agent is not None and said["method"] is None:
         raise InputError("--method is missing: say in a paragraph how the checkpoint of --agent was trained")
-    place = placer(planner, options.budget, options.agent, options_of(options.option, f"--planner {planner}"))
     card = new_card(options.name, planner, options.budget, said, options.seed)
     if options.option:
         card = replace(card, method=f"{card.method} Options: {', '.join(options.option)}.")

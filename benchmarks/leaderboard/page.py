@@ -110,7 +110,10 @@ def _ratio(logs: Mapping[str, float], names: Sequence[str]) -> str:
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{np.mean(known):.3g}" if len(known) == len(values) else "-"
+    if len(known) < len(values):
+        return "-"
+    mean = float(np.mean(known))
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 _HEAD = """# Leaderboard of learned placement
@@ -125,16 +128,17 @@ check them**, nor that nothing was tuned on these cases.
 - *fastest*: share of cases where nothing of the class is more than {tie} faster.
 - *feasible*: cases with a plan. Entries with more plans come first, since leaving out hard cases must not help; means
   are over the cases that an entry has.
-- *calls*, *seconds*: claimed, mean a case. Classes other than *one shot* count what comes after the plan of `best`,
-  from which any entry may start. Compare seconds on the same hardware only, which the card names.
+- *calls*, *seconds*: claimed, mean a case, - where not all were measured. Classes other than *one shot*, which has no limit,
+  count what comes after the plan of `best`, from which any entry may start. Compare seconds on the same hardware only,
+  which the card names.
 """
 
 _HOW = """## How to submit
 
 1. `python -m benchmarks.leaderboard problems --out problems` writes the problems, `NAME.problem.json` each
    ([format](docs/formats.md)). Do not tune on them.
-2. Place each within one budget: *one shot* (no search that simulates more than a few candidates), 256 or 4,096
-   simulator calls, 1 s or 5 s of wall time, counted after the plan of `best` if you start there.
+2. Place each within one budget: *one shot* (a method that takes no budget; what it spends is shown), 256 or
+   4,096 simulator calls, 1 s or 5 s of wall time, counted after the plan of `best` if you start there.
 3. Make `benchmarks/leaderboard/submissions/NAME/` with `card.toml` (copy one) and `plans.jsonl.gz` (or `plans.json`, a
    list): a row a case, `{"case": "test-t5-00", "problem": FINGERPRINT, "devices": [0, 1, ...], "step_time_s": 0.1,
    "calls": 256, "seconds": 0.2}`. `devices` is the device of every group; leave it and `step_time_s` out where you have

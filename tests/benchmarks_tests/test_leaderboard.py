@@ -255,6 +255,16 @@ def test_the_command_checks_and_writes(cases: dict[str, Case], tmp_path: Path, c
     write_rows(tmp_path / "entries/best", rows[:1])
     assert command.main([*own, "check"]) == 2 and "cases have no row" in capsys.readouterr().err
     assert command.main([*own, "make", "best", "--planner", "best", "--budget", "one shot"]) == 2
+    for words, message in (
+        (["../evil", "--planner", "best", "--budget", "one shot"], "name is '../evil'; use small letters"),
+        (["x", "--planner", "bets", "--budget", "one shot"], "unknown planner 'bets'"),
+        (["x", "--planner", "annealing", "--budget", "one shot"], "give --budget a class of calls or seconds"),
+        (["x", "--planner", "heft", "--budget", "256 calls"], "heft counts no calls"),
+        (["x", "--planner", "heft", "--budget", "one shot", "--agent", "runs/x"], "heft has no checkpoint"),
+    ):
+        capsys.readouterr()
+        assert command.main([*own, "make", *words]) == 2 and message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cases.jsonl.gz", "entries", "page.md"]
     assert command.main([*own, "problems", "--out", str(tmp_path / "problems")]) == 0
     assert len(list((tmp_path / "problems").glob("*.problem.json"))) == 2
 

@@ -106,7 +106,10 @@ def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) 
     Raises:
         InputError: The policy is unknown, or the settings are not plain data by name.
     """
-    kind = policy_class(name)
+    try:
+        kind = policy_class(name)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     if not isinstance(settings, dict):
         raise InputError(f"{where}: settings must be an object, found {show(settings)}")
     if kind is PlacerNetwork:

@@ -37,7 +37,7 @@ class TrainConfig(Record, frozen=True):
         part_cases: Cases of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
         batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: Hyperparameters of PPO.
-        hidden, second: Sizes of the shipped policy, see `NetworkConfig`.
+        hidden, second: Sizes of the shipped policy, see `PlacerNetwork`.
         policy: Name of the policy, see `rlplace.agents.policies`.
         settings: Settings of another policy than the shipped one.
         seed: Seed of all random choices.

@@ -8,7 +8,6 @@ nothing depends on the number or the order of devices, groups or candidates. B o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,19 +35,6 @@ STOP_LOGIT = -2.0
 """Start of the logit of the candidate that is no move."""
 
 
-@dataclass(frozen=True)
-class NetworkConfig:
-    """Sizes of a `PlacerNetwork`; stored with every checkpoint.
-
-    Attributes:
-        hidden: Width of the first layer.
-        second: Width of the second layer.
-    """
-
-    hidden: int = 64
-    second: int = 32
-
-
 class PlacerNetwork(Policy):
     """Scores candidates and values states.
 
@@ -62,18 +48,17 @@ class PlacerNetwork(Policy):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str], **sizes: Any) -> None:
+    def __init__(self, *, features: Sequence[str], hidden: int = 64, second: int = 32) -> None:
         """A network that is the heuristic.
 
         Args:
-            config: Layer sizes.
             features: Names of the columns of the candidates.
-            sizes: Layer sizes by name, as `settings` gives them.
+            hidden: Width of the first layer.
+            second: Width of the second layer.
         """
         super().__init__()
-        self.config = NetworkConfig(**sizes) if config is None else config
         self.features = tuple(features)
-        hidden, second = self.config.hidden, self.config.second
+        self._sizes = {"hidden": hidden, "second": second}
         self.linear = nn.Linear(len(self.features), 1, bias=False)
         self.first = nn.Linear(len(self.features), hidden)
         self.second = nn.Linear(hidden, second)
@@ -98,7 +83,7 @@ class PlacerNetwork(Policy):
 
     def settings(self) -> dict[str, Any]:
         """Its sizes."""
-        return asdict(self.config)
+        return dict(self._sizes)
 
     def described(self, candidates: Tensor) -> Tensor:
         """Second-layer activations [..., K, S] of candidates [..., K, F]."""

@@ -89,12 +89,6 @@ class Search:
         """Score of the best plan; the step time is inf before the first call."""
         return Score(float(self._score[2]), float(self._score[3]))
 
-    def set_plan(self, plan: NDArray[np.int32]) -> None:
-        """Goes on from another plan; the best one is kept."""
-        self._plan[:] = plan
-        self._trial[:] = plan
-        self._counts[4] = 0
-
     def run(self, *, calls: int | None = None, deadline_s: float = math.inf) -> None:
         """Searches until the calls or the time are used up, or nothing is left to try.
 

@@ -9,8 +9,8 @@ An instance is a captured model on a preset cluster; a truth (`rlplace.measured.
 among what the planner proposes, and sees step times and memory of what it has run. After every run the corrected model is asked
 for better strategies, which join the candidates, for all rules alike. The figure is the step time of the quickest run over the
 least that is known for the truth: of all candidates, and of a search that knows it. Before anything has run it counts 3.
-Policies are `benchmarks.runs_policy.train_runs` in `rlplace/Cluster-v0` on models and clusters of tuning, with truths that no one
-is compared on; they are rules like the others once their weights are there.
+Policies are `benchmarks.runs_policy.train_runs` in `rlplace/Cluster-v0` on models and clusters of tuning, with truths that
+no one is compared on; they are rules like the others once their weights are there.
 """
 
 from __future__ import annotations

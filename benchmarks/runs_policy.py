@@ -12,7 +12,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor, nn
 
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
@@ -33,9 +33,8 @@ class RunsNetwork(PlacerNetwork):
     the largest expected improvement. B observations, K candidates, S stages.
     """
 
-    def __init__(self, config: NetworkConfig | None = None, *, features: Sequence[str] = FEATURES) -> None:
-        super().__init__(config, features=features)
-        hidden, second = self.config.hidden, self.config.second
+    def __init__(self, *, features: Sequence[str] = FEATURES, hidden: int = 64, second: int = 32) -> None:
+        super().__init__(features=features, hidden=hidden, second=second)
         self.stage, self.told = nn.Linear(len(STAGE_FEATURES), STAGE), nn.Linear(4 * STAGE, STAGE)
         self.plan = nn.Linear(2 * STAGE, hidden, bias=False)
         self.second = nn.Linear(2 * hidden, second)

@@ -113,7 +113,7 @@ def random_search(
 def weights_fingerprint(checkpoint: str) -> str:
     """SHA-256 over the network's sizes, and names, shapes and values of its weights."""
     network = load_checkpoint(checkpoint).network
-    digest = hashlib.sha256(f"{type(network).__name__} {network.config}".encode())
+    digest = hashlib.sha256(f"{type(network).__name__} {network.settings()}".encode())
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -127,5 +127,5 @@ def _agent(checkpoint: str, untrained: bool) -> Agent:
         return agent
     torch.manual_seed(0)
     trained = agent.checkpoint.network
-    network = PlacerNetwork(trained.config, features=trained.features).eval()
+    network = PlacerNetwork(features=trained.features, **trained.settings()).eval()
     return replace(agent, checkpoint=replace(agent.checkpoint, name="untrained", network=network))

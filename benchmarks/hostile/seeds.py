@@ -273,12 +273,12 @@ def _agent(folder: Path, problem: Any) -> None:
     from rlplace.agents.checkpoint import save_checkpoint, save_state
     from rlplace.agents.config import TrainConfig
     from rlplace.agents.labels import Labels
-    from rlplace.agents.network import NetworkConfig, PlacerNetwork
+    from rlplace.agents.network import PlacerNetwork
     from rlplace.agents.problems.sources import save_cases
     from rlplace.envs.guide.features import FEATURES
 
     agent = folder / "agent"
-    network = PlacerNetwork(NetworkConfig(hidden=4, second=4), features=FEATURES)
+    network = PlacerNetwork(hidden=4, second=4, features=FEATURES)
     optimizer = torch.optim.Adam(network.parameters())
     sum(p.square().sum() for p in network.parameters()).backward()
     optimizer.step()

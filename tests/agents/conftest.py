@@ -5,7 +5,7 @@ import torch
 
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.config import ENVIRONMENT, TrainConfig
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
 from rlplace.envs.guide.features import FEATURES
 
@@ -13,7 +13,7 @@ from rlplace.envs.guide.features import FEATURES
 def make_network(*, hidden=16, second=8, seed=0, features=FEATURES):
     """A network far from the heuristic, with features standardised."""
     torch.manual_seed(seed)
-    network = PlacerNetwork(NetworkConfig(hidden, second), features=features)
+    network = PlacerNetwork(hidden=hidden, second=second, features=features)
     torch.nn.init.normal_(network.residual.weight)
     torch.nn.init.normal_(network.stop.weight)
     network.standardise(torch.randn(len(features)) * 0.1, torch.rand(len(features)) + 0.2)

@@ -17,7 +17,7 @@ def test_round_trip(tmp_path, make_checkpoint):
     network = make_checkpoint(tmp_path / "mine")
     loaded = load_checkpoint(tmp_path / "mine")
     assert loaded.name == "mine" and loaded.environment == "rlplace/Refinement-v0"
-    assert loaded.network.config == network.config and loaded.network.features == network.features
+    assert loaded.network.settings() == network.settings() and loaded.network.features == network.features
     assert not loaded.network.training
     for key, value in network.state_dict().items():
         assert torch.equal(value, loaded.network.state_dict()[key]), key
@@ -29,7 +29,7 @@ def test_saving_again_replaces_everything(tmp_path, make_checkpoint, make_networ
     network = make_network(hidden=8)
     save_checkpoint(tmp_path, network, environment="rlplace/Refinement-v0", training={"steps_done": 9}, card="# new\n")
     loaded = load_checkpoint(tmp_path)
-    assert loaded.network.config.hidden == 8 and loaded.training["steps_done"] == 9
+    assert loaded.network.settings()["hidden"] == 8 and loaded.training["steps_done"] == 9
     assert (tmp_path / "card.md").read_text() == "# new\n"
 
 

@@ -10,7 +10,6 @@ from numba.core.dispatcher import Dispatcher
 
 from rlplace.agents import first_use, guided, search
 from rlplace.envs.guide import analysis, draw, features
-from rlplace.envs.refinement import RefinementEnv
 from rlplace.planners import balanced, get_planner
 from rlplace.planners.annealing import kernels as annealing
 from rlplace.planners.bipartition import kernels as bipartition
@@ -127,9 +126,4 @@ def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     get_planner("annealing")(problem, calls=100)
     start = plan.device_of_group if kind == "saved plan" else None
     agents["refinement"].place(problem, start=start, calls=100)
-    env = RefinementEnv([problem], start="best")
-    env.reset(seed=0, options=None if start is None else {"plan": start})
-    done, rng = False, np.random.default_rng(0)
-    while not done:
-        _, _, done, _, _ = env.step(int(rng.choice(np.flatnonzero(env.action_masks()))))
     assert {name: count for name, count in signatures().items() if count != before[name]} == {}

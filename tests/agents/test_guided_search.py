@@ -47,19 +47,6 @@ def test_the_best_plan_has_the_best_score(make_network, number):
     assert instance.allowed[np.arange(16), search.best_plan].all()
 
 
-def test_another_plan_to_go_on_from(make_network):
-    instance = instance_of(2)
-    search = Search(instance, make_network(), np.zeros(16, dtype=np.int32), seed=0)
-    search.run(calls=1)
-    alone = search.best
-    search.set_plan(start_of(instance))
-    search.run(calls=1)
-    other = Score(*Simulator(instance.problem).evaluate(start_of(instance)))
-    assert search.best.objective_s == min(alone.objective_s, other.objective_s)
-    search.run(calls=50)
-    assert search.best.objective_s < min(alone.objective_s, other.objective_s)
-
-
 def test_equal_for_a_seed(make_network):
     instance = instance_of(3)
     paths = []

@@ -5,7 +5,7 @@ import pytest
 import torch
 from drawn import renumbered
 
-from rlplace.agents.network import HEURISTIC, STOP_LOGIT, NetworkConfig, PlacerNetwork
+from rlplace.agents.network import HEURISTIC, STOP_LOGIT, PlacerNetwork
 from rlplace.envs import make_instance
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
@@ -22,7 +22,7 @@ def logits_of(network, table, groups, context):
 
 @pytest.mark.parametrize("features", [FEATURES, CONSTRUCTION_FEATURES])
 def test_an_untrained_network_is_the_heuristic(features):
-    network = PlacerNetwork(NetworkConfig(16, 8), features=features)
+    network = PlacerNetwork(hidden=16, second=8, features=features)
     table, groups = torch.randn(2, 5, len(features)), torch.tensor([[0, 3, 5, 9, -1]] * 2)
     logits = logits_of(network, table, groups, torch.randn(2, NUM_CONTEXT))
     weights = torch.tensor([HEURISTIC.get(name, 0.0) for name in features])

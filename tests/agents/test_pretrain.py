@@ -12,7 +12,7 @@ from rlplace.agents import pretrain
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.labels import Labels, collect_labels
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
 from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
@@ -63,7 +63,7 @@ def test_states_without_a_gain_weigh_nothing():
 
 def test_captured_gain_by_hand(tmp_path):
     """A network that scores by one feature: its first choices gain 3, 0 and 0 %, its best of four 3, 4 and 0 %."""
-    network = PlacerNetwork(NetworkConfig(4, 4), features=FEATURES)
+    network = PlacerNetwork(hidden=4, second=4, features=FEATURES)
     with torch.no_grad():
         network.linear.weight.zero_()
         network.linear.weight[0, 3] = 1.0
@@ -83,7 +83,7 @@ def test_captured_gain_by_hand(tmp_path):
 
 
 def test_features_are_standardised(files):
-    network = PlacerNetwork(NetworkConfig(8, 4), features=FEATURES)
+    network = PlacerNetwork(hidden=8, second=4, features=FEATURES)
     set_standard(network, files)
     rows = np.concatenate([Labels.load(path).features[~np.isnan(Labels.load(path).change)] for path in files]).astype(
         np.float32
@@ -95,7 +95,7 @@ def test_features_are_standardised(files):
 def test_a_fit_goes_on_exactly(files, tmp_path):
     def begin():
         torch.manual_seed(3)
-        network = PlacerNetwork(NetworkConfig(16, 8), features=FEATURES)
+        network = PlacerNetwork(hidden=16, second=8, features=FEATURES)
         set_standard(network, files)
         return network, torch.optim.Adam(network.parameters())
 
@@ -106,7 +106,7 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
     fit(cut, optimizer, files, first=0, last=10, steps=20, seed=5)
     save_state(tmp_path / "state.safetensors", cut, optimizer.state_dict(), (10, 0, 0))
     torch.manual_seed(99)
-    again = PlacerNetwork(NetworkConfig(16, 8), features=FEATURES)
+    again = PlacerNetwork(hidden=16, second=8, features=FEATURES)
     optimizer = torch.optim.Adam(again.parameters())
     moments, progress = load_state(tmp_path / "state.safetensors", again, optimizer)
     assert progress == [10, 0, 0]
@@ -119,7 +119,7 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
 
 def test_a_fit_learns_to_rank(files):
     torch.manual_seed(0)
-    network = PlacerNetwork(NetworkConfig(32, 16), features=FEATURES)
+    network = PlacerNetwork(hidden=32, second=16, features=FEATURES)
     set_standard(network, files)
     before = captured_gain(network, files)
     fit(network, torch.optim.Adam(network.parameters()), files, first=0, last=120, steps=120, seed=0)

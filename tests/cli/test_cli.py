@@ -13,7 +13,7 @@ import torch
 from command import run
 
 from rlplace.agents.checkpoint import save_checkpoint
-from rlplace.agents.network import NetworkConfig, PlacerNetwork
+from rlplace.agents.network import PlacerNetwork
 from rlplace.cli.main import main
 from rlplace.cli.place import op_level_line
 from rlplace.envs.guide.features import FEATURES
@@ -28,7 +28,7 @@ TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 def agent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
     torch.manual_seed(0)
-    network = PlacerNetwork(NetworkConfig(hidden=16, second=8), features=FEATURES)
+    network = PlacerNetwork(hidden=16, second=8, features=FEATURES)
     save_checkpoint(folder, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
     return str(folder)
 

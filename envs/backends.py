@@ -81,7 +81,7 @@ class Parts:
         step_s, _ = self._simulator.evaluate(device_of_group)
         work, busy_s = self._simulator.work, self._simulator.busy_s
         sent = work.transfer[: work.layout[TRANSFERS]] if step_s < math.inf else work.transfer[:0]
-        seconds: NDArray[np.float64] = np.bincount(sent["source"], sent["end_s"] - sent["start_s"], len(busy_s))
+        seconds: NDArray[Any] = np.bincount(sent["source"], sent["end_s"] - sent["start_s"], len(busy_s))
         return {
             "compute_s": busy_s.copy(),
             "transfer_s": seconds,

@@ -80,7 +80,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         """The bank of instances."""
         return self.single.instances
 
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """The random numbers of each environment."""
         return tuple(generator for generator, _ in self._random)
@@ -118,9 +118,8 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         """One step of every environment; the autoreset mode says what becomes of those whose episode is over."""
         chosen = np.asarray(actions)
         if chosen.shape != (self.num_envs,) or chosen.dtype.kind not in "iu" or not self._in_range(chosen):
-            raise InputError(
-                f"actions must be whole numbers [{self.num_envs}] in 0..{self.single.action_space.n - 1}, found {show(actions)}"
-            )  # type: ignore[attr-defined]
+            most = self.single.action_space.n - 1  # type: ignore[attr-defined]
+            raise InputError(f"actions must be whole numbers [{self.num_envs}] in 0..{most}, found {show(actions)}")
         mode = self.metadata["autoreset_mode"]
         begin = np.flatnonzero(self._over)
         if len(begin) and mode is not AutoresetMode.NEXT_STEP:

@@ -90,7 +90,8 @@ def builds_for(number: int, groups: int, devices: int) -> Builds:
     wide = (number, devices)
     return Builds(
         np.zeros(number, dtype=np.int64), np.full((number, groups), -1, dtype=np.int32), np.zeros(number, dtype=np.int64),
-        *(np.zeros(wide) for _ in range(6)), np.zeros((number, groups)), np.zeros(wide),
+        np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide),
+        np.zeros((number, groups)), np.zeros(wide),
         np.zeros((number, devices * NUM_CONSTRUCTION), dtype=np.float32), np.full(wide, -1, dtype=np.int32),
         np.zeros(wide, dtype=np.bool_), np.zeros((number, NUM_CONTEXT), dtype=np.float32), np.zeros(number),
         np.zeros(number, dtype=np.int8),

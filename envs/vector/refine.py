@@ -143,7 +143,8 @@ def state_for(number: int, moves: int, groups: int) -> State:
     plans = np.full((2, number, groups), -1, dtype=np.int32)
     drawn = np.zeros((2, number, room), dtype=np.int32)
     return State(
-        np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.uint64), plans[0], plans[1], *seconds[:4],
+        np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.uint64), plans[0], plans[1],
+        seconds[0], seconds[1], seconds[2], seconds[3],
         np.zeros(number, dtype=np.int64), np.zeros((number, moves), dtype=np.int64), drawn[0], drawn[1],
         np.zeros((number, moves - 1), dtype=np.int8), np.zeros((number, moves * NUM_FEATURES), dtype=np.float32),
         np.full((number, moves), -1, dtype=np.int32), np.zeros((number, moves), dtype=np.bool_),

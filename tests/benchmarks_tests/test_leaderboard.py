@@ -192,6 +192,7 @@ def test_what_leads_out_of_the_folder_or_does_not_belong_there_is_refused(entry:
         (gzip.compress(b"\xff\xfe"), "not UTF-8"),
         (gzip.compress(b"[" * 100_000), "nested too deeply|not valid JSON"),
     ],
+    ids=["huge", "cut", "more", "plain", "bytes", "nested"],
 )
 def test_hostile_plans_are_refused(payload: bytes, message: str, entry: Path) -> None:
     (entry / "plans.jsonl.gz").write_bytes(payload)

@@ -39,7 +39,7 @@ def refused(folder, message):
 
 
 def test_the_copy_itself_loads(agent):
-    assert load_checkpoint(agent).network.config.hidden == 4
+    assert load_checkpoint(agent).network.settings()["hidden"] == 4
 
 
 def test_sizes_that_would_take_memory_take_none(agent):

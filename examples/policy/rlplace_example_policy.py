@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlplace.agents.policies import Policy
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.vecenv import PlacerVecEnv
-from rlplace.envs import RefinementEnv, make_instance
+from rlplace.envs import make_instance
 from rlplace.problem.generate import random_problem
 
 FEATURES = (
@@ -33,7 +33,7 @@ FEATURES = (
     "tightness",
     "overdue_sum",
 )
-"""Some of `RefinementEnv.FEATURES`."""
+"""Some of `rlplace.envs.RefinementEnv.FEATURES`."""
 
 
 class AttentionPolicy(Policy):
@@ -86,8 +86,9 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--decisions", type=int, default=20_000)
     options = parser.parse_args()
-    assert set(FEATURES) <= set(RefinementEnv.FEATURES)
-    train(options.folder, options.decisions)
+    from rlplace_example_policy import train as train_installed  # the class that the entry point names, not that of __main__
+
+    train_installed(options.folder, options.decisions)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import plugin_site
@@ -57,6 +60,16 @@ def test_a_policy_from_outside_is_trained_saved_loaded_and_places(outside, tmp_p
     plan = rlplace.load_agent(tmp_path / "agent").place(problem, calls=60)
     assert placed["placement"]["device_of_group"] == plan.device_of_group.tolist()
     assert plan.predicted.step_time_s <= rlplace.place(problem, planner="best").predicted.step_time_s
+
+
+def test_its_command_trains_the_class_that_is_installed(outside, tmp_path):
+    root = Path(outside.__file__).parent
+    words = [sys.executable, "-m", "rlplace_example_policy", str(tmp_path / "agent"), "--decisions", "64"]
+    done = subprocess.run(
+        words, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_checkpoint(tmp_path / "agent").network.features == outside.FEATURES
 
 
 def test_its_scores_are_what_the_search_follows(outside):

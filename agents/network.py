@@ -92,7 +92,10 @@ class PlacerNetwork(Policy):
 
     def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
         """Logits [..., K] of moves [..., K, F]; the plan does not matter."""
-        return (self.linear(moves) + self.residual(self.described(moves))).squeeze(-1)
+        return self._logits(moves, self.described(moves))
+
+    def _logits(self, candidates: Tensor, described: Tensor) -> Tensor:
+        return (self.linear(candidates) + self.residual(described)).squeeze(-1)
 
     def forward(self, candidates: Tensor, candidate_group: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """Scores candidates.
@@ -104,7 +107,7 @@ class PlacerNetwork(Policy):
         """
         named = candidate_group >= 0
         after = self.described(candidates)
-        logits = (self.linear(candidates) + self.residual(after)).squeeze(-1)
+        logits = self._logits(candidates, after)
         weight = named.unsqueeze(2).float()
         pooled = (after * weight).sum(1) / weight.sum(1).clamp(min=1.0)
         summary = torch.cat([pooled, context], dim=1)

@@ -33,15 +33,13 @@ class PolicyExtractor(BaseFeaturesExtractor):
         wide = table[0] // candidates[0]
         super().__init__(observation_space, candidates[0] + 1)
         self.network = network(features=tuple(features), **settings)
-        self._columns = None
-        if len(features) != wide:
-            chosen = columns_of(features) if wide == len(FEATURES) else None
-            if chosen is None:
-                raise InputError(
-                    f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
-                    f"{wide} numbers; pass FEATURES of its class"
-                )
-            self._columns = torch.from_numpy(chosen)
+        chosen = columns_of(features) if wide == len(FEATURES) else None
+        if chosen is None and len(features) != wide:
+            raise InputError(
+                f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
+                f"{wide} numbers; pass FEATURES of its class"
+            )
+        self._columns = None if chosen is None else torch.from_numpy(chosen)
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""

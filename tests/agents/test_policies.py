@@ -19,11 +19,12 @@ from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Looked, Policy, columns_of, policy_class, policy_name, read_by
+from rlplace.agents.policy import PolicyExtractor
 from rlplace.agents.problems import cases_of
 from rlplace.agents.search import Search
 from rlplace.agents.train import train
 from rlplace.cli.main import main
-from rlplace.envs import make_instance
+from rlplace.envs import RefinementEnv, make_instance
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.errors import InputError
@@ -159,6 +160,17 @@ def test_what_is_no_policy_is_refused(tmp_path, monkeypatch, capsys):
     assert main(["info"]) == 0 and "plain, policy, plain-policy 1.0" in capsys.readouterr().out
     extensions.forget()
     sys.modules.pop("plain_policy", None)
+
+
+def test_features_in_another_order_are_read_by_name_in_training_too():
+    env = RefinementEnv([random_problem(1, num_groups=10, num_devices=3)])
+    seen, turned = env.reset(seed=0)[0], tuple(reversed(FEATURES))
+    found = PolicyExtractor(env.observation_space, turned, PlacerNetwork, {})
+    asked = []
+    found.network.look = lambda observation: asked.append(observation["candidates"]) or (torch.zeros(1, 32), torch.zeros(1, 1))
+    found({name: torch.from_numpy(value)[None] for name, value in seen.items()})
+    table = seen["candidates"].reshape(32, len(FEATURES))
+    np.testing.assert_array_equal(asked[0].numpy().reshape(32, -1), table[:, ::-1])
 
 
 def test_columns_are_found_by_name():

@@ -212,6 +212,12 @@ def _problem_list(problems: Any) -> list[Problem | Instance]:
     return chosen
 
 
+def static_context(instance: Instance) -> list[float]:
+    """The first entries of `context`: devices, groups and memory pressure."""
+    problem = instance.problem
+    return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+
+
 def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.float32]:
     """The `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
 
@@ -219,8 +225,7 @@ def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.
         instance: The instance.
         changing: The environment's own entries.
     """
-    problem = instance.problem
-    static = [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+    static = static_context(instance)
     values = np.zeros(NUM_CONTEXT, dtype=np.float32)
     values[: len(static) + len(changing)] = np.clip([*static, *changing], -CLIP, CLIP)
     return values

@@ -94,13 +94,9 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, Infos]:
         """Begins episodes; options: ``reset_mask`` bool [N] chooses environments, the others are those of the single one."""
-        seeds = (
-            [seed] * self.num_envs
-            if seed is None
-            else [seed + e for e in range(self.num_envs)]
-            if isinstance(seed, int)
-            else list(seed)
-        )
+        if seed is None or isinstance(seed, int):
+            seed = [None if seed is None else seed + e for e in range(self.num_envs)]
+        seeds = list(seed)
         if len(seeds) != self.num_envs:
             raise InputError(f"seed: expected one number or {self.num_envs}, found {len(seeds)}")
         options = dict(options or {})

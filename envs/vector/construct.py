@@ -14,10 +14,11 @@ import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs import construction
+from rlplace.envs.base import static_context
 from rlplace.envs.construction import NUM_CONSTRUCTION, describe
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
-from rlplace.envs.observation import NUM_CONTEXT, memory_pressure
+from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.envs.vector import bank
 from rlplace.envs.vector.bank import bank_of, cut
 
@@ -62,12 +63,11 @@ class Builds(NamedTuple):
 def plots_of(instances: Sequence[Instance]) -> Plots:
     """The constants of instances."""
     problems = [instance.problem for instance in instances]
-    sizes = [
-        (problem.num_groups, problem.num_devices, memory_pressure(one))
-        for problem, one in zip(problems, instances, strict=True)
+    context = [static_context(instance) for instance in instances]
+    static = [
+        [devices, float(np.log2(problem.num_groups)) / 8.0, pressure]  # as `Construction` has it: of G, not G + 1
+        for problem, (devices, _, pressure) in zip(problems, context, strict=True)
     ]
-    context = [[devices / 8.0, float(np.log2(groups + 1.0)) / 8.0, pressure] for groups, devices, pressure in sizes]
-    static = [[devices / 8.0, float(np.log2(groups)) / 8.0, pressure] for groups, devices, pressure in sizes]
     rows = [
         (
             one.graph.depth_first_order, one.allowed, one.graph.time_s, one.graph.mean_time_s, one.graph.neighbor_ptr,
@@ -77,7 +77,7 @@ def plots_of(instances: Sequence[Instance]) -> Plots:
         for one in instances
     ]  # fmt: skip
     return Plots(
-        np.array([[groups, devices] for groups, devices, _ in sizes], dtype=np.int64),
+        np.array([[problem.num_groups, problem.num_devices] for problem in problems], dtype=np.int64),
         np.clip(context, -CLIP, CLIP).astype(np.float32),
         np.array(static),
         np.array([one.ideal_s for one in instances]),

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs import instance as instances_of
+from rlplace.envs.base import static_context
 from rlplace.envs.guide import analysis, draw, facts, features, guide, pressure, view
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
@@ -22,13 +23,13 @@ from rlplace.envs.guide.features import CLIP, FEATURES, NUM_FEATURES, move_featu
 from rlplace.envs.guide.guide import ROOM, blind
 from rlplace.envs.guide.view import make_view
 from rlplace.envs.instance import SHORTEST_S, UNFIT, Instance
-from rlplace.envs.observation import NUM_CONTEXT, memory_pressure
+from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.envs.vector import bank
 from rlplace.envs.vector import facts as cuts
 from rlplace.envs.vector.bank import bank_of, cut, room_of
 from rlplace.envs.vector.facts import facts_at, graph_at, view_at, work_at
 from rlplace.planners.common import movekernels, objective
-from rlplace.planners.common.objective import UNFIT_S
+from rlplace.planners.common.objective import UNFIT_S, objective_s
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
 from rlplace.simulator.lowering import lower
@@ -104,13 +105,9 @@ def known_of(instances: Sequence[Instance]) -> Known:
     """The constants of instances."""
     problems = [instance.problem for instance in instances]
     lowered = [lower(problem) for problem in problems]
-    pressure_of = [memory_pressure(instance) for instance in instances]
-    context = [
-        [p.num_devices / 8.0, float(np.log2(p.num_groups + 1.0)) / 8.0, x] for p, x in zip(problems, pressure_of, strict=True)
-    ]
     return Known(
         np.array([[problem.num_groups, problem.num_devices] for problem in problems], dtype=np.int64),
-        np.clip(context, -CLIP, CLIP).astype(np.float32),
+        np.clip([static_context(instance) for instance in instances], -CLIP, CLIP).astype(np.float32),
         np.array([instance.ideal_s for instance in instances]),
         np.array([instance.reference_step_time_s for instance in instances]),
         *bank_of([one.graph for one in lowered]),
@@ -152,15 +149,16 @@ def state_for(number: int, moves: int, groups: int) -> State:
     )  # fmt: skip
 
 
+_objective_s = inner(objective_s)
+
+
 @inner
 def _score(step_s, overflow, reference_s):
     """`rlplace.envs.instance.score`."""
-    objective_s = step_s
-    if not (overflow == 0.0 or step_s > UNFIT_S):
-        objective_s = UNFIT_S * (1.0 + overflow)
-    if objective_s < UNFIT_S:
-        return min(np.log(max(objective_s, SHORTEST_S) / reference_s), UNFIT)
-    return UNFIT + np.log(min(objective_s / UNFIT_S, 11.0)) if objective_s < np.inf else 4 * UNFIT
+    worth_s = _objective_s(step_s, overflow)
+    if worth_s < UNFIT_S:
+        return min(np.log(max(worth_s, SHORTEST_S) / reference_s), UNFIT)
+    return UNFIT + np.log(min(worth_s / UNFIT_S, 11.0)) if worth_s < np.inf else 4 * UNFIT
 
 
 @inner

@@ -57,6 +57,29 @@ def torch_actions(name, devices, stages, microbatches):
     return [[Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in row] for row in rows]
 
 
+def test_what_a_pair_makes_is_sent_at_once(caplog):
+    from torch.distributed.pipelining import ScheduleDualPipeV
+
+    from rlplace.runtime.native.pipeline import send_at_once
+
+    caplog.set_level(logging.CRITICAL)
+    stage = stage_like()
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, 3, 6, None
+    schedule = ScheduleDualPipeV([stage] * 2, 8)
+    send_at_once(schedule)
+    sent = 0
+    for actions in schedule.pipeline_order_with_comms.values():
+        last = None
+        for action in actions:
+            assert "OVERLAP" not in str(action)
+            last = action if action.is_compute_op else last
+            if "SEND" in str(action):
+                assert (last.stage_index, last.microbatch_index) == (action.stage_index, action.microbatch_index)
+                assert action.computation_type.name == ("SEND_F" if last.computation_type.name == "FORWARD" else "SEND_B")
+                sent += 1
+    assert sent == 2 * 8 * 4  # both ways, eight micro-batches, four borders between unlike devices
+
+
 @pytest.mark.parametrize("schedule", STAGES)
 def test_lists_equal_torch(schedule, caplog):
     caplog.set_level(logging.CRITICAL)

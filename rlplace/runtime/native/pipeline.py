@@ -336,7 +336,10 @@ class PipelineRun:
             made.append(stage)
         kind = getattr(pipelining, schedule.torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
-        return kind(made[0] if single else made, microbatches, loss_fn=_loss, scale_grads=False)
+        runs = kind(made[0] if single else made, microbatches, loss_fn=_loss, scale_grads=False)
+        if not single:
+            send_at_once(runs)
+        return runs
 
     def _name(self, microbatches: int) -> str:
         """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
@@ -353,6 +356,16 @@ class PipelineRun:
         raise InputError(
             f"native: {microbatches} micro-batches are too few for {name}; drop a short last batch (drop_last=True), or pad it"
         )
+
+
+def send_at_once(schedule: Any) -> None:
+    """Takes pairs of a forward and a backward apart: torch runs their parts in turn, but sends what either made after both."""
+    order = {
+        rank: [part for action in actions for part in ((action and action.sub_actions) or (action,))]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+    if order != schedule.pipeline_order:
+        schedule._prepare_schedule_with_comms(order)
 
 
 def _loss(output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -6,16 +6,30 @@ plan seen. By construction the answer is never worse than `best`.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.first_use import compile_ahead
 from rlplace.agents.search import Search, warm_up
-from rlplace.agents.setup import check_counts, set_up
-from rlplace.plan.plan import PlacementPlan
-from rlplace.planners.common.search import Start
+from rlplace.envs.base import greedy_fit
+from rlplace.envs.instance import make_instance
+from rlplace.errors import InfeasibleError, InputError, show, whole_number
+from rlplace.plan.plan import PlacementPlan, make_plan
+from rlplace.planners import get_planner
+from rlplace.planners.common.evaluate import Evaluator, Score
+from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.search import Start, start_devices
+from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
+from rlplace.simulator import simulate
 
 
 def agent(
@@ -64,22 +78,60 @@ class Agent:
         start: Start = None,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
-        check_counts(seed=seed, calls=calls)
+        _check_arguments(seed, calls, time_limit_s)
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
-        setup = set_up(problem, start, seed=seed, time_limit_s=time_limit_s, warm=_warm_up)
-        if problem.num_devices == 1 or calls == 0:
-            return setup.answer(setup.first, agent=self.checkpoint.name, search_calls=0)
-        search = Search(setup.instance, self.checkpoint.network, setup.first, seed=seed)
-        search.run(calls=calls, deadline_s=setup.deadline_s)
-        better = search.best.objective_s < setup.score.objective_s
-        plan = search.best_plan if better else setup.first
-        return setup.answer(plan, agent=self.checkpoint.name, search_calls=search.calls)
+        check_possible(problem)  # no search finds what a bound rules out
+        compile_ahead()
+        warm_up()
+        deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        first, score, priority, reason = _start(problem, start, seed, time_limit_s)
+        if problem.num_devices == 1 and not score.feasible:
+            raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
+        instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
+        devices, used = greedy_fit(instance) if first is None else first, 0
+        if problem.num_devices > 1 and calls != 0:
+            search = Search(instance, self.checkpoint.network, devices, seed=seed)
+            search.run(calls=calls, deadline_s=deadline_s)
+            used = search.calls
+            if search.best.objective_s < score.objective_s:
+                devices, priority = search.best_plan, None
+        Evaluator(problem).count(used)
+        line = simulate(problem, devices, priority=priority)
+        if not line.feasible:
+            raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
+        told = {"floor_step_time_s": score.step_time_s if score.feasible else None, "search_calls": used}
+        predicted = line.predicted(problem).told(agent=self.checkpoint.name, **told)
+        return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
 
 
-def _warm_up() -> None:
-    compile_ahead()
-    warm_up()
+def _start(
+    problem: Problem, start: Start, seed: int, time_limit_s: float | None
+) -> tuple[NDArray[np.int32] | None, Score, Any, InfeasibleError | None]:
+    """Plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
+    unknown = Score(math.inf, 0.0)
+    if start is None:
+        try:
+            best = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s)
+        except InfeasibleError as error:
+            return None, unknown, None, error
+        return best.device_of_group, Score(best.predicted.step_s, 0.0), None, None
+    devices = start_devices(problem, start, "agent")
+    first = legalize(problem, devices)
+    order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, devices) else None
+    line = simulate(problem, first, priority=order)
+    if line.step_time_s is None or not line.feasible:
+        return first, unknown, None, None
+    return first, Score(line.step_time_s, 0.0), order, None
+
+
+def _check_arguments(seed: int, calls: int | None, time_limit_s: float | None) -> None:
+    whole_number(seed, "agent: seed")
+    if calls is not None:
+        whole_number(calls, "agent: calls")
+    number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
+    if time_limit_s is not None and not (number and 0.0 <= float(time_limit_s) < math.inf):
+        raise InputError(f"agent: time_limit_s must be a finite number of seconds from 0 up, found {show(time_limit_s)}")
 
 
 def load_agent(name: str | Path = "default") -> Agent:

@@ -204,7 +204,7 @@ class _Run:
             "notes": self.notes,
             "versions": versions(),
         }
-        card = card_of(self.out.name, ENVIRONMENT, training)
+        card = card_of(self.out.name, training)
         if moments is not None:
             save_state(self.out / STATE, self.network, moments, (self.fitted, self.decisions, self.parts))
         save_checkpoint(self.out, self.network, environment=ENVIRONMENT, training=training, card=card)

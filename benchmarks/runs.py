@@ -20,12 +20,13 @@ import json
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from safetensors.torch import save_file
 
 from benchmarks.runs_policy import load_runs, rule_of, train_runs
@@ -33,7 +34,7 @@ from rlplace.cluster.parse import parse
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import RlplaceError
 from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import RULES, Rule
+from rlplace.measured.choose import RULES, expected, least
 from rlplace.measured.pool import Pool, candidates, first_pool
 from rlplace.measured.session import planned_again
 from rlplace.measured.truths import Truth
@@ -41,6 +42,7 @@ from rlplace.strategy.plan import ask
 from rlplace.strategy.tries import Question
 from rlplace.zoo import load_model
 
+Rule = Callable[[Belief, Generator], int | None]
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
 POLICIES = Path(__file__).parent / "runs_policies"
 RUNS, NEVER = 5, 3.0
@@ -115,6 +117,27 @@ def train(seeds: int, decisions: int, truths: int) -> None:
         print("trained", seed, flush=True)
 
 
+def thompson(belief: Belief, rng: Generator) -> int | None:
+    """The best of one draw of all step times, among what fits in it."""
+    if belief.best is None:
+        return expected(belief)
+    drawn = rng.multivariate_normal(belief.mean, belief.cover, method="eigh")
+    fits = rng.random(len(drawn)) < belief.fits
+    return least(belief, np.where(fits, drawn, drawn + 10.0))
+
+
+def anyhow(belief: Belief, rng: Generator) -> int | None:
+    """At random among what is likely to fit."""
+    likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
+    return least(belief, rng.random(len(likely)) + likely)
+
+
+def rules_by_name() -> dict[str, Rule]:
+    """Those of the package, draws, and trained policies."""
+    own: dict[str, Rule] = {name: lambda belief, rng, rule=rule: rule(belief) for name, rule in RULES.items()}  # type: ignore[misc]
+    return {**own, "thompson": thompson, "random": anyhow, **policies()}
+
+
 def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], list[str]]:
     """Step time of the quickest run after each, inf before anything ran; and what became of each run."""
     rng, belief = np.random.default_rng([seed, 1]), Belief(pool)
@@ -122,10 +145,10 @@ def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], 
     for _ in range(RUNS):
         chosen = rule(belief, rng)
         if chosen is not None:
-            outcome = truth.run(belief.pool.drafts[chosen], rng)
-            shown = outcome.pace_s, outcome.stage_busy_s
-            belief = belief.told(Ran(chosen, outcome.step_s, outcome.share, outcome.step_s is None, *shown))
-            said.append("out of memory" if outcome.step_s is None else "ran")
+            ended = truth.run(belief.pool.drafts[chosen], rng)
+            step_s, shown = ended.step_s[0] if ended.step_s else None, (ended.pace_s, ended.stage_busy_s)
+            belief = belief.told(Ran(chosen, step_s, ended.share, step_s is None, *shown))
+            said.append("out of memory" if step_s is None else "ran")
             belief = Belief(planned_again(belief, truth.question), belief.ran)
         done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.ran if ran.step_s is not None]
         best.append(min(done, default=math.inf))
@@ -146,7 +169,7 @@ def run(split: str, seeds: int, path: Path, rules: list[str]) -> None:
     """Adds rows."""
     lines = path.read_text().splitlines() if path.exists() else []
     known = {(row["instance"], row["seed"], row["rule"]) for row in map(json.loads, lines)}
-    known_rules = {**RULES, **policies()}
+    known_rules = rules_by_name()
     for name, question in instances(split):
         try:
             pool = first_pool(question)
@@ -230,7 +253,7 @@ def main() -> None:
     if options.train:
         return train(options.seeds, options.decisions, options.truths)
     if not options.table:
-        run(options.split, options.seeds, options.rows, options.rules or [*RULES, *policies()])
+        run(options.split, options.seeds, options.rows, options.rules or [*rules_by_name()])
     print(table(options.rows, options.split))
     print(ratios(options.rows, options.split))
 

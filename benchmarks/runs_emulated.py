@@ -42,7 +42,7 @@ from rlplace.strategy.tries import Question
 from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
-RULES = ("improvement", "calibrate", "list", "random")
+RULES = ("improvement", "calibrate", "list")
 RUNS, STEPS, LIMIT_S, RATE = 5, 2, 180.0, 200e6
 
 _SMALL = "hidden_size=256,num_hidden_layers=8,num_attention_heads=8,vocab_size=512"
@@ -269,7 +269,7 @@ def table() -> str:
             over[cluster, row["rule"]].append(row["over"])
     lines = ["| cluster | rule | sessions | 1 | 2 | 3 | 5 |", "|---|---|---|---|---|---|---|"]
     for cluster in (*CLUSTERS, "all"):
-        for rule in RULES:
+        for rule in dict.fromkeys(rule for _, rule in over):
             if rows := over.get((cluster, rule)):
                 means = np.exp(np.log(np.minimum(np.array(rows), 3.0)).mean(axis=0))
                 figures = " | ".join(f"{means[number - 1]:.3f}" for number in (1, 2, 3, 5))

@@ -41,7 +41,8 @@ counts.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rlplace.errors import InputError, whole_number
@@ -90,77 +91,39 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
             f"schedule {schedule}: stages per device: expected {wanted}, found {stages_per_device}; "
             f"use {wanted}, or the schedule {either(others)}"
         )
-    return _ACTIONS[schedule](num_devices, stages_per_device, microbatches)
+    return [_ACTIONS[schedule](device, num_devices, stages_per_device, microbatches) for device in range(num_devices)]
 
 
-def _gpipe(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """Every forward, then every backward, both from the first micro-batch on."""
-    kinds = (FORWARD_ACTION, BACKWARD_ACTION)
-    return [[Action(device, kind, n) for kind in kinds for n in range(microbatches)] for device in range(devices)]
+    return [Action(device, kind, n) for kind in (FORWARD_ACTION, BACKWARD_ACTION) for n in range(microbatches)]
 
 
-def _one_forward_one_backward(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+def _one_forward_one_backward(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """One forward ahead for each stage that follows; then a forward and a backward in turn."""
-    if microbatches < devices:
-        raise InputError(
-            f"schedule 1f1b needs at least as many micro-batches as stages, found {microbatches} for {devices}; "
-            f"use {devices}, or the schedule gpipe"
-        )
-    lists = []
-    for device in range(devices):
-        ahead = devices - 1 - device
-        actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
-        for n in range(microbatches):
-            if ahead + n < microbatches:
-                actions.append(Action(device, FORWARD_ACTION, ahead + n))
-            actions.append(Action(device, BACKWARD_ACTION, n))
-        lists.append(actions)
-    return lists
+    _check_filled("1f1b", devices, microbatches, "gpipe")
+    ahead = devices - 1 - device
+    actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
+    for n in range(microbatches):
+        if ahead + n < microbatches:
+            actions.append(Action(device, FORWARD_ACTION, ahead + n))
+        actions.append(Action(device, BACKWARD_ACTION, n))
+    return actions
 
 
-def _looped_bfs(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
+def _looped_bfs(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """Every forward, the device's first stage first, then every backward, in reverse."""
-    lists = []
-    for device in range(devices):
-        passes = [(stage, n) for stage in range(device, devices * stages, devices) for n in range(microbatches)]
-        forward = [Action(stage, FORWARD_ACTION, n) for stage, n in passes]
-        lists.append(forward + [Action(stage, BACKWARD_ACTION, n) for stage, n in reversed(passes)])
-    return lists
+    passes = [(stage, n) for stage in range(device, devices * stages, devices) for n in range(microbatches)]
+    forward = [Action(stage, FORWARD_ACTION, n) for stage, n in passes]
+    return forward + [Action(stage, BACKWARD_ACTION, n) for stage, n in reversed(passes)]
 
 
-def _interleaved_1f1b(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
-    _check_rounds("interleaved_1f1b", devices, microbatches)
-    return [_in_rounds(device, devices, stages, microbatches, split=False) for device in range(devices)]
-
-
-def _interleaved_zero_bubble(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
-    _check_rounds("interleaved_zero_bubble", devices, microbatches)
-    return [_in_rounds(device, devices, stages, microbatches, split=True) for device in range(devices)]
-
-
-def _zbv(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
-    return [_zero_bubble_v(device, devices, microbatches) for device in range(devices)]
-
-
-def _dualpipev(devices: int, stages: int, microbatches: int) -> list[list[Action]]:
-    if microbatches < 2 * devices:
+def _check_filled(schedule: str, stages: int, microbatches: int, other: str) -> None:
+    if microbatches < stages:
         raise InputError(
-            f"schedule dualpipev needs at least as many micro-batches as stages, found {microbatches} for {2 * devices}; "
-            f"use {2 * devices}, or the schedule zbv"
+            f"schedule {schedule} needs at least as many micro-batches as stages, found {microbatches} for {stages}; "
+            f"use {stages}, or the schedule {other}"
         )
-    return [_dual_pipe_v(device, devices, microbatches) for device in range(devices)]
-
-
-_ACTIONS = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "looped_bfs": _looped_bfs,
-    "interleaved_1f1b": _interleaved_1f1b,
-    "interleaved_zero_bubble": _interleaved_zero_bubble,
-    "zbv": _zbv,
-    "dualpipev": _dualpipev,
-}
-"""Functions that build the lists of `rlplace.schedule.SCHEDULES`."""
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
@@ -183,14 +146,16 @@ def _fits_rounds(devices: int, microbatches: int) -> bool:
     return microbatches % max(1, microbatches // devices) == 0
 
 
-def _in_rounds(device: int, devices: int, stages: int, microbatches: int, *, split: bool) -> list[Action]:
-    """Interleaved 1F1B, or with `split` its zero-bubble form.
+def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+    """Interleaved 1F1B, or its zero-bubble form, which splits the backward.
 
     A round of micro-batches goes through the device's first stage, then its second and so on; then comes the next round.
     Backwards do the same from the last stage to the first. Ahead of the first backward go the forwards of one round for all
     stages but one and, for each device that follows, two forwards (one when the backward is split, since only its first half
     holds up the others). A split backward leaves its weight gradient behind by as many backwards as devices precede this one.
     """
+    _check_rounds(schedule, devices, microbatches)
+    split = SCHEDULES[schedule].splits_backward
     size = microbatches // max(1, microbatches // devices)  # micro-batches a round
     total = stages * microbatches
     own = range(device, stages * devices, devices)
@@ -213,7 +178,7 @@ def _in_rounds(device: int, devices: int, stages: int, microbatches: int, *, spl
     return actions + weights[max(0, total - device) :]
 
 
-def _zero_bubble_v(device: int, devices: int, microbatches: int) -> list[Action]:
+def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """ZB-V: the device's stage on the way down, and the one on the way back up.
 
     The order is built for at least 2p - 1 micro-batches, which fill the pipeline; a smaller step leaves the others out.
@@ -253,11 +218,12 @@ def _zero_bubble_v(device: int, devices: int, microbatches: int) -> list[Action]
     return [action for action in actions if action.microbatch < microbatches]
 
 
-def _dual_pipe_v(device: int, devices: int, microbatches: int) -> list[Action]:
+def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """DualPipeV: a v in which the forward of one stage of the device and the backward of the other take turns.
 
     Torch runs such a pair as one action, which here is two in a row. Only the first and the last backwards are split.
     """
+    _check_filled("dualpipev", 2 * devices, microbatches, "zbv")
     down, up = device, 2 * devices - 1 - device
     done: Counter[tuple[int, bool]] = Counter()
     put_off: deque[Action] = deque()
@@ -293,6 +259,17 @@ def _dual_pipe_v(device: int, devices: int, microbatches: int) -> list[Action]:
         actions.append(put_off.popleft())
         run(down, INPUT_ACTION)
     return [*actions, *put_off]
+
+
+_ACTIONS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "looped_bfs": _looped_bfs,
+    **{name: partial(_in_rounds, name) for name in ("interleaved_1f1b", "interleaved_zero_bubble")},
+    "zbv": _zero_bubble_v,
+    "dualpipev": _dual_pipe_v,
+}
+"""Functions that build the list of a device, for `rlplace.schedule.SCHEDULES`."""
 
 
 def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: int) -> dict[int, list[Action]]:

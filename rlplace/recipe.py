@@ -173,12 +173,7 @@ def check_graph(plan: PlacementPlan) -> OpGraph:
 def _graph(plan: PlacementPlan) -> OpGraph:
     source = source_of(plan).graph or {}
     recipe = recipe_of(plan)
-    if "rescaled_from" not in source:
-        return capture_recipe(recipe, recipe.batch, source)
-    from rlplace.graph.rescale import rescale
-
-    small, large = build(tuple[Count, Count], source["rescaled_from"], "plan: source.graph.rescaled_from")
-    return rescale(capture_recipe(recipe, small, source), capture_recipe(recipe, large, source), recipe.batch)
+    return capture_recipe(recipe, recipe.batch, source)
 
 
 def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpGraph:
@@ -194,5 +189,5 @@ def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpG
         autocast=recipe.autocast,
         master_weights=recipe.master_weights,
         name=loaded.name,
-        source={key: value for key, value in source.items() if key != "rescaled_from"} | {"batch": batch},
+        source={**source, "batch": batch},
     )

@@ -90,17 +90,6 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
     return cases, index.made_by
 
 
-def set_made_by(folder: str | Path) -> dict[str, str] | None:
-    """Versions that made the cases of a folder: {} where their index cannot be read, None where there is none."""
-    folder = Path(folder)
-    if not (folder / INDEX).is_file():
-        return None
-    try:
-        return _index(folder).made_by
-    except InputError:
-        return {}
-
-
 def set_folder(name: str) -> Path:
     """Folder of a named set: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the user's cache folder."""
     cache_folder = os.environ.get("RLPLACE_CACHE")

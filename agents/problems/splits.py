@@ -7,6 +7,7 @@ multiples of what a contiguous split needs (`limit_memory`), so that every case 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from rlplace.agents.problems.graphs import (
     is_unseen_cluster,
     priced,
 )
-from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder, set_made_by
+from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder
 from rlplace.agents.problems.training import limit_memory, log_uniform, settle, training_case, vary_hardware
+from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 
 _LLAMA = "hf:llama,hidden_size=1024,intermediate_size=2816,num_attention_heads=16,num_key_value_heads=16"
@@ -123,10 +125,10 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
     by = made_by()
-    kept_by = set_made_by(path)
-    if kept_by == by:
-        return load_cases(path)[0]
-    if kept_by is not None:
+    with contextlib.suppress(InputError):  # there is none, or one that cannot be read
+        cases, kept_by = load_cases(path)
+        if kept_by == by:
+            return cases
         tell(f"{path} was made by other sources or versions; making it anew")
     tell(f"making the {name} split (about a minute); it is kept in {path}")
     cases = [training_case(0, number) for number in range(TRAIN_CASES)] if name == "train" else build(SPLITS[name])

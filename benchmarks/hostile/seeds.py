@@ -207,7 +207,7 @@ def _plans(folder: Path, problem: Any) -> None:
     for name, fields in plans.items():
         make_plan(problem, half, planner="best", **fields).save(folder / f"{name}.plan.json")
     source = {
-        "graph": {"model": "zoo:mlp", "batch": 8, "seq": 1, "dtype": "fp32", "optimizer": "adam", "rescaled_from": [4, 8],
+        "graph": {"model": "zoo:mlp", "batch": 8, "seq": 1, "dtype": "fp32", "optimizer": "adam",
                   "inputs": {"args": [{"tensor": [8, 4], "dtype": "float32"}, {"value": 1}], "kwargs": {"x": {"tuple": []}}}},
         "cluster": "l4:2", "cluster_fingerprint": None, "groups": 2, "level": "task", "host": "eager", "costs": {"path": None},
         "op_times": {"l4": {"scaled": 1.0}},
@@ -261,7 +261,18 @@ def _measured(folder: Path) -> None:
     log = RunLog(folder / "lab.runs.jsonl")
     for number in range(3):
         strategy = {"batch": 8, "microbatch": [4], "microbatches": [2], "stages": [{"blocks": ["a", "b"], "devices": [number]}]}
-        run = Run("q", "lab", strategy, ("cpu", "cpu"), (0, 0), (1.0, 0.5), 0.1, 0.5, 0.12, 0.9)
+        run = Run(
+            question="q",
+            site="lab",
+            strategy=strategy,
+            kinds=("cpu", "cpu"),
+            hosts=(0, 0),
+            features=(1.0, 0.5),
+            predicted_s=0.1,
+            predicted_share=0.5,
+            expected_s=0.12,
+            fits=0.9,
+        )
         log.end(log.begin(run), Ended("done", (0.1, 0.2), 0.4) if number else Ended("crashed", reason="it"))
 
 

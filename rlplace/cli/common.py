@@ -220,12 +220,11 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:
     """Prices a captured model for a cluster."""
-    from rlplace.graph.sizes import Graphs
     from rlplace.placements import Priced
 
     graph = captured.graph
     pricing = {"groups": options.granularity, "costs": costs_of(options, machine), "host": options.host_mode}
-    priced = Priced.of(graph, machine, Graphs(graph, captured.capture_at), **pricing)
+    priced = Priced.of(graph, machine, captured.capture_at, **pricing)
     say(f"captured {graph.num_ops} ops by {graph.capture['method']}, {priced.first.num_groups} groups")
     say(f"op times ({options.host_mode}): {basis_words((priced.first.source or {}).get('op_times', {}))}")
     return priced

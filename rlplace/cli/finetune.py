@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="for runs on this machine (cuda where there is a GPU)")
     add("--log", metavar="FILE", help="file of runs, *.runs.jsonl: what it holds counts, and the session goes on from there")
     add("--site", default="", metavar="TEXT", help="tells clusters apart that are planned for alike")
-    add("--rule", default="improvement", metavar="NAME", help="chooses runs: improvement (default), calibrate, thompson, list")
+    add("--rule", default="improvement", metavar="NAME", help="chooses runs: improvement (default), calibrate, list")
     add("--space", metavar="S", help="what may be chosen, as for rlplace place")
     add("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner's first answer (5)")
     add("--seed", type=natural, default=0, metavar="N", help="seed (0)")

@@ -63,8 +63,7 @@ def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Prob
     @functools.cache
     def at(samples: int) -> Problem:
         say(f"capturing one training step of {samples} samples")
-        graph = {key: value for key, value in own["graph"].items() if key != "rescaled_from"}
-        source = {**own, "graph": {**graph, "batch": samples}}
+        source = {**own, "graph": {**own["graph"], "batch": samples}}
         return rebuild_problem(dataclasses.replace(plan, source=source), cluster_of_plan(plan, cluster))
 
     return at

@@ -74,16 +74,10 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     run.run()
     if run.done < problem.num_ops:
         raise InputError(f"memory: the step does not complete: {STUCK}")
-    return Lifetimes(
-        item=np.array(run.item, dtype=np.int64),
-        starts=np.array(run.starts, dtype=bool),
-        time_s=np.array(run.times, dtype=np.float64),
-        device=np.array(run.item_device, dtype=np.int32),
-        bytes=np.array(run.item_bytes, dtype=np.int64),
-        kind=np.array(run.item_kind, dtype=np.int8),
-        op_start=np.array(run.op_start, dtype=np.int64),
-        peak_memory_bytes=np.array(run.peak, dtype=np.int64),
-    )
+    events = np.array(run.noted, dtype=[("item", np.int64), ("starts", bool), ("time_s", np.float64)])
+    made = np.array(run.allocations, dtype=[("device", np.int32), ("bytes", np.int64), ("kind", np.int8)])
+    columns = {name: np.ascontiguousarray(rows[name]) for rows in (events, made) for name in rows.dtype.fields or ()}
+    return Lifetimes(**columns, op_start=np.array(run.op_start), peak_memory_bytes=np.array(run.peak, dtype=np.int64))
 
 
 class _Recorder(ReferenceRun):
@@ -94,16 +88,12 @@ class _Recorder(ReferenceRun):
         self.made_as = np.where(problem.op_phase == FORWARD, ACTIVATION, BACKWARD_VALUE).tolist()
         self.copies: dict[tuple[int, int], int] = {}  # (tensor, device) -> allocation
         self.scratch: dict[int, int] = {}  # op -> allocation
-        self.item: list[int] = []
-        self.starts: list[bool] = []
-        self.times: list[float] = []
-        self.item_device: list[int] = []
-        self.item_bytes: list[int] = []
-        self.item_kind: list[int] = []
+        self.noted: list[tuple[int, bool, float]] = []  # allocation, whether it starts, and when
+        self.allocations: list[tuple[int, int, int]] = []  # device, bytes and kind of each allocation
         self.op_start = [0] * problem.num_ops
 
     def occupy(self, op: int, time: float) -> None:
-        self.op_start[op] = len(self.item)
+        self.op_start[op] = len(self.noted)
         device = self.device[op]
         for tensor in self.outputs[op]:
             if self.size[tensor]:
@@ -128,14 +118,9 @@ class _Recorder(ReferenceRun):
         super().release(tensor, device)
 
     def _begin(self, device: int, size: int, kind: int) -> int:
-        number = len(self.item_device)
-        self.item_device.append(device)
-        self.item_bytes.append(size)
-        self.item_kind.append(kind)
-        self._note(number, True)
-        return number
+        self.allocations.append((device, size, kind))
+        self._note(len(self.allocations) - 1, True)
+        return len(self.allocations) - 1
 
     def _note(self, number: int, starts: bool) -> None:
-        self.item.append(number)
-        self.starts.append(starts)
-        self.times.append(self.now)
+        self.noted.append((number, starts, self.now))

@@ -69,20 +69,6 @@ def described_inputs(description: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     return tuple(_build(item) for item in args), {str(key): _build(item) for key, item in kwargs.items()}
 
 
-def with_samples(description: Any, old: int, new: int) -> Any:
-    """The description of a batch of another size: every tensor whose first dimension is `old` gets `new` there."""
-    if isinstance(description, list):
-        return [with_samples(item, old, new) for item in description]
-    if not isinstance(description, Mapping):
-        return description
-    if "tensor" in description:
-        shape = description["tensor"]
-        return {**description, "tensor": [new, *shape[1:]] if shape[:1] == [old] else list(shape)}
-    if "value" in description:
-        return dict(description)
-    return {key: with_samples(item, old, new) for key, item in description.items()}
-
-
 class _Indescribable(Exception):
     pass
 

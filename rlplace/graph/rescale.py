@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show, whole_number
-from rlplace.graph.inputs import with_samples
 from rlplace.graph.opgraph import FORWARD, OpGraph
 from rlplace.problem.check import MAX_BYTES
 
@@ -67,16 +66,11 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
         fields[name] = values
     near = min(small, large, key=lambda graph: abs(math.log(graph.samples / samples)))
     fields |= {name: getattr(near, name) for name in _NEAREST}
-    source = small.source if small.source is None else {**small.source, "rescaled_from": [small.samples, large.samples]}
-    if source is not None and "batch" in source:
-        source["batch"] = samples
-    if source is not None and "inputs" in source:
-        source["inputs"] = with_samples(source["inputs"], small.samples, samples)
     return dataclasses.replace(
         small,
         samples=samples,
         op_dims={op: _scaled_dims(small, large, op, samples) for op in small.op_dims},
-        source=source,
+        source=None,  # it was not captured
         traced=None,  # its sizes are those of the captured batch
         **fields,
     )

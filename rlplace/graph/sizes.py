@@ -1,4 +1,4 @@
-"""The graphs of a model by batch size, and example inputs of another size."""
+"""The graph of a step by its samples, and example inputs of another size."""
 
 from __future__ import annotations
 
@@ -7,43 +7,6 @@ from typing import Any
 
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import OpGraph
-from rlplace.graph.rescale import rescale, two_captures
-
-
-class Graphs:
-    """The graphs of a model at any batch size, from captures at two (`rlplace.graph.rescale`).
-
-    The second capture is made when it is needed. A model whose two captures differ in structure is captured at every size.
-    """
-
-    def __init__(self, whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> None:
-        """Keeps a capture.
-
-        Args:
-            whole: The model, captured.
-            capture_at: Captures the model with a number of samples.
-        """
-        self._capture_at = capture_at
-        self._kept = {whole.samples: whole}
-        self._pair: tuple[OpGraph, OpGraph] | None = None
-        self._whole = whole
-
-    def __call__(self, samples: int) -> OpGraph:
-        """The graph with that number of samples."""
-        if samples not in self._kept:
-            self._kept[samples] = self._graph(samples)
-        return self._kept[samples]
-
-    def _graph(self, samples: int) -> OpGraph:
-        if samples == 1:  # a batch of one takes paths of its own: dimensions of size one broadcast
-            return self._capture_at(1)
-        if self._pair is None:
-            whole, other = two_captures(self._whole, self._capture_at)
-            self._pair = (other, whole) if other.samples < whole.samples else (whole, other)
-        try:
-            return rescale(*self._pair, samples)
-        except InputError:
-            return self._capture_at(samples)
 
 
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:

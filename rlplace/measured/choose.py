@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from numpy.random import Generator
 
 from rlplace.measured.belief import Belief
 from rlplace.strategy.costs import Floats
@@ -20,22 +19,22 @@ LOST = math.log(3.0)
 LEAST_CHANCE = 0.05
 """Candidates that are less likely to fit are not run."""
 
-Rule = Callable[[Belief, Generator], int | None]
+Rule = Callable[[Belief], int | None]
 
 
-def expected(belief: Belief, rng: Generator) -> int | None:
+def expected(belief: Belief) -> int | None:
     """Calibrate and plan again: the least expected log step time, what fails counted as in `LOST` over the least of all."""
     mean, fits = belief.mean, belief.fits
     if belief.best is None:
         loss = fits * mean + (1 - fits) * (mean[fits >= LEAST_CHANCE].min(initial=math.inf) + LOST)
-        return _least(belief, loss)
+        return least(belief, loss)
     best = math.log(float(belief.best.step_s or 0.0))
-    return _least(belief, fits * np.minimum(mean - best, 0.0) + 1e-6 * mean)
+    return least(belief, fits * np.minimum(mean - best, 0.0) + 1e-6 * mean)
 
 
-def improvement(belief: Belief, rng: Generator) -> int | None:
+def improvement(belief: Belief) -> int | None:
     """The largest `gain_of`."""
-    return expected(belief, rng) if belief.best is None else _least(belief, -gain_of(belief))
+    return expected(belief) if belief.best is None else least(belief, -gain_of(belief))
 
 
 def gain_of(belief: Belief) -> Floats:
@@ -52,33 +51,16 @@ def gain_of(belief: Belief) -> Floats:
     return gain * belief.fits
 
 
-def thompson(belief: Belief, rng: Generator) -> int | None:
-    """The best of one draw of all step times, among what fits in it."""
-    if belief.best is None:
-        return expected(belief, rng)
-    drawn = rng.multivariate_normal(belief.mean, belief.cover, method="eigh")
-    fits = rng.random(len(drawn)) < belief.fits
-    return _least(belief, np.where(fits, drawn, drawn + 10.0))
-
-
-def in_order(belief: Belief, rng: Generator) -> int | None:
+def in_order(belief: Belief) -> int | None:
     """The order of the cost model, with the same margin of memory."""
     likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
-    return _least(belief, np.log(belief.pool.by_model_s) + likely)
+    return least(belief, np.log(belief.pool.by_model_s) + likely)
 
 
-def anyhow(belief: Belief, rng: Generator) -> int | None:
-    """At random among what is likely to fit."""
-    likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
-    return _least(belief, rng.random(len(likely)) + likely)
+RULES: Mapping[str, Rule] = {"calibrate": expected, "improvement": improvement, "list": in_order}
 
 
-RULES: Mapping[str, Rule] = {
-    "calibrate": expected, "improvement": improvement, "thompson": thompson, "list": in_order, "random": anyhow,
-}  # fmt: skip
-
-
-def _least(belief: Belief, loss: Floats) -> int | None:
+def least(belief: Belief, loss: Floats) -> int | None:
     """The least of what has not run and may fit; where nothing is likely to, the likeliest."""
     open_ = belief.left & (belief.fits >= LEAST_CHANCE)
     if not open_.any():

@@ -31,8 +31,30 @@ _Share = Annotated[float, Meta(ge=0.0, lt=1e6)]
 _Name = Annotated[str, Meta(max_length=1000)]
 
 
-class Run(Record, frozen=True):
-    """One strategy on one cluster.
+class Ended(Record, frozen=True):
+    """What became of a run.
+
+    Attributes:
+        status: How it ended.
+        step_s: Seconds of every timed step.
+        share: Measured share of the fullest device's memory beyond what is reserved; None where the device does not say.
+        pace_s: By process, seconds of a product that is the same on all; empty where nobody says.
+        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where nobody says.
+        reason: Why it failed, one line; empty in shared files.
+        stack: Software by name: versions.
+    """
+
+    status: Status
+    step_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    share: _Share | None = None
+    pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
+    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    reason: Annotated[str, Meta(max_length=4000)] = ""
+    stack: Mapping[str, _Name] = {}
+
+
+class Run(Ended, frozen=True, kw_only=True):
+    """One strategy on one cluster, and what became of it.
 
     Attributes:
         question: Hash of graph, cluster, costs and batch, as plans have it; empty in shared files.
@@ -45,13 +67,6 @@ class Run(Record, frozen=True):
         predicted_share: Of the fullest device's memory beyond what is reserved, likewise.
         expected_s: Step time as it was believed before the run.
         fits: Chance that it fits, likewise.
-        status: How it ended.
-        step_s: Seconds of every timed step.
-        share: Measured share of the fullest device's memory beyond what is reserved; None where the device does not say.
-        pace_s: By process, seconds of a product that is the same on all; empty where nobody says.
-        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where nobody says.
-        reason: Why it failed, one line; empty in shared files.
-        stack: Software by name: versions.
     """
 
     question: _Name
@@ -65,29 +80,11 @@ class Run(Record, frozen=True):
     expected_s: _Seconds
     fits: Annotated[float, Meta(ge=0.0, le=1.0)]
     status: Status = "running"
-    step_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
-    share: _Share | None = None
-    pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
-    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
-    reason: Annotated[str, Meta(max_length=4000)] = ""
-    stack: Mapping[str, _Name] = {}
 
     @property
     def median_s(self) -> float | None:
         """Median step time; None where it failed."""
         return statistics.median(self.step_s) if self.status == "done" else None
-
-
-class Ended(Record, frozen=True):
-    """What became of a run; fields as in `Run`."""
-
-    status: Status
-    step_s: tuple[_Seconds, ...] = ()
-    share: _Share | None = None
-    pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
-    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
-    reason: str = ""
-    stack: Mapping[str, _Name] = {}
 
 
 class RunLog:

@@ -49,7 +49,7 @@ class Session:
         launch: Runs a plan.
         log: Where runs are kept.
         rule: Chooses what runs next, a name of `rlplace.measured.choose.RULES`.
-        seed: Of the worlds, and of rules that draw.
+        seed: Of the worlds.
         site: What tells clusters apart that are planned for alike.
         residual: What is known to be wrong from runs elsewhere; None: nothing.
         belief: What is known.
@@ -69,7 +69,6 @@ class Session:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise InputError(f"finetune: no rule {self.rule!r}; there are {', '.join(RULES)}")
-        self._rng = np.random.default_rng([self.seed, 1])
         known = [run for run in self.log.runs if (run.question, run.site) == (self.plan.problem, self.site)]
         pool = first_pool(self.question, seed=self.seed)
         names = self.question.costs.names
@@ -84,7 +83,7 @@ class Session:
     def runs(self, count: int) -> Iterator[tuple[PlacementPlan, Run]]:
         """Runs so many strategies more, one after the other; ends earlier where nothing is worth a run."""
         for _ in range(count):
-            chosen = RULES[self.rule](self.belief, self._rng)
+            chosen = RULES[self.rule](self.belief)
             if chosen is None:
                 return
             plan = self.plan_of(chosen)

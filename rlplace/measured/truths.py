@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.random import Generator
 
+from rlplace.measured.log import Ended
 from rlplace.measured.pool import asked_in, fullest
 from rlplace.measured.world import World, axes, world_of
 from rlplace.strategy.drafts import Draft
@@ -32,16 +33,6 @@ SLACK = 0.0, 0.15
 
 STALL = 0.25, 1.6
 """Chance that one host is slow, and how slow at most."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run gave, as `rlplace.measured.belief.Ran` has it; step time and share of memory are None where it did not fit."""
-
-    step_s: float | None
-    share: float | None
-    pace_s: tuple[float, ...] = ()
-    stage_busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +86,13 @@ class Truth:
         own = self._drawn("memory", draft).normal(0.0, OWN)
         return fullest(self.question.scores.evaluate(draft), self.question.cluster) * self.world.slack * math.exp(own)
 
-    def run(self, draft: Draft, rng: Generator) -> Outcome:
+    def run(self, draft: Draft, rng: Generator) -> Ended:
         """One run of a few steps."""
         share = self.share(draft)
         if share > 1.0:
-            return Outcome(None, None)
-        return Outcome(self.step_s(draft) * math.exp(rng.normal(0.0, NOISE)), share, self.pace_s(rng), self.stage_busy_s(draft))
+            return Ended("out_of_memory")
+        step_s = self.step_s(draft) * math.exp(rng.normal(0.0, NOISE))
+        return Ended("done", (step_s,), share, self.pace_s(rng), self.stage_busy_s(draft))
 
     def stage_busy_s(self, draft: Draft) -> tuple[float, ...]:
         """Seconds of the passes of every stage of a pipeline, each mispriced in its own way."""

@@ -23,13 +23,11 @@ class ModuleRounding:
         device_of_module: Device index by path, for every module that runs ops itself.
         ops: Ops that voted.
         ops_moved: Ops whose module went to another device than the plan gave the op.
-        modules_split: Modules whose ops the plan had put on several devices.
     """
 
     device_of_module: Mapping[str, int]
     ops: int
     ops_moved: int
-    modules_split: int
 
 
 def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, Any], int]]:
@@ -93,13 +91,12 @@ def round_to_modules(plan: PlacementPlan, canonical: Mapping[str, str] | None = 
     ops = sum(count.total() for count in votes.values())
     voted = {path: min(count, key=lambda d: (-count[d], d)) for path, count in votes.items()}
     moved = sum(count.total() - count[voted[path]] for path, count in votes.items())
-    split = sum(len(count) > 1 for count in votes.values())
     # Groups captured at module granularity name no ops; their modules are the unit.
     for group, device in plan_groups(plan):
         if not group.get("ops"):
             for path in group.get("modules", ()):
                 voted.setdefault(path if canonical is None else canonical.get(path, path), device)
-    return ModuleRounding(voted, ops, moved, split)
+    return ModuleRounding(voted, ops, moved)
 
 
 def to_device_map(plan: PlacementPlan) -> dict[str, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toys import TOYS, memory_tight_pair
 
-from rlplace.agents import planner, setup
+from rlplace.agents import planner
 from rlplace.agents.search import Search
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import make_plan
@@ -165,7 +165,7 @@ def test_a_start_that_cannot_complete(agents, monkeypatch):
     problem = random_problem(0, num_groups=6, num_devices=2, shape="chain", training=False)
     problem = with_links(problem, np.array([[0.0, 1e9], [0.0, 0.0]]))
     start = np.array([1, 0] * 3, dtype=np.int32)
-    monkeypatch.setattr(setup, "legalize", lambda problem, devices: devices)
+    monkeypatch.setattr(planner, "legalize", lambda problem, devices: devices)
     assert simulate(problem, start).step_time_s is None
     with pytest.raises(InfeasibleError):
         agents["refinement"].place(problem, start=start, calls=0)
@@ -192,7 +192,7 @@ def test_infeasible_problems_are_errors(agents, name):
 
 
 def test_a_problem_that_a_bound_rules_out_is_not_searched(agents, monkeypatch):
-    monkeypatch.setattr(setup, "make_instance", lambda *args, **options: pytest.fail("searched"))
+    monkeypatch.setattr(planner, "make_instance", lambda *args, **options: pytest.fail("searched"))
     problem = random_problem(1, num_groups=8, num_devices=2)
     small = tuple(replace(device, memory_bytes=1) for device in problem.devices)
     with pytest.raises(InfeasibleError, match="short"):

@@ -208,6 +208,9 @@ def test_a_split_is_read_from_its_folder_and_made_anew_by_other_sources(tmp_path
     monkeypatch.setattr(splits, "made_by", lambda: {"sources": "other"})
     problems.test_cases(tmp_path / "test", progress=told.append)
     assert made == ["test", "test"] and any("anew" in line for line in told)
+    (tmp_path / "test" / "cases.json").write_text("{}")  # a cache that cannot be read is made anew
+    problems.test_cases(tmp_path / "test")
+    assert made == ["test", "test", "test"]
     monkeypatch.setenv("RLPLACE_CACHE", str(tmp_path / "cache"))
     problems.validation_cases()
     assert made[-1] == "validation"
@@ -245,11 +248,11 @@ def test_cases_go_to_files_and_back(tmp_path):
 def test_files_that_were_changed_or_do_not_belong_are_refused(tmp_path):
     cases = small_cases(2)
     problems.save_cases(cases, tmp_path / "set")
-    assert sources.set_made_by(tmp_path / "set") == {} and sources.set_made_by(tmp_path) is None
     index = tmp_path / "set" / "cases.json"
     problems.save_cases(cases, tmp_path / "set", made_by={"torch": "2"})
     index.write_text(index.read_text().replace('"family"', '"microbatches":1,"family"'))  # as version 1 had it
-    assert sources.set_made_by(tmp_path / "set") == {}  # so a cache is made anew
+    with pytest.raises(InputError, match="microbatches"):
+        problems.load_cases(tmp_path / "set")
     problems.save_cases(cases, tmp_path / "set")
     cases[1].problem.save(tmp_path / "set" / "small-0.problem.json")
     with pytest.raises(InputError, match="is not the problem that"):

@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import msgspec
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -102,11 +103,7 @@ def test_a_log_of_real_runs_is_replayed():
     names, truth, rng = asked.costs.names, Truth.drawn(question(), 2), np.random.default_rng(0)
     runs = []
     for draft, said in zip(pool().drafts[:6], pool().said, strict=False):
-        outcome = truth.run(draft, rng)
-        ended = {"status": "out_of_memory"} if outcome.step_s is None else {
-            "status": "done", "step_s": (outcome.step_s,), "share": outcome.share, "stage_busy_s": outcome.stage_busy_s,
-        }  # fmt: skip
-        runs.append(run_of(draft, said, names, asked.cluster, **ended))
+        runs.append(run_of(draft, said, names, asked.cluster, **msgspec.structs.asdict(truth.run(draft, rng))))
     lost = run_of(pool().drafts[6], pool().said[6], names, asked.cluster, status="out_of_memory")
     crashed = run_of(pool().drafts[7], pool().said[7], names, asked.cluster, status="crashed")
     scenario = Scenario.replayed(asked, [*runs, lost, crashed])

@@ -12,7 +12,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.graph import OpGraph
 from rlplace.graph.capture import capture
-from rlplace.graph.inputs import MAX_PARTS, describe_inputs, described_inputs, with_samples
+from rlplace.graph.inputs import MAX_PARTS, describe_inputs, described_inputs
 from rlplace.graph.io import FORMAT, VERSION, graph_from_dict, graph_to_dict
 
 
@@ -161,13 +161,6 @@ def test_inputs_come_back_from_json_as_meta_tensors():
 @pytest.mark.parametrize("value", [object(), float("nan"), float("inf"), {1: 2}, [1] * MAX_PARTS, torch.float32])
 def test_what_json_cannot_say_is_not_described(value):
     assert describe_inputs((torch.ones(1), [value]), {}) is None
-
-
-def test_another_batch_size():
-    described = describe_inputs((torch.ones(4, 3), torch.ones(3, 4), 4, [torch.ones(4)], torch.ones(())), {})
-    args, _ = described_inputs(with_samples(described, 4, 6))
-    assert [tuple(t.shape) for t in (args[0], args[1], args[3][0], args[4])] == [(6, 3), (3, 4), (6,), ()]
-    assert args[2] == 4
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlplace.errors import InputError
-from rlplace.interrupts import deferred_signals
 from tools.hosts import network
 from tools.hosts.commands import check_machine
 from tools.hosts.names import new_prefix
+from tools.hosts.signals import deferred_signals
 from tools.hosts.spec import HostsSpec
 
 if TYPE_CHECKING:

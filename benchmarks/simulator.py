@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate, simulate_many
+from rlplace.simulator.lowering import lower
 from rlplace.simulator.reference import simulate_reference
 
 START = """
@@ -86,7 +87,9 @@ def buffers(sizes: tuple[int, ...]) -> None:
         simulator = Simulator(problem)
         simulator.evaluate(plan)
         (times,) = in_turns(clock(lambda: simulator.evaluate(plan)), rounds=max(7, 100_000 // count))  # noqa: B023
-        shortest, (own, shared) = float(times.min()), simulator.memory_bytes
+        shortest, lowered = float(times.min()), lower(problem)
+        held = simulator.work, (*lowered.graph, lowered.value, lowered.ranks)
+        own, shared = (sum(array.nbytes for array in arrays) for arrays in held)
         print(
             f"{problem.num_ops:8d} {1e3 * shortest:12.4f} {1e9 * shortest / problem.num_ops:7.1f} {spread(times):>6} "
             f"{1 / shortest:13.0f} {own:17,d} {shared:13,d}",

@@ -48,17 +48,6 @@ def earliest_schedule(problem: Problem, subset: Sequence[int], share: float = 1.
     """
     arrays = op_arrays(problem)
     schedule = empty_schedule(problem, subset, problem.memory_limit_bytes * share)
-    ops, count = problem.num_ops, problem.num_devices
-    missing, offered, fresh = arrays.num_made_inputs.copy(), np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
-    ready = arrays.order[missing[arrays.order] == 0]
-    fresh[: len(ready)] = ready
-    later, now = (
-        listkernels.Queue(np.empty((count, ops)), np.empty((count, ops), dtype=np.int64), np.zeros(count, dtype=np.int64))
-        for _ in range(2)
-    )
-    earliest_task_first(
-        upward_rank(problem, communication=False), np.zeros(count), missing, np.zeros(ops, dtype=np.bool_), offered, fresh,
-        len(ready), later, now, np.full((ops, count), np.inf), arrays, schedule,
-    )  # fmt: skip
+    earliest_task_first(upward_rank(problem, communication=False), arrays.num_made_inputs.copy(), arrays, schedule)
     place_rest(problem, schedule.devices, schedule.room)
     return schedule

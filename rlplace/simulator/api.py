@@ -199,13 +199,6 @@ class Simulator:
         self._arguments = _arguments(self._lowered, self._ranks, self.work, self._devices, *self._results)
 
     @property
-    def memory_bytes(self) -> tuple[int, int]:
-        """Bytes of the buffers that belong to this simulator, and of the arrays that all simulators of the problem share."""
-        lowered = self._lowered
-        shared = (*lowered.graph, lowered.value, lowered.ranks)
-        return sum(array.nbytes for array in self.work), sum(array.nbytes for array in shared)
-
-    @property
     def compiled(self) -> tuple[tuple[Any, ...], NDArray[np.int32]]:
         """For compiled loops: the arguments of `fast.simulate_plans`, and the int32 [G] that it then simulates."""
         return self._arguments, self._row

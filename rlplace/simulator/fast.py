@@ -31,7 +31,7 @@ from rlplace.simulator import records as r
 from rlplace.simulator.loop import BAD_DEVICE, CANNOT_RUN, DONE, STUCK, run
 from rlplace.simulator.queues import DUE, add_ready, levels, member_waits, part
 
-__all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "bottom_levels", "simulate_plans"]
+__all__ = ["BAD_DEVICE", "CANNOT_RUN", "DONE", "STUCK", "simulate_plans"]
 
 STAMP = stamp_of(r, queues, loop, sys.modules[__name__])
 """Hash of all files that `simulate_plans` is compiled from."""
@@ -147,21 +147,3 @@ def _compile(stamp):
 
 
 simulate_plans = _compile(STAMP)
-
-
-@entry(nogil=True)
-def bottom_levels(topological_order, time_s, output_ptr, outputs, consumer_ptr, consumers, level):
-    """Fills `level` float64 [N] with `reference_priority`: mean time plus the longest way to the end."""
-    for i in range(len(level) - 1, -1, -1):
-        op = topological_order[i]
-        total, count, longest = 0.0, 0, 0.0
-        for device in range(time_s.shape[1]):
-            time = time_s[op, device]
-            if time == time:
-                total += time
-                count += 1
-        for j in range(output_ptr[op], output_ptr[op + 1]):
-            tensor = outputs[j]
-            for edge in range(consumer_ptr[tensor], consumer_ptr[tensor + 1]):
-                longest = max(longest, level[consumers[edge]])
-        level[op] = total / count + longest

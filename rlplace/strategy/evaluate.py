@@ -52,7 +52,6 @@ class Evaluator:
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, Traffic(cluster)
         self._packer = Packer(costs, cluster, self.traffic)
-        self._room: dict[tuple[int, int, int], tuple[Floats, ...]] = {}
 
     def score(self, draft: Draft) -> tuple[float, float]:
         """Step time in seconds, and bytes over capacity; `evaluate` says more.
@@ -102,13 +101,8 @@ class Evaluator:
 
         frame = self._packer.frame(draft)
         ties = self._packer.ties(frame, draft) if self.costs.ties else NO_TIES
-        shape = len(frame.microbatches), len(draft.places), draft.stages
-        room = self._room.get(shape)
-        if room is None:
-            lanes, places, stages = shape
-            room = self._room[shape] = (
-                np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros(stages),
-            )  # fmt: skip
+        lanes, places = len(frame.microbatches), len(draft.places)
+        room = np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros(draft.stages)
         done = evaluate_packed(
             self._packer.costed.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,
             frame.actions, frame.action_ptr, frame.ways, frame.way_ptr, frame.way_channels,

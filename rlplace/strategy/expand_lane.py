@@ -30,7 +30,7 @@ class LaneBuild:
         self.whole, self.build, self.draft, self.number, self.lane = whole, whole.build, draft, number, lane
         self.rows = placed_blocks(draft, lane, whole.packer)
         costed = whole.packer.costed
-        kept = [costed.place(place, costed.seat(place)) for place in draft.places]
+        kept = [costed.place(place) for place in draft.places]
         self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in kept]
         step = costs.step_ops(whole.split)
         kind_of = kind_numbers(costs, whole.cluster)

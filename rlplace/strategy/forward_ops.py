@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.graph.indices import Names
 from rlplace.graph.opgraph import BUFFER, FORWARD, INPUT, PARAMETER, OpGraph
+from rlplace.problem.order import UnionFind
 from rlplace.strategy.cut_moves import FEATURE, ROW, SAMPLE
 
 PRODUCTS = ("gemm", "bmm", "attention", "conv")
@@ -147,25 +148,20 @@ class ForwardOps:
 
     def _classes(self) -> dict[tuple[bool, int, str | int], int]:
         """`SAMPLE`, `ROW` or `FEATURE` for (True, op, dimension) and (False, tensor, axis)."""
-        parent: dict[tuple[bool, int, str | int], tuple[bool, int, str | int]] = {}
-
-        def root(node: tuple[bool, int, str | int]) -> tuple[bool, int, str | int]:
-            while (above := parent.setdefault(node, node)) != node:
-                parent[node] = parent[above]
-                node = above
-            return node
-
+        sets, nodes = UnionFind(), set[tuple[bool, int, str | int]]()
         graph, forward = self.graph, [op for op in self.indices.dims if self.searched[op]]
         for op in forward:
             for tensor in (*self.makes[op], *self.reads[op]):
                 for axis, name in enumerate(self.names(op, tensor) or ()):
                     if name:
-                        parent[root((True, op, name))] = root((False, tensor, axis))
+                        sets.union((False, tensor, axis), (True, op, name))
+                        nodes |= {(False, tensor, axis), (True, op, name)}
         rows, samples = set(), set()
         for op in forward:
             along = {name for tensor in self.weights(op) for name in self.names(op, tensor) or ()}
-            rows |= {root((True, op, name)) for name in self.indices.dims[op] if along and name not in along}
+            rows |= {sets.find((True, op, name)) for name in self.indices.dims[op] if along and name not in along}
         for tensor in np.flatnonzero(graph.tensor_role == INPUT).tolist():
             if self.indices.axes.get(tensor, ())[:1] == (graph.samples,):
-                samples.add(root((False, tensor, 0)))
-        return {node: SAMPLE if (top := root(node)) in samples else ROW if top in rows else FEATURE for node in list(parent)}
+                samples.add(sets.find((False, tensor, 0)))
+                nodes.add((False, tensor, 0))
+        return {node: SAMPLE if (top := sets.find(node)) in samples else ROW if top in rows else FEATURE for node in nodes}

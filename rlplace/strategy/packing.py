@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy import columns as c
-from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
+from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import Lane, borders, check_draft, lanes, stage_actions
+from rlplace.strategy.meshes import borders, check_draft, lanes, stage_actions
 from rlplace.strategy.rows import Passes, Rows
 from rlplace.strategy.ties import tie_exchanges, tie_part
 from rlplace.strategy.traffic import Traffic
@@ -63,8 +63,6 @@ class Frame:
         room_bytes: float64 [R], capacity without what is reserved.
         room_count: int64 [R], devices that have that.
         room_ptr: int64 [L * P + 1] into both.
-        seats: Number of each place's seat, see `Rows.seat`.
-        alike: How the places lie, see `Seats.alike`; empty for one.
         devices: For each lane and place its devices.
         known_ties: `Ties` by the places of all tied blocks.
     """
@@ -82,8 +80,6 @@ class Frame:
     room_count: NDArray[np.int64]
     room_ptr: NDArray[np.int64]
     devices: tuple[tuple[int, ...], ...]
-    seats: tuple[int, ...]
-    alike: tuple[object, ...]
     known_ties: dict[tuple[tuple[int, ...], ...], Ties] = field(default_factory=dict)
 
 
@@ -100,17 +96,12 @@ class Packer:
             np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
             for device in cluster.devices
         ]
-        self._kind = kind_numbers(costs, cluster)
-        self._one_room = self._room[0] if len(set(self._room)) == 1 else None
         self._forget()
 
     def _forget(self) -> None:
         self.costed = Rows(self.costs, self.cluster, self.traffic)
         self._frames: dict[object, Frame] = {}
         self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
-        self._places: dict[tuple[int, ...], Floats] = {}
-        self._ties: dict[object, Ties] = {}
-        self._lists: dict[object, tuple[NDArray[np.int32], list[int]]] = {}
         self._action_bytes = 0
         self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
 
@@ -134,19 +125,13 @@ class Packer:
         bounds, at = draft.bounds, draft.place_of_stage
         held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
         if held not in frame.known_ties:
-            numbers = sorted({number for placed in held for number in placed})
-            key = held, tuple([frame.seats[number] for number in numbers]), frame.alike if len(numbers) > 1 else ()
-            if key not in self._ties:
-                self._ties[key] = self._tie(draft, held)
-            frame.known_ties[held] = self._ties[key]
+            frame.known_ties[held] = self._tie(draft, held)
         return frame.known_ties[held]
 
     def _make(self, draft: Draft) -> Frame:
         costed, places = self.costed, draft.places
-        seats = tuple([costed.seat(place) for place in places])
-        alike = self.traffic.seats.alike(tuple([place.devices for place in places])) if len(places) > 1 else ()
         differ: dict[tuple[int, tuple[Passes, ...]], list[list[int]]] = {}
-        for lane in self._lanes(draft):
+        for lane in lanes(draft):
             passes = tuple([costed.passes(replicas) for replicas in lane.replicas])
             inside = differ.setdefault((lane.microbatches, passes), [[] for _ in places])
             for own, replicas in zip(inside, lane.replicas, strict=True):
@@ -155,15 +140,13 @@ class Packer:
         counts = tuple([key[0] for key in differ])
         actions, action_ptr = self._actions_of(draft, counts)
         devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
-        ways, way_ptr, way_channels = self._ways_of(draft, alike)
+        ways, way_ptr, way_channels = self._ways_of(draft)
         room_bytes, room_count, room_ptr = self._rooms(devices)
         return Frame(
-            seats=seats,
-            alike=alike,
             stage_place=np.array(draft.place_of_stage, dtype=np.int64),
-            places=self._places_of(draft, seats),
+            places=np.array(list(map(costed.place, places))),
             microbatches=np.array(counts, dtype=np.int64),
-            row=np.array([list(map(costed.number, places, seats, passes)) for _, passes in differ], dtype=np.int64),
+            row=np.array([list(map(costed.number, places, passes)) for _, passes in differ], dtype=np.int64),
             actions=actions,
             action_ptr=action_ptr,
             ways=ways,
@@ -175,25 +158,9 @@ class Packer:
             devices=tuple(devices),
         )
 
-    def _lanes(self, draft: Draft) -> Sequence[Lane]:
-        """The lanes, or one for all where they cannot differ: its replicas are as one."""
-        kind, places = self._kind, draft.places
-        if len(draft.microbatch) > 1 or len(draft.microbatches) > 1:
-            return lanes(draft)
-        if any([len({kind[device] for device in place.devices}) > 1 for place in places]):
-            return lanes(draft)
-        samples = draft.microbatch[0] * draft.data_degree
-        return [Lane(draft.microbatches[0], tuple([((samples // place.data_degree, place.devices),) for place in places]))]
-
-    def _places_of(self, draft: Draft, seats: tuple[int, ...]) -> Floats:
-        """float64 [P, PLACE]; places that are alike have rows that are."""
-        if seats not in self._places:
-            self._places[seats] = np.array(list(map(self.costed.place, draft.places, seats)))
-        return self._places[seats]
-
-    def _ways_of(self, draft: Draft, alike: tuple[object, ...]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`; chains that lie alike do it alike."""
-        key = alike, tuple([place.data_degree for place in draft.places]), draft.place_of_stage
+    def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`."""
+        key = tuple([(place.devices, place.data_degree) for place in draft.places]), draft.place_of_stage
         if key not in self._ways:
             known = self.traffic.ways(borders(draft))
             ways = np.zeros((2, draft.stages, c.WAY))
@@ -208,32 +175,19 @@ class Packer:
 
     def _rooms(self, devices: Sequence[tuple[int, ...]]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
         """How many of the devices of each place and lane have how much room, as in `Frame`."""
-        if self._one_room is not None:
-            key: tuple[tuple[tuple[float, int], ...], ...] = tuple([((self._one_room, len(own)),) for own in devices])
-        else:
-            key = tuple([tuple(Counter([self._room[device] for device in own]).items()) for own in devices])
-        flat = [pair for room in key for pair in room]
-        return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(key)
+        rooms = [Counter([self._room[device] for device in own]) for own in devices]
+        flat = [pair for room in rooms for pair in room.items()]
+        return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(rooms)
 
     def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
-            made = [self._listed(draft, count) for count in counts]
-            flat = np.concatenate([actions for actions, _ in made])
-            self._actions[key] = flat, np.array([0, *accumulate(length for _, lengths in made for length in lengths)])
+            rows = [row for count in counts for row in stage_actions(draft, count)]
+            flat = np.array([(stage, KIND_OF[letter], n) for row in rows for stage, letter, n in row], dtype=np.int32)
+            self._actions[key] = flat, _starts(rows)
             self._action_bytes += flat.nbytes
         return self._actions[key]
-
-    def _listed(self, draft: Draft, count: int) -> tuple[NDArray[np.int32], list[int]]:
-        """Actions with so many micro-batches, and how many each place has."""
-        key = draft.place_of_stage, draft.schedule, count
-        if key not in self._lists:
-            rows = stage_actions(draft, count)
-            flat = [(stage, KIND_OF[letter], n) for row in rows for stage, letter, n in row]
-            self._lists[key] = np.array(flat, dtype=np.int32), [len(row) for row in rows]
-            self._action_bytes += self._lists[key][0].nbytes
-        return self._lists[key]
 
     def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> Ties:
         exchanges = list(tie_exchanges(draft, self.costs, self.traffic))

@@ -41,9 +41,9 @@ def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]
     chosen = [np.frombuffer(values, dtype=np.uint8) for values in (draft.recompute, draft.offload)]
     found = []
     for place, replicas in zip(draft.places, lane.replicas, strict=True):
-        costed, seat = packer.costed, packer.costed.seat(place)
-        row, tables = costed.rows[costed.number(place, seat, costed.passes(replicas))], packer.traffic.tables
-        own = np.array(costed.place(place, seat))
+        costed = packer.costed
+        row, tables = costed.rows[costed.number(place, costed.passes(replicas))], packer.traffic.tables
+        own = np.array(costed.place(place))
         placed = place_blocks(row, own, tables, *chosen, ties.block, ties.again_bytes, draft.stages, lane.microbatches)
         sent = row[:, [c.SENT, c.RETURNED]]
         found.append([Block(*block) for block in np.concatenate([placed[:, columns], sent], axis=1).tolist()])

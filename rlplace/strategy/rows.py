@@ -36,28 +36,17 @@ class Rows:
         self._kind = kind_numbers(costs, cluster)
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
-        self._passes: dict[object, Floats] = {}
-        self._seat_of: dict[Place, int] = {}
-        self._seats: dict[object, int] = {}
-        self._place: dict[int, list[float]] = {}
-        self._tables: dict[int, tuple[int, ...]] = {}
+        self._place: dict[Place, list[float]] = {}
+        self._tables: dict[Place, tuple[int, ...]] = {}
 
     @property
-    def size_bytes(self) -> float:
+    def size_bytes(self) -> int:
         """What is kept."""
-        return self.rows.nbytes * (1 + len(self._passes) / len(self.rows))
+        return self.rows.nbytes
 
-    def seat(self, place: Place) -> int:
-        """A number that places alike in axes, devices and links have in common."""
-        if place not in self._seat_of:
-            axes = (place.replicate, place.shard, place.context, place.tensor, place.expert, place.sharding)
-            alike = axes, self.traffic.seats.alike((place.devices,))
-            self._seat_of[place] = self._seats.setdefault(alike, len(self._seats))
-        return self._seat_of[place]
-
-    def place(self, place: Place, seat: int) -> list[float]:
-        """float64 [PLACE] of a place that has this seat."""
-        if seat not in self._place:
+    def place(self, place: Place) -> list[float]:
+        """float64 [PLACE] of a place."""
+        if place not in self._place:
             traffic = self.traffic
             row = [0.0] * c.PLACE
             row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
@@ -72,40 +61,37 @@ class Rows:
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
             row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
             row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
-            self._place[seat] = row
-        return self._place[seat]
+            self._place[place] = row
+        return self._place[place]
 
     def passes(self, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> Passes:
         """What replicas run: samples, and the kind of device."""
         kind = self._kind
         return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
 
-    def number(self, place: Place, seat: int, passes: Passes) -> int:
-        """Number of the row of a place with this seat, whose replicas in a lane have these passes."""
+    def number(self, place: Place, passes: Passes) -> int:
+        """Number of the row of a place whose replicas in a lane have these passes."""
         grouped = place.tensor * place.context * place.expert > 1
-        tables = self._tensor_tables(place, seat) if grouped else None
+        tables = self._tensor_tables(place) if grouped else None
         key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
         number = self._row_of.get(key)
         if number is None:
-            rows = [self._pass(place, seat, samples, kind) for samples, kind in passes]  # may be refused: no number before
+            rows = [self._pass(place, samples, kind) for samples, kind in passes]  # may be refused: no number before
             number = self._row_of[key] = len(self._row_of)
             if number == len(self.rows):
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
             self.rows[number] = rows[0] if len(rows) == 1 else np.max(rows, axis=0)
         return number
 
-    def _tensor_tables(self, place: Place, seat: int) -> tuple[int, ...]:
+    def _tensor_tables(self, place: Place) -> tuple[int, ...]:
         """Number of the table of each kind of collective inside blocks."""
-        if seat not in self._tables:
-            self._tables[seat] = self.traffic.tables_inside(place)
-        return self._tables[seat]
+        if place not in self._tables:
+            self._tables[place] = self.traffic.tables_inside(place)
+        return self._tables[place]
 
-    def _pass(self, place: Place, seat: int, samples: int, kind: int) -> Floats:
+    def _pass(self, place: Place, samples: int, kind: int) -> Floats:
         """float64 [B, ROW], a pass of so many samples on a device of that kind."""
-        cut, tables = place.cut(samples), self._tensor_tables(place, seat)
-        key = kind, cut, tables
-        if key in self._passes:
-            return self._passes[key]
+        cut, tables = place.cut(samples), self._tensor_tables(place)
         row = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
         forward, backward = self.traffic.moved_s(tables, one.collective_bytes, one.collective_calls)
@@ -123,5 +109,4 @@ class Rows:
             (c.WORKING_GROWING, one.working_bytes[3]),
         ):  # fmt: skip
             row[:, column : column + len(several)] = several.T
-        self._passes[key] = row  # a pass that is refused leaves none
         return row

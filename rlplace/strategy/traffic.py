@@ -8,7 +8,7 @@ octave, linear in between: exact where `rlplace.problem.collectives` is linear, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -21,7 +21,6 @@ from rlplace.problem.collectives import busiest_channel_s_per_byte, collective_s
 from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats
 from rlplace.strategy.drafts import Place
 from rlplace.strategy.meshes import Groups, copy_groups, share_groups, tensor_groups
-from rlplace.strategy.seats import Seats
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -73,37 +72,31 @@ class Traffic:
     """Times of communication on one cluster, made once for each set of groups.
 
     Attributes:
-        seats: Which groups lie alike.
         tables: float64 [., G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do. Grows.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.links, self.seats = cluster, cluster.links, Seats(cluster)
+        self.cluster, self.links = cluster, cluster.links
         self.tables = np.zeros((8, len(SIZES)))
-        self._numbers: dict[tuple[str, tuple[object, ...]], int] = {}
-        self._groups: dict[tuple[object, ...], tuple[NDArray[np.float64], Groups]] = {}
+        self._numbers: dict[tuple[str, Groups], int] = {}
+        self._sizes: dict[Groups, NDArray[np.float64]] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
-        return self.collectives((kind,), groups)[0]
-
-    def collectives(self, kinds: Sequence[str], groups: Groups) -> list[int]:
-        """`collective` of several kinds in the same groups."""
         if len(groups[0]) < 2:
-            return [0] * len(kinds)
-        alike = self.seats.alike(groups)
-        missing = [kind for kind in kinds if (kind, alike) not in self._numbers]
-        if missing:
-            if alike not in self._groups:
-                distinct = {self.seats.alike((group,)): group for group in groups}
-                self._groups[alike] = SIZES * contention(self.links, groups), tuple(distinct.values())
-            sizes, distinct_groups = self._groups[alike]
-            for kind in missing:
-                times = [collective_s(self.links, kind, group, sizes) for group in distinct_groups]
-                self._numbers[kind, alike] = self._kept(np.max(times, axis=0))
-        return [self._numbers[kind, alike] for kind in kinds]
+            return 0
+        if (kind, groups) not in self._numbers:
+            if groups not in self._sizes:
+                self._sizes[groups] = SIZES * contention(self.links, groups)
+            times = [collective_s(self.links, kind, group, self._sizes[groups]) for group in groups]
+            self._numbers[kind, groups] = self._kept(np.max(times, axis=0))
+        return self._numbers[kind, groups]
+
+    def collectives(self, kinds: Iterable[str], groups: Groups) -> list[int]:
+        """`collective` of several kinds in the same groups."""
+        return [self.collective(kind, groups) for kind in kinds]
 
     def meets(self, place: Place) -> tuple[bool, bool]:
         """Whether collectives inside blocks, and sums over copies, use a channel over which a place shares its weights."""
@@ -115,10 +108,7 @@ class Traffic:
 
     def tables_inside(self, place: Place) -> tuple[int, ...]:
         """Number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside blocks."""
-        tables: list[int] = []
-        for kinds in (range(CONTEXT_GATHER), range(CONTEXT_GATHER, EXPERT_ALL_TO_ALL), (EXPERT_ALL_TO_ALL,)):
-            tables += self.collectives([COLLECTIVE_KINDS[kind] for kind in kinds], tensor_groups(place, kinds[0]))
-        return tuple(tables)
+        return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
 
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
         """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K tables."""

@@ -1,37 +1,40 @@
 """Compiled list scheduling of `m_etf`: earliest task first.
 
-The queues and the pricing of transfers are those of `rlplace.planners.common.listkernels`.
+The pricing of transfers is that of `rlplace.planners.common.listkernels`.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 import numpy as np
 
 from rlplace.compiled import entry, stamp_of
 from rlplace.planners.common import listkernels
-from rlplace.planners.common.listkernels import _inputs_present, _pop, _push
+from rlplace.planners.common.listkernels import _inputs_present
 
 
 def _compile(stamp):
     @entry
-    def earliest_task_first(priority, free, missing, done, offered, fresh, num_fresh, later, now, present, a, s):
+    def earliest_task_first(priority, missing, a, s):
         """Fills the schedule `s`; see `listkernels`.
 
-        priority: float64 [N]. free: float64 [D], zeros.
-        missing: int64 [N], inputs that ops must still make. done: bool [N]. offered: int64 [N], devices that may take the op.
-        fresh: int64 [N], the first `num_fresh` are ops without such inputs.
-        later, now: Queues of ready ops, of those whose inputs arrive later (by arrival) and that could start now (by priority).
-        present: float64 [N, D], inf; time at which the inputs of a ready op can be on a device.
+        priority: float64 [N]. missing: int64 [N], inputs that ops must still make; becomes 0.
         """
         _ = stamp
         num_ops, num_devices = a.time_s.shape
         no, yes, none = np.bool_(0), np.bool_(1), np.int64(-1)
+        free, done = np.zeros(num_devices), np.zeros(num_ops, dtype=np.bool_)
+        offered = np.zeros(num_ops, dtype=np.int64)  # devices that may take the op
+        fresh = [np.int64(op) for op in a.order if missing[op] == 0]
+        # Heaps of ready ops: of those whose inputs arrive later, by arrival, and of those that could start now, by priority.
+        later = [[(0.0, none)][1:] for _ in range(num_devices)]
+        now = [[(0.0, none)][1:] for _ in range(num_devices)]
         scheduled = 0
         while scheduled < num_ops:
-            for i in range(num_fresh):
-                op = fresh[i]
+            for op in fresh:
                 group = a.op_group[op]
                 if s.devices[group] < 0:
                     fits, roomiest = False, -1
@@ -49,22 +52,19 @@ def _compile(stamp):
                             continue
                     elif not s.mask[device] or a.time_s[op, device] == np.inf or s.room[device] < a.footprint[group]:
                         continue
-                    ready = _inputs_present(op, device, no, yes, a, s)
-                    present[op, device] = ready
-                    _push(device, later, ready, op)
+                    heappush(later[device], (_inputs_present(op, device, no, yes, a, s), op))
                     offered[op] += 1
-            num_fresh = 0
+            fresh.clear()
             best, best_priority, best_device, best_op = np.inf, 0.0, none, none
             for device in range(num_devices):
                 while True:
-                    while later.size[device] > 0 and later.keys[device, 0] <= free[device]:
-                        op = later.items[device, 0]
-                        _pop(device, later)
-                        _push(device, now, -priority[op], op)
-                    if now.size[device] > 0:
-                        op, begin = now.items[device, 0], free[device]
-                    elif later.size[device] > 0:
-                        op, begin = later.items[device, 0], later.keys[device, 0]
+                    while len(later[device]) > 0 and later[device][0][0] <= free[device]:
+                        op = heappop(later[device])[1]
+                        heappush(now[device], (-priority[op], op))
+                    if len(now[device]) > 0:
+                        op, begin = now[device][0][1], free[device]
+                    elif len(later[device]) > 0:
+                        begin, op = later[device][0]
                     else:
                         break
                     group = a.op_group[op]
@@ -74,16 +74,12 @@ def _compile(stamp):
                         if begin < best or (begin == best and priority[op] > best_priority):
                             best, best_priority, best_device, best_op = begin, priority[op], device, op
                         break
-                    if now.size[device] > 0:
-                        _pop(device, now)
-                    else:
-                        _pop(device, later)
+                    heappop(now[device] if len(now[device]) > 0 else later[device])
                     offered[op] -= 1
                     if offered[op] == 0 and not done[op]:
                         # No device is left for it: its group was settled elsewhere, or there is no room anywhere.
-                        fresh[num_fresh] = op
-                        num_fresh += 1
-            if num_fresh > 0:
+                        fresh.append(op)
+            if len(fresh) > 0:
                 continue
             device, op = best_device, best_op
             group = a.op_group[op]
@@ -101,8 +97,7 @@ def _compile(stamp):
                     consumer = a.consumers[j]
                     missing[consumer] -= 1
                     if missing[consumer] == 0:
-                        fresh[num_fresh] = consumer
-                        num_fresh += 1
+                        fresh.append(np.int64(consumer))
 
     return earliest_task_first
 

@@ -31,14 +31,6 @@ class Schedule(NamedTuple):
     channel_free: Any  # float64 [C]
 
 
-class Queue(NamedTuple):
-    """A binary heap for each device, the smallest (key, item) on top."""
-
-    keys: Any  # float64 [D, N]
-    items: Any  # int64 [D, N]
-    size: Any  # int64 [D]
-
-
 @entry
 def upward_rank_kernel(a, mean, edge, below):
     """Adds to `below` [N] the mean time of each op plus the longest way to the end; `edge` [T] counts between groups."""
@@ -160,43 +152,3 @@ def heft(order, contention, busy_start, busy_end, count, a, s):
         s.start[op], s.finish[op] = best_start, best_start + seconds
         if seconds > 0.0:
             _occupy(best_device, busy_start, busy_end, count, best_slot, best_start, best_start + seconds)
-
-
-@inner
-def _push(device, queue, key, item):
-    """Adds to the device's heap."""
-    keys, items, size = queue.keys, queue.items, queue.size
-    i = size[device]
-    size[device] = i + 1
-    while i > 0:
-        parent = (i - 1) >> 1
-        if keys[device, parent] < key or (keys[device, parent] == key and items[device, parent] < item):
-            break
-        keys[device, i], items[device, i] = keys[device, parent], items[device, parent]
-        i = parent
-    keys[device, i], items[device, i] = key, item
-
-
-@inner
-def _pop(device, queue):
-    """Removes the top of the device's heap; the caller has read it."""
-    keys, items, size = queue.keys, queue.items, queue.size
-    last = size[device] - 1
-    size[device] = last
-    key, item = keys[device, last], items[device, last]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= last:
-            break
-        right = child + 1
-        if right < last and (
-            keys[device, right] < keys[device, child]
-            or (keys[device, right] == keys[device, child] and items[device, right] < items[device, child])
-        ):
-            child = right
-        if key < keys[device, child] or (key == keys[device, child] and item < items[device, child]):
-            break
-        keys[device, i], items[device, i] = keys[device, child], items[device, child]
-        i = child
-    keys[device, i], items[device, i] = key, item

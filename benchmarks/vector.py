@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,7 +24,11 @@ from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many
 
-KINDS = {"Placement": PlacementEnv, "Refinement": RefinementEnv}
+KINDS = {
+    "Placement": (PlacementEnv, {}),
+    "Refinement": (RefinementEnv, {}),
+    "Refinement, keep=better": (RefinementEnv, {"keep": "better"}),
+}
 
 
 def problems(ops: int) -> list[Instance]:
@@ -64,12 +69,14 @@ def main() -> None:
     parser.add_argument("--only", choices=["vector"], help="leave the rivals out")
     args = parser.parse_args()
     print("| environment | ops | vector | SB3 | sync | async | bare simulations |\n|---|---|---|---|---|---|---|")
-    for name, kind in KINDS.items():
-        first = int(name == "Refinement")
+    for name, (kind, options) in KINDS.items():
+        first = int(kind is RefinementEnv)
         for ops in args.ops:
             bank = problems(ops)
             figures = []
-            envs = gym.make_vec(f"rlplace/{name}-v0", num_envs=args.envs, problems=bank, autoreset_mode="SameStep")
+            envs = gym.make_vec(
+                f"rlplace/{name.partition(',')[0]}-v0", num_envs=args.envs, problems=bank, autoreset_mode="SameStep", **options
+            )
             figures.append(rate(envs, envs.action_masks, first, args.seconds))
             wrapped = PlacerVecEnv(envs)
             wrapped.reset()
@@ -80,7 +87,7 @@ def main() -> None:
             figures.append(done / (time.perf_counter() - begin))
             if args.only is None:
                 for vectorised, count in ((gym.vector.SyncVectorEnv, 16), (gym.vector.AsyncVectorEnv, 2)):
-                    rivals = vectorised([lambda kind=kind, bank=bank: kind(bank)] * count)
+                    rivals = vectorised([partial(kind, bank, **options)] * count)
                     figures.append(
                         rate(rivals, lambda rivals=rivals: np.stack(rivals.call("action_masks")), first, args.seconds)
                     )

@@ -19,6 +19,7 @@ from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices
 
 STARTS = ("best", "mixed", "greedy")
+KEEPS = ("always", "better")
 
 _PINNED = FEATURES.index("pinned_target")
 _GUIDES = 32  # instances whose buffers are kept; with more, those that were not used for longest are made again
@@ -31,7 +32,9 @@ class RefinementEnv(PlacerEnv):
     Each step draws K - 1 moves where the timeline of the current plan says that time is lost (`rlplace.envs.guide.draw`) and
     describes them by what a list scheduler would look at (`rlplace.envs.guide.features`). A move puts one group, a run of
     consecutive groups or a connected cluster on another device, swaps two groups, or empties or exchanges whole devices.
-    The agent picks one or stops.
+    The agent picks one or stops. With ``keep="better"`` a move after which the score is no lower is taken back and not offered
+    again, as the agent's search does it: only the moves that are kept need a new look at the timeline, so that most steps cost
+    one simulation and nothing else. Moves are drawn anew after a move that is kept, and when none is left.
 
     ## Action space
     ``Discrete(K)``: 0 stops, k makes move k. `action_masks` marks moves that exist and after which the provable memory of
@@ -57,13 +60,13 @@ class RefinementEnv(PlacerEnv):
     the time that plan after a few random moves. ``options={"plan": device_of_group}`` gives any plan.
 
     ## Episode end
-    Terminates at stop, after `max_moves` moves, or at an illegal action. Never truncates.
+    Terminates at stop, after `max_moves` moves (those that were taken back, too), or at an illegal action. Never truncates.
 
     The last info is as in Placement-v0, of the best plan.
 
     ## Arguments
     problems, backend, max_devices, max_groups, observation: as in Placement-v0. moves: K. max_moves: length of an episode.
-    start: see above. reward: called as in Placement-v0 with the best plan's step time; a step that finds a better plan is
+    start, keep: see above. reward: called as in Placement-v0 with the best plan's step time; a step that finds a better plan is
     rewarded by how much that rises.
 
     ## Version history
@@ -80,18 +83,21 @@ class RefinementEnv(PlacerEnv):
         moves: int = 32,
         max_moves: int = 24,
         start: str = "best",
+        keep: str = "always",
         reward: FinalReward = log_ratio,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(problems, **common)
-        if start not in STARTS:
-            raise InputError(f"start must be one of {', '.join(STARTS)}, found {start!r}")
+        for name, value, known in (("start", start, STARTS), ("keep", keep, KEEPS)):
+            if value not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, found {value!r}")
         if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
             raise InputError(
                 f"moves must be a whole number of at least 2 (one is stop) and max_moves of at least 1, found {show(moves)} "
                 f"and {show(max_moves)}"
             )
         self.moves, self.max_moves, self._start = moves, max_moves, start
+        self.choosy = keep == "better"
         self._reward, self.plain = reward, reward is log_ratio
         self._make_spaces(moves, NUM_FEATURES)
         self._guide_of = lru_cache(_GUIDES)(lambda instance: Guide(instance, moves - 1, 0))
@@ -105,14 +111,15 @@ class RefinementEnv(PlacerEnv):
         self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
         self._plan, moves = self.starting_plan(self.instance, self.np_random, (options or {}).get("plan"))
         for _ in range(moves):
-            self._look()
+            self._read(*self._guide.simulator.evaluate(self._plan))
             self._offer()
             legal = np.flatnonzero(self._legal)
             choice = int(legal[self.np_random.integers(len(legal))])
             if choice > 0:
                 self._plan = self._guide.moved(self._plan, choice - 1)
         self._left = self.max_moves
-        self._best_result = self._evaluate()
+        self._best_result, simulated = self._evaluate()
+        self._read(*simulated)
         self._best_plan = self._plan.copy()
         self._score = self._best_score = self._score_of(self._best_result)
         self._offer()
@@ -129,8 +136,9 @@ class RefinementEnv(PlacerEnv):
         if not self._legal[choice]:
             overflow = max(0.0, float(self._table[choice, _PINNED]) - 1.0)
             return self._end(infeasible_reward(overflow), illegal=True)
-        self._plan = self._guide.moved(self._plan, choice - 1)
-        result = self._evaluate()
+        before, standing = self._plan, self._score
+        self._plan = self._guide.moved(before, choice - 1)
+        result, simulated = self._evaluate()
         self._score = self._score_of(result)
         gain = max(0.0, self._best_score - self._score)
         if gain > 0:
@@ -140,9 +148,16 @@ class RefinementEnv(PlacerEnv):
                 gain = self.gain(self.instance, *pairs)
             self._best_score, self._best_plan, self._best_result = self._score, self._plan.copy(), result
         self._left -= 1
+        kept = not self.choosy or self._score < standing
+        if kept:
+            self._read(*simulated)
+        else:
+            self._plan, self._score = before, standing
+            self._table[choice], self._first[choice], self._legal[choice] = 0.0, -1, False
         if self._left == 0:
             return self._end(gain)
-        self._offer()
+        if kept or not self._legal[1:].any():
+            self._offer()
         return self._observe(), gain, False, False, {"problem": self._index}
 
     def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -213,20 +228,20 @@ class RefinementEnv(PlacerEnv):
     def _score_of(self, result: Evaluation) -> float:
         return score(result.step_time_s, result.relative_overflow, self.instance.reference_step_time_s)
 
-    def _look(self) -> Evaluation:
-        """Simulates the plan and analyses its timeline; a plan that cannot complete has none."""
-        result = Evaluation(*self._guide.look(self._plan))
-        if result.step_time_s == np.inf:
-            blind_view(self._guide, self._plan)
-        return result
-
-    def _evaluate(self) -> Evaluation:
-        """The result of the current plan, by a call of the backend."""
-        simulated = self._look()
+    def _evaluate(self) -> tuple[Evaluation, tuple[float, float]]:
+        """The result of the current plan by a call of the backend, and the simulator's step time and overflow."""
+        simulated = self._guide.simulator.evaluate(self._plan)
         if type(self.backend) is SimulatedBackend:  # which would simulate the plan again
             self.backend.calls += 1
-            return simulated
-        return self.backend.evaluate(self.instance, self._plan)
+            return Evaluation(*simulated), simulated
+        return self.backend.evaluate(self.instance, self._plan), simulated
+
+    def _read(self, step_s: float, overflow: float) -> None:
+        """Analyses the timeline of the current plan, which was simulated last; one that cannot complete has none."""
+        if step_s == np.inf:
+            blind_view(self._guide, self._plan)
+        else:
+            self._guide.read(self._plan, step_s, overflow)
 
     def _offer(self) -> None:
         """Draws moves of the plan that was looked at last."""

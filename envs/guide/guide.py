@@ -56,12 +56,15 @@ class Guide:
             Step time and overflow.
         """
         step, overflow = self.simulator.evaluate(plan)
-        if step == np.inf:
-            return step, overflow
+        if step < np.inf:
+            self.read(plan, step, overflow)
+        return step, overflow
+
+    def read(self, plan: NDArray[np.int32], step: float, overflow: float) -> None:
+        """Fills the view from the plan that was simulated last, with these results."""
         work = self.simulator.work
         sent = work.transfer[: work.layout[r.TRANSFERS]]
         analyse(*self.arguments, plan, work.time_s[0], work.time_s[1], sent, self.simulator.peak_memory_bytes, step, overflow)
-        return step, overflow
 
     def draw(self, plan: NDArray[np.int32], shares: NDArray[np.float64] = SHARES) -> int:
         """Draws moves of the plan that was analysed last and computes their features."""

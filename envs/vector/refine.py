@@ -162,6 +162,12 @@ def _score(step_s, overflow, reference_s):
 
 
 @inner
+def _withdraw(s, e, choice):
+    s.table[e, choice * NUM_FEATURES : (choice + 1) * NUM_FEATURES] = 0.0
+    s.first[e, choice], s.legal[e, choice] = -1, False
+
+
+@inner
 def _clear(s, e):
     s.table[e, :] = 0.0
     s.first[e, :] = -1
@@ -181,23 +187,24 @@ def _show(k, s, e, most_moves):
 
 
 @inner
-def _look(k, room, s, e, facts_, view_, graph, work, ranks, groups, devices):
-    """Simulates the plan of an environment, analyses it and draws moves; returns step time and overflow."""
-    plan = s.plan[e, :groups]
-    row, none = room.plan[:groups], np.zeros(0, dtype=np.uint32)
+def _simulate(room, s, e, graph, work, ranks, groups, devices):
+    """Step time and overflow of the plan of an environment."""
+    plan, row, none = s.plan[e, :groups], room.plan[:groups], np.zeros(0, dtype=np.uint32)
     for g in range(groups):
         row[g] = plan[g]
-    peak, busy_s = room.peak[:devices], room.busy_s[:devices]
-    step_s, overflow = simulate_plans(
-        graph, work, ranks, none, row.reshape((1, groups)), room.outcome, room.step_s, peak.reshape((1, devices)),
-        busy_s.reshape((1, devices)),
-    )  # fmt: skip
+    peak, busy_s = room.peak[:devices].reshape((1, devices)), room.busy_s[:devices].reshape((1, devices))
+    return simulate_plans(graph, work, ranks, none, row.reshape((1, groups)), room.outcome, room.step_s, peak, busy_s)
+
+
+@inner
+def _read(k, room, s, e, facts_, view_, work, groups, devices, step_s, overflow):
+    """Analyses the timeline of the plan of an environment, which was simulated last."""
+    plan = s.plan[e, :groups]
     if step_s == np.inf:
         blind(facts_, view_, plan, k.reference_s[s.instance[e]])
     else:
         sent = work[9][: work[7][r.TRANSFERS]]
-        analyse(facts_, view_, plan, work[8][0], work[8][1], sent, peak, step_s, overflow)
-    return step_s, overflow
+        analyse(facts_, view_, plan, work[8][0], work[8][1], sent, room.peak[:devices], step_s, overflow)
 
 
 @inner
@@ -226,7 +233,7 @@ def _offer(room, s, e, facts_, view_, groups, shares):
 
 def _compile(stamp):
     @entry(nogil=True)
-    def refine(known, room, state, rows, actions, most_moves, mode, shares):
+    def refine(known, room, state, rows, actions, most_moves, mode, choosy, shares):
         """Steps environments, or begins their episodes.
 
         Args:
@@ -237,6 +244,7 @@ def _compile(stamp):
             actions: int64 [N].
             most_moves: Moves of an episode.
             mode: STEP; BEGIN, after `instance`, `random`, `plan` and `left` were set; LOOK only draws moves of the plan.
+            choosy: Moves after which the score is no lower are taken back.
             shares: See `rlplace.envs.guide.draw.SHARES`.
         """
         _ = stamp
@@ -255,6 +263,7 @@ def _compile(stamp):
                     _clear(s, e)
                     _show(k, s, e, most_moves)
                     continue
+                t.trial[:groups] = s.plan[e, :groups]
                 for m in range(s.ptr[e, choice - 1], s.ptr[e, choice]):
                     s.plan[e, s.groups[e, m]] = s.targets[e, m]
             facts_ = facts_at(k.facts, k.facts_at, i, groups, devices)
@@ -263,22 +272,34 @@ def _compile(stamp):
             work = work_at(t.work, t.work_size, t.values, t.values_at, i, devices)
             ranks = cut(k.ranks[0], k.ranks_at, 0, i)
             ranks = ranks.reshape((2, len(ranks) // 2))
-            step_s, overflow = _look(k, t, s, e, facts_, view_, graph, work, ranks, groups, devices)
-            if mode != LOOK:
-                s.score[e] = _score(step_s, overflow, k.reference_s[i])
+            step_s, overflow = _simulate(t, s, e, graph, work, ranks, groups, devices)
+            before, s.score[e] = s.score[e], _score(step_s, overflow, k.reference_s[i])
+            kept = mode != STEP or not choosy or s.score[e] < before
+            if kept:
+                _read(k, t, s, e, facts_, view_, work, groups, devices, step_s, overflow)
                 s.loads_s[e] = view_[0].max()
-                gain = max(0.0, s.best_score[e] - s.score[e])
-                if gain > 0.0 or mode == BEGIN:
-                    s.best_score[e], s.best_s[e], s.best_overflow[e] = s.score[e], step_s, overflow
-                    s.best_plan[e] = s.plan[e]
-                if mode == STEP:
-                    s.reward[e] = gain
-                    s.left[e] -= 1
-                    if s.left[e] == 0:
-                        s.status[e] = STOPPED
-                        _clear(s, e)
+            gain = max(0.0, s.best_score[e] - s.score[e])
+            if (gain > 0.0 and mode == STEP) or mode == BEGIN:
+                s.best_score[e], s.best_s[e], s.best_overflow[e] = s.score[e], step_s, overflow
+                s.best_plan[e] = s.plan[e]
+            if mode == STEP:
+                s.reward[e] = gain
+                s.left[e] -= 1
+                if not kept:
+                    s.score[e] = before
+                    s.plan[e, :groups] = t.trial[:groups]
+                    _withdraw(s, e, choice)
+                if s.left[e] == 0:
+                    s.status[e] = STOPPED
+                    _clear(s, e)
+                    _show(k, s, e, most_moves)
+                    continue
+                if not kept:
+                    if s.legal[e, 1:].any():
                         _show(k, s, e, most_moves)
                         continue
+                    step_s, overflow = _simulate(t, s, e, graph, work, ranks, groups, devices)
+                    _read(k, t, s, e, facts_, view_, work, groups, devices, step_s, overflow)
             _offer(t, s, e, facts_, view_, groups, shares)
             _show(k, s, e, most_moves)
 

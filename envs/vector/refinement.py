@@ -37,7 +37,7 @@ class RefinementVectorEnv(PlacerVectorEnv):
         state, most = tuple(self._state), self.single.max_moves
 
         def call(part: NDArray[np.int64], thread: int) -> None:
-            refine(self._known, self._rooms[thread], state, part, actions, most, mode, SHARES)
+            refine(self._known, self._rooms[thread], state, part, actions, most, mode, self.single.choosy, SHARES)
 
         self._spread(call, rows)
 

@@ -217,3 +217,44 @@ def test_a_reset_that_is_refused_leaves_no_half_an_episode(options):
 def test_sizes_are_checked(sizes):
     with pytest.raises(InputError, match="moves"):
         RefinementEnv([random_problem(1, num_groups=8, num_devices=2)], **sizes)
+
+
+def test_moves_that_do_not_help_are_taken_back():
+    env = RefinementEnv(
+        [random_problem(3, num_groups=30, num_devices=3)], start="greedy", max_moves=200, moves=8, keep="better"
+    )
+    rng, kept, back, drawn = np.random.default_rng(0), 0, 0, 0
+    env.reset(seed=1)
+    simulator = SimulatedBackend()
+    standing, done = simulator.evaluate(env.instance, env.current_plan()), False
+    while not done:
+        before, offered = env.current_plan().copy(), env.action_masks()
+        legal = np.flatnonzero(offered[1:]) + 1
+        choice = int(rng.choice(legal)) if len(legal) else 0
+        groups, devices = (part.copy() for part in env.move(choice))
+        after = before.copy()
+        after[groups] = devices
+        result = simulator.evaluate(env.instance, after)
+        observation, reward, done, _, _ = env.step(choice)
+        if choice == 0:
+            break
+        if score_of(env, result) < score_of(env, standing):
+            assert reward > 0 and (env.current_plan() == after).all()
+            standing, kept = result, kept + 1
+        else:
+            assert reward == 0 and (env.current_plan() == before).all()
+            back += 1
+            left = offered.copy()
+            left[choice] = False
+            if done:
+                break
+            if left[1:].any():  # the same moves but one
+                assert (env.action_masks() == left).all()
+                assert not observation["candidates"].reshape(8, -1)[choice].any()
+            else:
+                drawn += 1
+    assert kept > 5 and back > 20 and drawn > 1
+
+
+def score_of(env, result):
+    return refinement.score(result.step_time_s, result.relative_overflow, env.instance.reference_step_time_s)

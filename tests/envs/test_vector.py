@@ -61,11 +61,12 @@ def actions_of(masks, rng):
 @given(
     kind=st.sampled_from(sorted(KINDS)), mode=st.sampled_from(["NextStep", "SameStep"]), count=st.integers(1, 7),
     seed=st.integers(0, 2**31), observation=st.sampled_from(["indexed", "full"]),
-    start=st.sampled_from(["best", "mixed", "greedy"]),
+    start=st.sampled_from(["best", "mixed", "greedy"]), keep=st.sampled_from(["always", "better"]),
+    moves=st.sampled_from([3, 32]),
 )  # fmt: skip
-def test_equal_to_single_environments_bit_for_bit(bank, kind, mode, count, seed, observation, start):
+def test_equal_to_single_environments_bit_for_bit(bank, kind, mode, count, seed, observation, start, keep, moves):
     options = {"problems": bank, "observation": observation} | (
-        {"start": start, "max_moves": 5} if kind == "Refinement" else {}
+        {"start": start, "max_moves": 5, "keep": keep, "moves": moves} if kind == "Refinement" else {}
     )
     single = SyncVectorEnv([lambda: KINDS[kind](**options)] * count, autoreset_mode=mode)
     ours, rng = vector(kind, count, autoreset_mode=mode, **options), np.random.default_rng(seed)

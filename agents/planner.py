@@ -31,6 +31,9 @@ from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
+_FLOOR_SHARE = 0.4
+"""Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
+
 
 def agent(
     problem: Problem,
@@ -112,7 +115,8 @@ def _start(
     unknown = Score(math.inf, 0.0)
     if start is None:
         try:
-            best = get_planner("best")(problem, seed=seed, time_limit_s=time_limit_s)
+            limit_s = None if time_limit_s is None else _FLOOR_SHARE * time_limit_s
+            best = get_planner("best")(problem, seed=seed, time_limit_s=limit_s)
         except InfeasibleError as error:
             return None, unknown, None, error
         return best.device_of_group, Score(best.predicted.step_s, 0.0), None, None

@@ -248,7 +248,7 @@ def run(cell: dict[str, Any]) -> list[float]:
     from rlplace.plan.strategy import Strategy
     from rlplace.runtime.distributed.distribute import distribute
     from rlplace.runtime.distributed.execution import activity
-    from rlplace.runtime.distributed.job.training import train_step
+    from rlplace.runtime.measure import train_step
     from rlplace.zoo import load_model
 
     strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()

@@ -153,8 +153,8 @@ def time_plans(path: str, alike: bool = False) -> None:
 
     from rlplace.plan.strategy import Strategy
     from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.job.training import train_step
     from rlplace.runtime.distributed.ranks import start_group
+    from rlplace.runtime.measure import train_step
     from rlplace.zoo import load_model
 
     torch.set_num_threads(1)

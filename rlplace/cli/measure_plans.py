@@ -55,7 +55,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.recipe import recipe_of
     from rlplace.runtime.distributed.job.measure import plan_timer
-    from rlplace.runtime.distributed.job.training import processes_needed
+    from rlplace.runtime.distributed.ranks import devices_of
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     for path, plan in plans:
         if replace(recipe_of(plan), batch=recipe.batch) != recipe:
             raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
-        needed, processes = processes_needed(plan), dist.get_world_size()
+        needed, processes = len(devices_of(plan)), dist.get_world_size()
         if plan.strategy is not None and needed != processes:
             raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
     problems = _problems(options, [plan for _, plan in plans])

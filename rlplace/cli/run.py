@@ -114,9 +114,9 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     Raises:
         InputError: With the command that starts the right number.
     """
-    from rlplace.runtime.distributed.job.training import processes_needed
+    from rlplace.runtime.distributed.ranks import devices_of
 
-    needed = processes_needed(plan)
+    needed = len(devices_of(plan))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == needed:
         return

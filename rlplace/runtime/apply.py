@@ -92,12 +92,12 @@ def apply(
     _refuse_deepcopy(model)
     first_path = {module: path for path, module in model.named_modules()}
     rounding = round_to_modules(plan, {path: first_path[m] for path, m in model.named_modules(remove_duplicate=False)})
-    loss = device_of_loss(plan)
+    loss, tensors = device_of_loss(plan), tensors_in(model).values()
     followed = plan.order is None and plan.priority is None
     vars(model)["report"] = ApplyReport(
         devices=tuple(str(device) for device in on),
         device_of_module=rounding.device_of_module,
-        parameter_bytes=_device_bytes(model, on),
+        parameter_bytes=tuple(sum(tensor.nbytes for tensor in tensors if tensor.device == device) for device in on),
         ops=len(planned),
         copies_per_forward=forward.copies,
         loss_device=None if loss is None else str(on[loss]),
@@ -178,14 +178,6 @@ def _move_tensors(model: nn.Module, device_of: Mapping[str, torch.device]) -> No
 
     for module in model.modules():
         module._apply(move, recurse=False)
-
-
-def _device_bytes(model: nn.Module, devices: tuple[torch.device, ...]) -> tuple[int, ...]:
-    """Bytes of parameters and buffers on each device; tied ones count once."""
-    total = dict.fromkeys(devices, 0)
-    for tensor in tensors_in(model).values():
-        total[tensor.device] += tensor.numel() * tensor.element_size()
-    return tuple(total[device] for device in devices)
 
 
 def _refuse_deepcopy(module: nn.Module) -> None:

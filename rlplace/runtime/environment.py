@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError, show
@@ -72,14 +73,18 @@ def read_environment(device: torch.device) -> Environment:
     """Describes a device as it is now; its kind is that of `rlplace.Cluster.detect()`."""
     from rlplace.cluster.detect import detect
 
-    details: dict[str, str | float | int] = dict(_software(device))
-    readings = nvidia_readings(device)
+    readings, details = nvidia_readings(device), dict[str, str | float | int]()
     if device.type == "cuda":
-        details["multiprocessors"] = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        found, matmul, cudnn = torch.cuda.get_device_properties(device), torch.backends.cuda.matmul, torch.backends.cudnn
+        details |= {"cuda": str(torch.version.cuda), "multiprocessors": int(found.multi_processor_count)}
+        details |= {"matmul_tf32": str(matmul.allow_tf32), "cudnn_tf32": str(cudnn.allow_tf32)}
+        name = str(found.name)
     else:
-        details |= {"cores": os.cpu_count() or 1, "load_average": round(os.getloadavg()[0], 2)}
+        details |= {"capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count() or 1}
+        details["load_average"] = round(os.getloadavg()[0], 2)
+        name = next(iter(_processor_values("model name")), "processor")
     return Environment(
-        device=_name(device),
+        device=name,
         device_kind=detect().kinds[device.index or 0].name,
         device_type=device.type,
         torch=torch.__version__,
@@ -89,18 +94,6 @@ def read_environment(device: torch.device) -> Environment:
         temperature_c=readings.get("temperature.gpu"),
         details=details,
     )
-
-
-def _name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).name) if device.type == "cuda" else processor_name()
-
-
-def _software(device: torch.device) -> dict[str, str]:
-    """What beside the device decides how fast it computes."""
-    if device.type != "cuda":
-        return {"capability": torch.backends.cpu.get_cpu_capability()}
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    return {"cuda": str(torch.version.cuda), "matmul_tf32": str(matmul), "cudnn_tf32": str(cudnn)}
 
 
 def clock_mhz(device: torch.device) -> float | None:
@@ -143,12 +136,8 @@ def time_control(device: torch.device) -> tuple[str, float]:
     return f"mm float32 {size}x{size}x{size}", statistics.median(seconds[_CONTROL_WARMUP:])
 
 
-def processor_name() -> str:
-    """The model of this machine's processor, as Linux names it."""
-    return next(iter(_processor_values("model name")), "processor")
-
-
 def _processor_values(key: str) -> list[str]:
+    """What Linux says of every core."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
@@ -208,11 +197,9 @@ class PeakMemory:
 
 def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The tensors of a module and its optimizer that stay from step to step."""
-    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
-    tensors += [p.grad for p in module.parameters() if p.grad is not None]
-    for state in optimizer.state.values() if optimizer is not None else ():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters()), *pytree.tree_leaves(states)]
+    return [t.to_local() if hasattr(t, "to_local") else t for t in held if isinstance(t, torch.Tensor)]
 
 
 def _status_bytes(key: str) -> int:

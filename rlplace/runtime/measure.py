@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,10 @@ from rlplace.errors import InputError
 from rlplace.graph.inputs import split_inputs
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.apply import apply
+from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.environment import read_clock
+
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -88,11 +92,41 @@ def time_step(
     """
     places = {torch.device(device) for device in devices}
     begin = max(map(read_clock, places))
-    optimizer.zero_grad(set_to_none=True)
-    args, kwargs = split_inputs(inputs)
-    loss_of(module(*args, **kwargs), loss).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    train_step(module, optimizer, inputs, loss=loss)
     return max(map(read_clock, places)) - begin
+
+
+def train_step(
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    clip: float | None = None,
+    autocast: Autocast = contextlib.nullcontext,
+) -> Tensor:
+    """One training step; leaves the gradients in place and returns the loss, detached.
+
+    Args:
+        module: The model, or this process's part of a distributed one.
+        optimizer: Updates its parameters.
+        inputs: A tuple of arguments or a dict of keyword arguments, the same on every process.
+        loss: As in `step_timer`.
+        clip: Norm that the gradients of a distributed model are clipped to.
+        autocast: Makes what the forward runs under.
+    """
+    args, kwargs = split_inputs(inputs)
+    module.zero_grad(set_to_none=True)
+    with autocast():
+        output = module(*args, **kwargs)
+    value = loss_of(output, loss)
+    value.backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        module.clip_grad_norm_(clip)
+    activity.mark("update")
+    optimizer.step()
+    activity.mark(None)
+    return value.detach()
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

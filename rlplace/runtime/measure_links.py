@@ -61,7 +61,7 @@ def measure_links(
     device = own_device(None, "measure --links")
     try:
         start_group("nccl" if device.type == "cuda" else "gloo", _TIMEOUT_S)
-        say = progress if progress is not None and dist.get_rank() == 0 else _silent
+        say = progress if progress is not None and dist.get_rank() == 0 else lambda line: None
         times = _measure(_Bench(device, max(3, repeats)), time_limit_s, say)
         return times if dist.get_rank() == 0 else None
     except RlplaceError:
@@ -71,10 +71,6 @@ def measure_links(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _silent(line: str) -> None:
-    """Ranks above 0 say nothing."""
 
 
 def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> LinkTimes:

@@ -204,7 +204,7 @@ def _run_steps(
             if plain_step is not None:
                 plain.append(plain_step())
             if walk is not None and len(marked) < repeats:
-                marked.append(walk.run())
+                marked.append(walk.step())
             if index < WARMUP_STEPS:
                 del plain[:], marked[:]
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ _RATE = 1e-6
 """Keeps random weights random."""
 
 
-class StepWalk:
+class StepWalk(fx.Interpreter):
     """Runs training steps of a module with marks.
 
     Args:
@@ -46,10 +46,12 @@ class StepWalk:
     ) -> None:
         args, kwargs = split_inputs(inputs)
         try:
-            self.graph = export_training_graph(module, args, kwargs)
+            exported = export_training_graph(module, args, kwargs)
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             raise CaptureError(f"cannot time single ops of {type(module).__name__}: it cannot be exported: {text}") from error
+        super().__init__(exported.module)
+        self._op_name_of_node, self._out_spec = exported.op_name_of_node, exported.program.call_spec.out_spec
         self.leaves = flatten_inputs(args, kwargs)
         self.loss, self.marks = loss, marks
         self.parameters = trainable(module)
@@ -58,7 +60,7 @@ class StepWalk:
         self._owner_of_sequence: dict[int, str] = {}
         self.mark_cost_s = marks.cost_s()
 
-    def run(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
+    def step(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
         """One step.
 
         Returns:
@@ -80,9 +82,10 @@ class StepWalk:
         return marks.finish()
 
     def _forward(self) -> Tensor:
-        flat = _Runner(self).run(*self.leaves, enable_io_processing=False)
+        flat = self.run(*self.leaves, enable_io_processing=False)
+        self.env = {}  # the output is not kept
         self.marks.mark(None)
-        output = torch.utils._pytree.tree_unflatten(list(flat), self.graph.program.call_spec.out_spec)
+        output = torch.utils._pytree.tree_unflatten(list(flat), self._out_spec)
         begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if self.loss is not None:
             self.marks.mark(LOSS_LABEL)
@@ -90,6 +93,17 @@ class StepWalk:
         self.marks.mark(None)
         self._claim(begin, LOSS_LABEL)
         return value
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node, with a mark before an op."""
+        name = self._op_name_of_node.get(n.name)
+        if name is None:
+            return super().run_node(n)
+        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.marks.mark(name)
+        out = super().run_node(n)
+        self._claim(begin, name)
+        return out
 
     def _claim(self, begin: int, name: str) -> None:
         """Gives the autograd nodes made since `begin` to an op."""
@@ -132,22 +146,6 @@ class StepWalk:
 
 UPDATE = "optimizer"
 """First part of the keys of updates; the second is the number of the group, or None for a step without parameters."""
-
-
-class _Runner(fx.Interpreter):
-    def __init__(self, walk: StepWalk) -> None:
-        super().__init__(walk.graph.module)
-        self.walk = walk
-
-    def run_node(self, n: fx.Node) -> Any:
-        name = self.walk.graph.op_name_of_node.get(n.name)
-        if name is None:
-            return super().run_node(n)
-        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self.walk.marks.mark(name)
-        out = super().run_node(n)
-        self.walk._claim(begin, name)
-        return out
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:

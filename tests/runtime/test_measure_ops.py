@@ -144,14 +144,14 @@ def test_steps_of_what_cannot_be_exported_are_timed():
 
 @pytest.mark.parametrize(("stop", "kept"), [(12, 9), (7, None)])
 def test_an_interrupt_keeps_what_was_timed(monkeypatch, tmp_path, capsys, stop, kept):
-    runs, real = iter(range(1000)), StepWalk.run
+    runs, real = iter(range(1000)), StepWalk.step
 
     def run(walk):
         if next(runs) == stop:
             raise KeyboardInterrupt
         return real(walk)
 
-    monkeypatch.setattr(StepWalk, "run", run)
+    monkeypatch.setattr(StepWalk, "step", run)
     out = tmp_path / "x.measure.json"
     options = ["--ops", "--step", "--batch", "4", "--repeats", "30", "--threads", "1", "--out", str(out)]
     assert main(["measure", MLP, *options]) == 130

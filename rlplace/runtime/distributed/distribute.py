@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.model import Batching, DistributedModel
 from rlplace.runtime.distributed.placed_model import PlacedModel
-from rlplace.runtime.distributed.ranks import check_same_plan, devices_of, part_text, ranks_of
+from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.environment import own_device
 from rlplace.runtime.native.gradients import average_left_out, left_out, sum_parts
@@ -85,9 +85,7 @@ def distribute(
         raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
     if share != "global" and plan.strategy is None:
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
-    rank = dist.get_rank()
-    used = range(devices_of(plan)) if plan.strategy is None else sorted(plan.strategy.devices)
-    faults.watch_over(part_text(plan, used[rank] if rank < len(used) else None))
+    faults.watch_over(part_text(plan, dist.get_rank()))
     check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)
     options: dict[str, Any] = {"batching": Batching(share, frozenset(whole), reduction), "loss": loss, "seed": seed}
@@ -98,7 +96,11 @@ def distribute(
     else:
         from rlplace.runtime.native.run import prepare
 
-        inputs = pytree.tree_map_only(torch.Tensor, _with_values, {**keyword_inputs(model, args), **kwargs})
+        inputs = pytree.tree_map_only(
+            torch.Tensor,
+            lambda leaf: torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf,
+            {**keyword_inputs(model, args), **kwargs},
+        )
         placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
     check_first_batches(placed, placed.ranks, placed.batching.share)
     return placed
@@ -142,7 +144,3 @@ def parallelize(
         if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # what a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
     return made.runner.root, mesh
-
-
-def _with_values(example: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(example, device="cpu") if example.is_meta else example

@@ -46,7 +46,7 @@ class Stash:
         self._parameters = parameters
         self._copy = copy
         self._before: dict[str, torch.Tensor | None] = {}
-        self._gradients: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] | None = {}
 
     def __enter__(self) -> Stash:
         for name, parameter in self._parameters.items():
@@ -63,10 +63,13 @@ class Stash:
 
     def keep(self) -> None:
         """Takes the gradients that wait into memory of their own."""
-        self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
+        if self._gradients is not None:
+            self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
 
     def deliver(self, scale: torch.Tensor) -> None:
-        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees."""
+        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees; once."""
+        if self._gradients is None:
+            raise RuntimeError("rlplace: backward through the loss of one step a second time")
         factor = float(scale)
         for name, gradient in self._gradients.items():
             if factor != 1.0:
@@ -76,29 +79,7 @@ class Stash:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-        self._gradients = {}
-
-
-class Deliver(torch.autograd.Function):
-    """The loss of a step that has run already; its backward hands over the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, stash: Stash) -> torch.Tensor:
-        """Returns the loss."""
-        ctx.stash = stash
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Hands over the gradients, once."""
-        if ctx.stash is None:
-            raise RuntimeError("rlplace: backward through the loss of one step a second time")
-        ctx.stash.deliver(grads[0])
-        ctx.stash = None
-        return None, None
-
-
-_OWN = ("batching", "meta_model", "nothing", "random_state", "ranks", "report")
+        self._gradients = None
 
 
 class DistributedModel(nn.Module):
@@ -131,7 +112,7 @@ class DistributedModel(nn.Module):
         self.random_state = seed, 0
         self.report = report
         vars(self)["nothing"] = nn.Parameter(torch.zeros(0, device=ranks.device))  # not one of the model's
-        taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(type(self)), *_OWN}
+        taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(self)}
         if taken:
             raise InputError(
                 f"distribute: the model has a part named {min(taken)!r}, which means something else in a distributed model; "
@@ -147,7 +128,9 @@ class DistributedModel(nn.Module):
                 output, loss, stash = self._train(args, kwargs, target)
                 seed, step = self.random_state
                 self.random_state = seed, step + 1
-                return output(Deliver.apply(loss.detach().requires_grad_(), stash))  # type: ignore[no-untyped-call]
+                loss = loss.detach().requires_grad_()  # its step has run already: the backward hands over the gradients
+                loss.register_hook(stash.deliver)  # type: ignore[no-untyped-call]
+                return output(loss.clone())
 
         self.forward = forward  # its signature is the model's, which trainers look at
 
@@ -180,12 +163,7 @@ class DistributedModel(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
-        empty = True
-        for _, parameter in self.named_parameters(recurse=recurse):
-            empty = False
-            yield parameter
-        if empty:
-            yield self.nothing
+        yield from [parameter for _, parameter in self.named_parameters(recurse=recurse)] or [self.nothing]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -91,13 +91,11 @@ class Ranks:
 
     Attributes:
         rank: Number of this process.
-        world: Number of processes.
         device: Where this process computes.
         replicas: The ranks of every replica; a placement has one.
     """
 
     rank: int
-    world: int
     device: torch.device
     replicas: tuple[tuple[int, ...], ...]
 
@@ -107,10 +105,12 @@ class Ranks:
         return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
 
 
-def part_text(plan: PlacementPlan, device: int | None) -> str:
-    """What a device of a plan runs, for messages: its stages."""
-    if device is None:
+def part_text(plan: PlacementPlan, rank: int) -> str:
+    """What a process runs of a plan, for messages: its stages."""
+    devices = devices_of(plan)
+    if rank >= len(devices):
         return "not in the plan"
+    device = devices[rank]
     if plan.strategy is not None:
         here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
     else:
@@ -120,9 +120,9 @@ def part_text(plan: PlacementPlan, device: int | None) -> str:
     return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"
 
 
-def devices_of(plan: PlacementPlan) -> int:
-    """How many devices a placement uses."""
-    return int(plan.device_of_group.max(initial=0)) + 1
+def devices_of(plan: PlacementPlan) -> Sequence[int]:
+    """Device of every process that a plan needs: all up to the last that a placement uses, those of a strategy."""
+    return range(int(plan.device_of_group.max(initial=0)) + 1) if plan.strategy is None else sorted(plan.strategy.devices)
 
 
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
@@ -131,11 +131,12 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
     Raises:
         InputError: Too few processes.
     """
-    world = dist.get_world_size()
-    used = devices_of(plan)
-    if world < used:
-        raise InputError(f"distribute: the plan uses {used} devices, but there are {world} processes; start one per device")
-    return Ranks(dist.get_rank(), world, device, (tuple(range(used)),))
+    world, used = dist.get_world_size(), tuple(devices_of(plan))
+    if world < len(used):
+        raise InputError(
+            f"distribute: the plan uses {len(used)} devices, but there are {world} processes; start one per device"
+        )
+    return Ranks(dist.get_rank(), device, (used,))
 
 
 def check_same_plan(plan: PlacementPlan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from rlplace.runtime.distributed.execution.batches import check_inputs, samples_
 from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import gather_outputs, own_part
+from rlplace.runtime.distributed.state.whole import gather_values, own_part
 from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
@@ -78,7 +78,7 @@ class StrategyModel(DistributedModel):
             rows, batching = [list(range(dist.get_world_size()))], replace(batching, share="global")
         else:
             rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(place.data_degree, -1).tolist()
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), place.device, tuple(map(tuple, rows)))
+        ranks = Ranks(dist.get_rank(), place.device, tuple(map(tuple, rows)))
         super().__init__(meta, ranks, batching, seed, NATIVE)
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
@@ -129,27 +129,24 @@ class StrategyModel(DistributedModel):
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
         check_inputs((args, kwargs))
         _, passes = self._called(args, kwargs, target)
-        seen: list[tuple[int | None, int, Any]] = []
-
-        def shape_of(output: Any) -> tuple[int | None, int, Any]:
-            flat, spec = pytree.tree_flatten(output)
-            value = loss_of(output, None) if self._loss is None else None
-            return next((i for i, leaf in enumerate(flat) if leaf is value), None), len(flat), spec
+        made: list[Callable[[torch.Tensor], Any]] = []
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
-            seen[:] = [shape_of(output)]  # not the output itself: its logits would take memory in the backward
+            made[:] = [self._output_like(output)]
             return self._loss_of(output, part.get(TARGET))
 
         value, stash = self._run(passes, loss)
-        recorded = None if seen else self.runner.recorded(passes)[1].captured.output  # type: ignore[union-attr]
-        position, leaves, spec = seen[0] if seen else shape_of(recorded)
+        if not made:  # another process has the last stage
+            made.append(self._output_like(self.runner.recorded(passes)[1].captured.output))  # type: ignore[union-attr]
+        return made[0], value, stash
 
-        def made(total: torch.Tensor) -> Any:
-            if position is None:
-                return total
-            return pytree.tree_unflatten([total if i == position else None for i in range(leaves)], spec)
-
-        return made, value, stash
+    def _output_like(self, output: Any) -> Callable[[torch.Tensor], Any]:
+        """Makes of the loss what the model returns; does not keep the output, whose logits take memory in the backward."""
+        if self._loss is not None:
+            return lambda total: total
+        value, (leaves, spec) = loss_of(output, None), pytree.tree_flatten(output)
+        at = [leaf is value for leaf in leaves]
+        return lambda total: pytree.tree_unflatten([total if here else None for here in at], spec) if any(at) else total
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         batch, passes = self._called(args, kwargs, target)
@@ -167,9 +164,10 @@ class StrategyModel(DistributedModel):
                 for n in range(together)
                 for output, one in zip(outputs, passes, strict=True)
             ]
-        gathered = gather_outputs(outputs if self.place.index["tensor"] == 0 else None, own, self.place.device)
+        mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
+        gathered = gather_values(mine, self.place.device, everywhere=True)
         wanted = [own] if self.batching.share == "replica" else list(range(len(replicas)))
-        parts = [output for made in (gathered if len(wanted) > 1 else [gathered[own]]) for output in made]
+        parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         spec = pytree.tree_structure(parts[0])
         joined = join_leaves([pytree.tree_leaves(part) for part in parts], sizes, self.batching.reduction == "mean")

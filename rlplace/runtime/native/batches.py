@@ -14,6 +14,8 @@ from rlplace.plan.strategy import Strategy
 
 Batch = Mapping[str, Any]
 
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -202,10 +204,15 @@ def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
     return len(values[0]) == samples[0] or not all(torch.equal(v, values[0]) for v in values[1:])
 
 
-def signature_of(inputs: Batch) -> tuple[Any, ...]:
-    """What a forward is recorded for: names, and by leaf shape and dtype, or the value of what is no tensor."""
-    return tuple(inputs), tuple(_kind(leaf) for leaf in pytree.tree_leaves(dict(inputs)))
+def signature_of(inputs: Any) -> tuple[str, tuple[Any, ...]]:
+    """What a forward is recorded for: structure, and by leaf shape and dtype, or type and value of what is no tensor.
 
-
-def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    Raises:
+        InputError: A leaf is something else than a tensor, a number, a string or None.
+    """
+    leaves, spec = pytree.tree_flatten(inputs)
+    strange = next((leaf for leaf in leaves if not isinstance(leaf, _LEAVES)), None)
+    if strange is not None:
+        raise InputError(f"a model that runs a plan cannot take a {type(strange).__name__} as input; give tensors and numbers")
+    kinds = ((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
+    return str(spec), tuple(kinds)

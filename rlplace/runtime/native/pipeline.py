@@ -20,6 +20,7 @@ from rlplace.errors import InputError
 from rlplace.plan.chain import check_chain
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.distributed.execution import activity
+from rlplace.runtime.distributed.graph.forward_graph import autocast_state
 from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
 from rlplace.runtime.native.capture import Captured
@@ -210,7 +211,7 @@ class PipelineRun:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._pipeline, self._place, self._roots, self._record = pipeline, place, roots, record
-        self._recorded: dict[Any, Recorded] = {self._key(signature_of(first[0])): first[1]}
+        self._recorded: dict[Any, Recorded] = {self._key(signature_of(dict(first[0]))): first[1]}
         self._schedules: dict[Any, Any] = {}
         self._dtype = dtype
 
@@ -233,8 +234,7 @@ class PipelineRun:
         return key, self._recorded[key]
 
     def _key(self, kind: Any) -> Any:
-        device, training = self._place.device.type, next(iter(self._roots.values())).training
-        return kind, training, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return kind, next(iter(self._roots.values())).training, autocast_state()
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
         """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
@@ -336,7 +336,9 @@ class PipelineRun:
             made.append(stage)
         kind = getattr(pipelining, schedule.torch_class)
         single = issubclass(kind, PipelineScheduleSingle)
-        runs = kind(made[0] if single else made, microbatches, loss_fn=_loss, scale_grads=False)
+        # The last stage returns the loss itself.
+        stages = made[0] if single else made
+        runs = kind(stages, microbatches, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
         if not single:
             send_at_once(runs)
         return runs
@@ -366,8 +368,3 @@ def send_at_once(schedule: Any) -> None:
     }
     if order != schedule.pipeline_order:
         schedule._prepare_schedule_with_comms(order)
-
-
-def _loss(output: torch.Tensor, target: Any) -> torch.Tensor:
-    """The last stage returns the loss itself."""
-    return output.sum()

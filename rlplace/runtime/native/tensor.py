@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.cuts.regions import Region
@@ -103,11 +104,10 @@ class Layouts:
         return torch.cat(parts, dim).contiguous()
 
     def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
-        local, placement = whole, cast("Placement", Replicate())
-        if dim is not None:
-            local = self._own_part(dim, packed, whole)
-            placement = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
-        return DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        if dim is not None and packed > 1:
+            placement = _StridedShard(dim, split_factor=packed)
+        return distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
 
     def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
         """What this process holds of a value after a collective, and how its gradient is held."""
@@ -200,9 +200,6 @@ def _product(value: torch.Tensor, weight: torch.Tensor, transposed: bool) -> tor
 
 def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a forward on plain tensors in place of a module's own parameters."""
-    kept = module._parameters
-    try:
-        module._parameters = {name: one if one is None else _local(one, partial_sums=True) for name, one in kept.items()}  # type: ignore[misc]
+    local = {name: _local(one, partial_sums=True) for name, one in module.named_parameters(recurse=False)}
+    with _reparametrize_module(module, local):
         return forward(*args, **kwargs)
-    finally:
-        module._parameters = kept

@@ -25,6 +25,7 @@ from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.state import training_state
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.untrusted import _Unpickler
+from rlplace.runtime.distributed.state.whole import gather_values
 
 STEPS = 5
 SAVED = 2
@@ -120,6 +121,9 @@ def two(folder):
     found["plain"] = training_state.load_checkpoint(Path(folder) / "plain", model, optimizer).step
     found["values"] = {key: value.clone() for key, value in model.state_dict().items()}
     found["refused"] = refusals(folder, model, optimizer)
+    rank = dist.get_rank()
+    own = {rank: [torch.full((), rank + 1, dtype=torch.int16), {"plain": rank}, torch.zeros(0, dtype=torch.float8_e4m3fn)]}
+    found["gathered"] = gather_values(own, torch.device("cpu"), everywhere=True)
     return found
 
 
@@ -224,6 +228,9 @@ def test_fewer_processes_and_back(four, folder):
         assert found["plain"] == 9
         for key, value in found["values"].items():
             assert torch.equal(value, model.state_dict()[key]), key
+        for rank, (number, plain, empty) in found["gathered"].items():  # types that gloo's broadcast does not know
+            assert (number.dtype, int(number), plain, empty.shape) == (torch.int16, rank + 1, {"plain": rank}, (0,))
+        assert list(found["gathered"]) == [0, 1]
         none, other, schedule, data = found["refused"]
         assert "no complete checkpoint" in none
         assert "another model" in other and "'" in other

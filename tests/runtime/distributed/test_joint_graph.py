@@ -185,7 +185,7 @@ def test_programs_follow_one_order_and_every_message_has_two_ends(name, training
                 super()._leave(value)
 
         monkeypatch.setattr(engines, "Emitter", Noting)
-        program = engines.Engine(placement, Ranks(device, 3, cpu, ((0, 1, 2),)), tensors_in(own))._program(training)
+        program = engines.Engine(placement, Ranks(device, cpu, ((0, 1, 2),)), tensors_in(own))._program(training)
         wanted = [value for node in order if placement.device_of[node] == device for value in results_of(node)]
         assert [value for value in made if value in placement.device_of] == wanted
         nodes = list(program.module.graph.nodes)

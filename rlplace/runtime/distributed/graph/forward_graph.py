@@ -22,6 +22,7 @@ from rlplace.graph.export import export_training_graph, is_check, refuse_functio
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, first_names, new_fake_mode, tensors_in
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
+from rlplace.runtime.native.batches import signature_of
 
 Loss = Callable[..., torch.Tensor]
 
@@ -112,13 +113,15 @@ def forward_graph(
     examples = (*({**fakes, **constants}[name] for name in held), *fake_inputs(flat_inputs(args, kwargs, target), mode))
     with mode, any_dtype_grouped_mm(), torch.enable_grad():
         values = fx.Interpreter(graph_module).run(*examples)
-    loss_number = None if loss_node is None else outputs.index(loss_node)
+    number = None if loss_node is None else outputs.index(loss_node)
+    value = None if number is None else values[number]
+    trains = isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
         outputs=outputs,
         out_spec=out_spec,
-        loss=loss_number if loss_number is not None and _is_loss(values[loss_number]) else None,
+        loss=number if trains else None,
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         examples=examples,
         constants=constants,
@@ -161,8 +164,7 @@ class Graphs:
     ) -> ForwardGraph:
         """See `forward_graph`."""
         modes = tuple(module.training for module in model.modules())
-        spec = pytree.tree_structure((args, dict(kwargs), target))
-        key = (input_signature(flat_inputs(args, kwargs, target)), str(spec), modes, autocast_state(), loss)
+        key = (signature_of((args, dict(kwargs), target)), modes, autocast_state(), loss)
         if key not in self._made:
             self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
         return self._made[key]
@@ -171,23 +173,6 @@ class Graphs:
 def autocast_state() -> Hashable:
     """What autocast does where this is called."""
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def input_signature(leaves: Sequence[Any]) -> Hashable:
-    """What a graph depends on of flat inputs: shapes and dtypes of tensors, values of everything else.
-
-    Raises:
-        InputError: An input is something else than a tensor, a number, a string or None.
-    """
-    described: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            described.append((tuple(leaf.shape), leaf.dtype))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
-            described.append((type(leaf), leaf))
-        else:
-            raise InputError(f"a model that runs a plan cannot take a {type(leaf).__name__} as input; give tensors and numbers")
-    return tuple(described)
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:
@@ -222,8 +207,3 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
     with graph.inserting_before(output):
         node = graph.call_function(call_loss, (*flat, *placeholders))
     return node
-
-
-def _is_loss(value: Any) -> bool:
-    """Whether a value is a scalar that gradients flow back from."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1

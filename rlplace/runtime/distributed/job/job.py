@@ -19,14 +19,13 @@ from rlplace.errors import MissingError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.recipe import check_graph, cluster_of_plan, recipe_of
 from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, synthetic_batch, train_step
+from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, synthetic_batch
 from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
-from rlplace.runtime.distributed.model import DistributedModel
-from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, start_group, wait_for_all
+from rlplace.runtime.distributed.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.whole import gather_tensors
+from rlplace.runtime.distributed.state.whole import gather_values
 from rlplace.runtime.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
-from rlplace.runtime.measure import OPTIMIZERS
+from rlplace.runtime.measure import OPTIMIZERS, train_step
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -191,7 +190,7 @@ def train(
         if options.verify:
             wait_for_all()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
-        losses.append(train_step(model, optimizer, batch, **loop))
+        losses.append(float(train_step(model, optimizer, batch, **loop)))
         seconds.append(read_clock(device) - begin)
         if memory is not None:
             peak_bytes = memory.read_bytes()
@@ -202,24 +201,23 @@ def train(
         due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
         if folder is not None and due:
             save_checkpoint(folder, model, optimizer, step=step + 1, extra={"problem": plan.problem})
-    ranks = _ranks(plan, model, device, seconds, peak_bytes)
+    ranks = _ranks(plan, device, seconds, peak_bytes)
     step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
-        parameters = gather_tensors({name: parameter.detach() for name, parameter in model.trained()}, device)
-        gradients = gather_tensors({name: parameter.grad for name, parameter in model.trained()}, device)
+        parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, device)
+        gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
         if reference is not None:
             comparison.compare_tensors(gradients, parameters, reference)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 
-def _ranks(
-    plan: PlacementPlan, model: DistributedModel, device: torch.device, seconds: list[float], peak_bytes: int | None
-) -> list[dict[str, Any]]:
+def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak_bytes: int | None) -> list[dict[str, Any]]:
+    used, rank = devices_of(plan), dist.get_rank()
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
     facts = {
         "host": platform.node(),
         "device": str(device),
-        "stage": _device_of_plan(plan, model),
+        "stage": used[rank] if rank < len(used) else None,  # None: it has nothing to do
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
@@ -228,14 +226,6 @@ def _ranks(
         {"rank": rank, **measured, "predicted_memory_bytes": predicted[rank] if rank < len(predicted) else None}
         for rank, measured in enumerate(gather_objects(facts))
     ]
-
-
-def _device_of_plan(plan: PlacementPlan, model: DistributedModel) -> int | None:
-    """The plan's device that this process is; None: it has nothing to do."""
-    ranks = model.ranks
-    if plan.strategy is not None:
-        return sorted(plan.strategy.devices)[ranks.rank]
-    return None if ranks.replica is None else ranks.rank
 
 
 def _passes(plan: PlacementPlan) -> int:

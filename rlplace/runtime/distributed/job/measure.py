@@ -24,9 +24,9 @@ from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import training
-from rlplace.runtime.distributed.ranks import gather_objects, wait_for_all
+from rlplace.runtime.distributed.ranks import devices_of, gather_objects, wait_for_all
 from rlplace.runtime.environment import PeakMemory, held_tensors, read_clock
-from rlplace.runtime.measure import OPTIMIZERS
+from rlplace.runtime.measure import OPTIMIZERS, train_step
 from rlplace.simulator import Timeline, simulate
 from rlplace.zoo import LoadedModel
 
@@ -90,7 +90,7 @@ class PlanTimer:
         placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, graphs=self._graphs)
         optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
         batch = self.inputs(training.samples_of_step(plan, inputs))
-        step = partial(training.train_step, placed, optimizer, batch)
+        step = partial(train_step, placed, optimizer, batch)
         for number in range(self.warmup):
             _timed(step, self.device)
             if number == 0:
@@ -100,8 +100,8 @@ class PlanTimer:
         busy_s = _stage_busy_s(plan, step, self.device)
         timeline = None if problem is None else simulate(problem, plan)
         _, spent_s = sorted(steps, key=lambda timed: timed[0])[(len(steps) - 1) // 2]
-        paces = tuple(gather_objects(_pace_s(self.device))[: training.processes_needed(plan)])
-        peaks = tuple(gather_objects(memory.read_bytes())[: training.processes_needed(plan)])
+        paces = tuple(gather_objects(_pace_s(self.device))[: len(devices_of(plan))])
+        peaks = tuple(gather_objects(memory.read_bytes())[: len(devices_of(plan))])
         places = _places(plan, timeline, spent_s, peaks)
         if trace is not None:
             with torch.profiler.profile() as profile:
@@ -178,7 +178,7 @@ def _places(
         predicted_busy_s=None if timeline is None else float(timeline.busy_s[rank]),
         predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
     )
-    return tuple(gather_objects(own)[: training.processes_needed(plan)])
+    return tuple(gather_objects(own)[: len(devices_of(plan))])
 
 
 def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> PlanTimer:

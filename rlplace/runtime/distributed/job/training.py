@@ -1,31 +1,18 @@
-"""A plan in training on this process: what it needs, and the step."""
+"""What a plan needs in training: processes, samples, batches."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.inputs import split_inputs
 from rlplace.plan.plan import PlacementPlan
 from rlplace.recipe import recipe_of
-from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import devices_of
-from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.why_not import why_not
-
-Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def processes_needed(plan: PlacementPlan) -> int:
-    """One for every device up to the last that a placement uses; one for every device of a strategy."""
-    return devices_of(plan) if plan.strategy is None else len(plan.strategy.devices)
 
 
 def check_strategy(plan: PlacementPlan, verb: str) -> None:
@@ -39,7 +26,7 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
     reason = why_not(plan.strategy)
     if reason is not None:
         raise InputError(f"{verb}: {reason}")
-    devices = sorted(plan.strategy.devices)
+    devices = devices_of(plan)
     if devices != list(range(devices[0], devices[0] + len(devices))):
         raise InputError(
             f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps; plan "
@@ -57,37 +44,6 @@ def microbatch_of(plan: PlacementPlan, samples: int) -> int:
 def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
     """Samples of a step: those of the micro-batch for a placement."""
     return samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch
-
-
-def train_step(
-    model: DistributedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    *,
-    clip: float | None = None,
-    autocast: Autocast = contextlib.nullcontext,
-) -> float:
-    """One training step on this process; leaves the gradients in place and returns the loss.
-
-    Args:
-        model: The distributed model.
-        optimizer: Updates this process's parameters.
-        batch: The same on every process.
-        clip: Norm that gradients are clipped to.
-        autocast: Makes what the forward runs under.
-    """
-    args, kwargs = split_inputs(batch)
-    model.zero_grad(set_to_none=True)
-    with autocast():
-        output = model(*args, **kwargs)
-    loss = loss_of(output, None)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if clip is not None:
-        model.clip_grad_norm_(clip)
-    activity.mark("update")
-    optimizer.step()
-    activity.mark(None)
-    return float(loss.detach())
 
 
 def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> Any:

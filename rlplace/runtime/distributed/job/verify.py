@@ -23,8 +23,7 @@ from rlplace.graph.inputs import split_inputs
 from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.graph.forward_graph import Loss, flat_inputs, forward_graph
 from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.job.training import Autocast
-from rlplace.runtime.measure import loss_of
+from rlplace.runtime.measure import Autocast, loss_of
 from rlplace.runtime.native.batches import Share, even_sizes, passes_of, signature_of
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}

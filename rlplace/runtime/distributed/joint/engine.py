@@ -20,7 +20,7 @@ from rlplace.runtime.distributed.joint.emit import Emitter, Program
 from rlplace.runtime.distributed.joint.order import joint_order
 from rlplace.runtime.distributed.joint.record import lay_out
 from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import gather_tensors
+from rlplace.runtime.distributed.state.whole import gather_values
 
 
 class Engine:
@@ -81,7 +81,7 @@ class Engine:
             The outputs of the forward graph, on every rank.
         """
         outputs = self.placement.joint.outputs
-        made = gather_tensors(self._run(leaves, False, (0, 0)), self.ranks.device, everywhere=True)
+        made = gather_values(self._run(leaves, False, (0, 0)), self.ranks.device, everywhere=True)
         return [made.get(number, item) for number, item in enumerate(outputs)]
 
     def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:

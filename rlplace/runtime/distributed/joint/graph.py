@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlplace.graph.fake import any_dtype_grouped_mm
+from rlplace.graph.fake import any_dtype_grouped_mm, fake_inputs, new_fake_mode
 from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph
 from rlplace.runtime.distributed.graph.randomness import seeded
 from rlplace.runtime.distributed.joint.record import Recorder, base_of, is_view_node
@@ -70,7 +69,7 @@ def joint_graph(
         kind: Type of the devices that run the graph, such as ``"cuda"``. Tracing takes the ops that these have: on the CPU its
             own kernel for attention, elsewhere matrix products and a softmax.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = new_fake_mode()
     recorder = Recorder()
     tracer = _Tracer(source, recorder, kind)
     with contextlib.ExitStack() as stack:
@@ -92,7 +91,7 @@ def joint_graph(
         if held is not None:
             held = {**source.constants, **held}
             examples = (*(held[name] for name in source.held), *leaves)
-        values = [_fake(value) if isinstance(value, torch.Tensor) else value for value in examples]
+        values = fake_inputs(list(examples), mode)
         if differentiate is None:
             differentiate = () if source.loss is None else (source.loss,)
         stack.enter_context(recorder)
@@ -172,11 +171,6 @@ class _Tracer(fx.Interpreter):
                 # What its dropout calls there: the same masks as any other engine.
                 return torch.ops.aten.native_dropout.default(*args)[0]
         return super().call_function(target, args, kwargs)
-
-
-def _fake(value: torch.Tensor) -> torch.Tensor:
-    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    return fake.requires_grad_(value.requires_grad)
 
 
 def _wrap(value: Any) -> Any:

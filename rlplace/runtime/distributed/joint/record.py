@@ -150,27 +150,12 @@ def last_draw(*draws: tuple[Any, ...]) -> Any:
     return result
 
 
-VIEWS = frozenset(
-    {
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.reshape.default,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.permute.default,
-        _aten.unsqueeze.default,
-        _aten.squeeze.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.expand.default,
-    }
-)
-"""Views that keep all elements of their base."""
-
-
 def is_view_node(node: fx.Node) -> bool:
-    """Whether every reader makes the node for itself."""
-    return node.op == "call_function" and node.target in VIEWS
+    """Whether every reader makes the node for itself: a view of all elements of its base, however that lies in memory."""
+    target, value = node.target, node.meta.get("val")
+    if not getattr(target, "is_view", False) or target is _aten.as_strided.default or not isinstance(value, torch.Tensor):
+        return target is _aten._unsafe_view.default
+    return value.numel() >= node.args[0].meta["val"].numel()  # type: ignore[union-attr]
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -19,7 +19,7 @@ from rlplace.errors import InputError, show
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import gather_objects
 from rlplace.runtime.distributed.state.untrusted import Optimizer, check_setting
-from rlplace.runtime.distributed.state.whole import gather_tensors, own_part, tensors_of
+from rlplace.runtime.distributed.state.whole import gather_values, own_part, tensors_of
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -90,20 +90,11 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
     Returns:
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
-    held = {
-        (name, key): value
-        for _, named in _groups(model, optimizer)
-        for name, parameter in named
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    tensors = tensors_of(held)
-    everyone = gather_objects({at: value for at, value in held.items() if at not in tensors})
-    values = {at: value for told in everyone for at, value in told.items()} | gather_tensors(tensors, model.ranks.device)
-    order = _whole_order(model, optimizer)
+    held = [pair for _, named in _groups(model, optimizer) for pair in named]
+    own = {name: dict(state) for name, parameter in held if (state := optimizer.state.get(parameter))}
+    values, order = gather_values(own, model.ranks.device), _whole_order(model, optimizer)
     number = {name: index for index, name in enumerate(name for group in order for name in group)}
-    state: dict[int, dict[str, Any]] = {}
-    for (name, key), value in values.items():
-        state.setdefault(number[name], {})[key] = value
+    state = {number[name]: value for name, value in values.items()}
     settings = optimizer.state_dict()["param_groups"]
     groups = [{**mine, "params": [number[name] for name in listed]} for mine, listed in zip(settings, order, strict=True)]
     return {"state": state, "param_groups": groups} if model.ranks.rank == 0 else {}

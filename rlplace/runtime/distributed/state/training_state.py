@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rlplace.errors import InputError, RlplaceError
+from rlplace.errors import InputError, RlplaceError, show
 from rlplace.files import read_record, write_json
 from rlplace.records import build
 from rlplace.runtime.distributed.model import DistributedModel
 from rlplace.runtime.distributed.ranks import broadcast_object, gather_objects, one_line, wait_for_all
 from rlplace.runtime.distributed.state.optimizer_state import load_optimizer, optimizer_parts
-from rlplace.runtime.distributed.state.untrusted import Facts, IndexReader, check_index, check_scheduler
+from rlplace.runtime.distributed.state.untrusted import Facts, IndexReader, check_index
 from rlplace.runtime.distributed.state.whole import load_packed_whole, tensors_of, with_packed_whole
 
 FORMAT = "rlplace.training"
@@ -164,7 +164,9 @@ def load_checkpoint(
     if scheduler is not None:
         if facts.scheduler is None:
             raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
-        check_scheduler(facts.scheduler, scheduler.state_dict(), str(folder / _FACTS))
+        for key in facts.scheduler:  # torch sets whatever attributes a state names
+            if key not in scheduler.state_dict():
+                raise InputError(f"{folder / _FACTS}: scheduler has {show(key)}, which this learning rate schedule does not")
         scheduler.load_state_dict(facts.scheduler)
     if isinstance(model, DistributedModel) and facts.random is not None:
         model.random_state = facts.random.seed, facts.random.step

@@ -26,7 +26,8 @@ from rlplace.files import read_bytes
 from rlplace.records import Record
 
 _Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-_Plain = bool | str | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | Annotated[float, Meta(gt=-1e300, lt=1e300)] | None
+_Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
+_Plain = bool | str | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | _Number | None
 
 
 class Random(Record, frozen=True):
@@ -63,29 +64,14 @@ class Facts(Record, frozen=True):
 
 def check_setting(saved: Any, present: Any, where: str) -> None:
     """Refuses a saved setting of an optimizer that is of another kind than the one that it takes the place of."""
-    if present is None:
-        good = saved is None or isinstance(saved, (bool, int, float, str))
-    elif isinstance(present, bool):  # None: torch decides, as with `foreach`
-        good = saved is None or isinstance(saved, bool)
-    elif isinstance(present, (tuple, list)):
-        good = isinstance(saved, list) and len(saved) == len(present) and all(_number(item) for item in saved)
-    elif isinstance(present, str):
-        good = isinstance(saved, str)
-    else:
-        good = _number(saved)
-    if not good:
-        raise InputError(f"checkpoint: {where} is {show(saved)}, the optimizer has {show(present)}")
-
-
-def check_scheduler(saved: Mapping[str, Any], present: Mapping[str, Any], where: str) -> None:
-    """Refuses the state of another learning rate schedule: torch sets whatever attributes a state names."""
-    for key in saved:
-        if key not in present:
-            raise InputError(f"{where}: scheduler has {show(key)}, which this learning rate schedule does not")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    # A bool may be None: torch decides, as with `foreach`.
+    kind: Any = {type(None): _Plain, bool: bool | None, str: str}.get(type(present), _Number)
+    if isinstance(present, (tuple, list)):
+        kind = tuple[(_Number,) * len(present)]  # type: ignore[misc]
+    try:
+        msgspec.convert(saved, kind)
+    except msgspec.ValidationError:
+        raise InputError(f"checkpoint: {where} is {show(saved)}, the optimizer has {show(present)}") from None
 
 
 _CLASSES = {

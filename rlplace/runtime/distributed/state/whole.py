@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _sync_params_and_buffers
+from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from rlplace.graph.fake import first_names, tensors_in
@@ -29,27 +30,19 @@ def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int,
         rank: Of this process, which is the device of the plan.
         device: Where its share goes.
     """
-    taken: dict[int, torch.Tensor] = {}
+    made, taken = nn.Module(), dict[str, torch.Tensor]()
     for name, tensor in tensors_in(model).items():
         if rank in owners[name]:
             value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
             trained = isinstance(tensor, nn.Parameter)
-            taken[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if trained else value
-
-    def bare(module: nn.Module) -> nn.Module:
-        made = nn.Module()
-        for key, child in module._modules.items():
-            if child is not None and tensors_in(bare_child := bare(child)):
-                made.add_module(key, bare_child)
-        for key, tensor in {**module._parameters, **module._buffers}.items():
-            value = taken.get(id(tensor))
-            if isinstance(value, nn.Parameter):
-                made.register_parameter(key, value)
-            elif value is not None:
-                made.register_buffer(key, value, persistent=key not in module._non_persistent_buffers_set)
-        return made
-
-    return bare(model)
+            taken[name] = nn.Parameter(value, requires_grad=tensor.requires_grad) if trained else value
+    for name, first in first_names(model).items():
+        if first in taken:
+            _assign_attr(taken[first], made, name)
+            path, _, key = name.rpartition(".")
+            if key in model.get_submodule(path)._non_persistent_buffers_set:
+                made.get_submodule(path)._non_persistent_buffers_set.add(key)
+    return made
 
 
 def agree(own: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]) -> None:
@@ -70,7 +63,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
     """
     names = {name: first_names(model.meta_model)[name] for name in tensors_of(model.meta_model.state_dict())}
     own = {names[name]: value for name, value in tensors_of(model.state_dict()).items()}
-    gathered = gather_tensors(own, model.ranks.device)
+    gathered = gather_values(own, model.ranks.device)
     return {name: gathered[first] for name, first in names.items() if first in gathered}
 
 
@@ -79,58 +72,33 @@ def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def gather_tensors(
-    own: Mapping[Any, torch.Tensor | None], device: torch.device, *, everywhere: bool = False
-) -> dict[Any, torch.Tensor]:
-    """The tensors of all ranks by name; every rank calls it.
+def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: bool = False) -> dict[Any, Any]:
+    """The values of all ranks by name; every rank calls it.
 
     Args:
-        own: This rank's; of a name that several have, the one of the lowest rank is taken. None: there is none.
+        own: This rank's: any nesting of tensors and plain data. Of a name that several have, the one of the lowest rank is
+            taken. None: there is none.
         device: Where the backend wants its tensors.
-        everywhere: On every rank, on its device. Otherwise on the CPU of rank 0, and empty on the others.
+        everywhere: On every rank, tensors on its device. Otherwise on the CPU of rank 0, and empty on the others.
     """
-    ranks = gather_objects({name: None if value is None else (value.shape, value.dtype) for name, value in own.items()})
-    gathered: dict[Any, torch.Tensor] = {}
+    told = gather_objects(
+        pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), dict(own))
+    )
+    gathered: dict[Any, Any] = {}
     rank = dist.get_rank()
-    for name in sorted({name for told in ranks for name in told}):
-        source = next((r for r, told in enumerate(ranks) if told.get(name) is not None), None)
-        value = own.get(name)
-        if value is not None:
-            value = whole_tensor(value)  # all that hold a part take part
-        if source is None or not (everywhere or rank in (0, source)):
-            continue
-        shape, dtype = ranks[source][name]
-        if rank == source and value is not None:
-            found = value.detach().to(device).contiguous()
-        else:
-            found = torch.empty(shape, dtype=dtype, device=device)
-        if everywhere:
-            dist.broadcast(found, source)
-        elif source != 0:
-            dist.recv(found, source) if rank == 0 else dist.send(found, 0)
+    for name in sorted({name for one in told for name in one}):
+        source = next((r for r, one in enumerate(told) if one.get(name) is not None), 0)
+        leaves, spec = pytree.tree_flatten(told[source].get(name))
+        # Of a tensor all that hold a part take part.
+        held = [whole_tensor(leaf) for leaf in pytree.tree_leaves(own[name])] if own.get(name) is not None else leaves
+        for at, (leaf, value) in enumerate(zip(leaves, held, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                found = value.detach().to(device).contiguous() if rank == source else torch.empty_like(leaf, device=device)
+                dist.broadcast(found.reshape(-1).view(torch.uint8), source)  # gloo does not know every dtype
+                leaves[at] = found if everywhere else found.to("cpu", copy=True) if rank == 0 else None
         if everywhere or rank == 0:
-            gathered[name] = found if everywhere else found.cpu() if source else found.cpu().clone()
+            gathered[name] = pytree.tree_unflatten(leaves, spec)
     return gathered
-
-
-def gather_outputs(own: Sequence[Any] | None, replica: int, device: torch.device) -> list[list[Any]]:
-    """What the model returned for the micro-batches of each replica, on every rank; all ranks call it.
-
-    Args:
-        own: On one rank of each replica its outputs, else None.
-        replica: The replica that this rank is part of.
-        device: Where tensors go.
-    """
-    told = gather_objects(None if own is None else (replica, pytree.tree_map_only(torch.Tensor, lambda tensor: 0, list(own))))
-    leaves = {(dist.get_rank(), at): leaf for at, leaf in enumerate(pytree.tree_leaves(list(own or ())))}
-    tensors = gather_tensors(tensors_of(leaves), device, everywhere=True)
-    gathered: dict[int, list[Any]] = {}
-    for source, said in enumerate(told):
-        if said is not None:
-            flat, spec = pytree.tree_flatten(said[1])
-            found = [tensors.get((source, at), leaf) for at, leaf in enumerate(flat)]
-            gathered[said[0]] = pytree.tree_unflatten(found, spec)
-    return [gathered[number] for number in sorted(gathered)]
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ LEVEL = {
     "envs": 9,
     "runtime": 9,
     "evaluating": 10,
+    "timing": 10,
     "branches": 10,
     "agents": 10,
     "checkpoints": 10,

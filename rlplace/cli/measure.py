@@ -75,7 +75,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     import torch
 
     from rlplace.runtime.environment import own_device
-    from rlplace.runtime.measure_ops import load_and_measure
+    from rlplace.timing.ops import load_and_measure
 
     device = own_device(options.device, "measure")
     if options.threads is not None:

@@ -12,7 +12,7 @@ from rlplace.cost.curve import work_seconds
 from rlplace.cost.measurement import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.cost.targets import target_names
 from rlplace.errors import InputError
-from rlplace.runtime.measure_ops import describe_ops
+from rlplace.timing.ops import describe_ops
 from rlplace.zoo import load_model
 
 KIND = cpu_kind(2, 16_000_000_000)

@@ -13,10 +13,10 @@ from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.records import plain
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import step_timer
-from rlplace.runtime.measure_ops import describe_ops, load_and_measure, measure_model
-from rlplace.runtime.step_walk import StepWalk
+from rlplace.timing.marks import Marks
+from rlplace.timing.ops import describe_ops, load_and_measure, measure_model
+from rlplace.timing.walk import StepWalk
 from rlplace.zoo.load import LoadedModel, load_model
 
 MLP = "zoo:mlp,layers=2,width=16"

@@ -15,8 +15,8 @@ from rlplace.errors import CaptureError, InputError
 from rlplace.graph.export import export_training_graph, flatten_inputs
 from rlplace.graph.inputs import split_inputs
 from rlplace.graph.trace import LOSS_LABEL
-from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
+from rlplace.timing.marks import Marks
 
 _RATE = 1e-6
 """Keeps random weights random."""

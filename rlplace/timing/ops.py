@@ -30,10 +30,10 @@ from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import UPDATE, OpGraph
 from rlplace.runtime.environment import PeakMemory, clock_mhz, keep_freed_memory, own_clock, read_environment, time_control
-from rlplace.runtime.marks import Marks
 from rlplace.runtime.measure import time_step
-from rlplace.runtime.step_walk import UPDATE as UPDATE_KEY
-from rlplace.runtime.step_walk import StepWalk, make_optimizer, trainable
+from rlplace.timing.marks import Marks
+from rlplace.timing.walk import UPDATE as UPDATE_KEY
+from rlplace.timing.walk import StepWalk, make_optimizer, trainable
 from rlplace.zoo import LoadedModel
 
 WARMUP_STEPS = 3

@@ -1,5 +1,6 @@
 """The gymnasium environments, imported as `rlplace.envs`."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlplace.envs.backends import Backend, Evaluation, MeasuredBackend, SimulatedBackend
@@ -10,6 +11,7 @@ from rlplace.envs.refinement import RefinementEnv
 
 if TYPE_CHECKING:
     from rlplace.envs.cluster import ClusterEnv
+    from rlplace.envs.strategy import StrategyEnv
 
 __all__ = [
     "EDGE_FEATURES",
@@ -22,14 +24,13 @@ __all__ = [
     "PlacementEnv",
     "RefinementEnv",
     "SimulatedBackend",
+    "StrategyEnv",
     "make_instance",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`ClusterEnv` loads the planner of whole strategies, which the others do without."""
-    if name != "ClusterEnv":
+    """`ClusterEnv` and `StrategyEnv` load the planner of whole strategies, which the others do without."""
+    if name not in ("ClusterEnv", "StrategyEnv"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rlplace.envs.cluster import ClusterEnv
-
-    return ClusterEnv
+    return getattr(importlib.import_module(f"rlplace.envs.{name.removesuffix('Env').lower()}"), name)

@@ -58,7 +58,37 @@ class Common(TypedDict, total=False):
     render_mode: str | None
 
 
-class PlacerEnv(gym.Env[Observation, np.int64]):
+class NumberedEnv(gym.Env[Observation, np.int64]):
+    """An environment of `num_problems` problems."""
+
+    num_problems: int
+
+    def _check_action(self, action: Any) -> int:
+        try:
+            known = self.action_space.contains(action)
+        except OverflowError:  # a whole number beyond int64, in older gymnasium
+            known = False
+        if not known:
+            raise InputError(f"action {show(action)} is not a whole number in 0..{self.action_space.n - 1}")  # type: ignore[attr-defined]
+        return int(action)
+
+    def draw_index(self, random: np.random.Generator, options: dict[str, Any] | None) -> int:
+        """The number of the problem of the next episode: ``options["problem"]``, or drawn.
+
+        Raises:
+            InputError: The options name no problem.
+        """
+        if not isinstance(options, (dict, type(None))):
+            raise InputError(f"options must be a dictionary, found {show(options)}")
+        chosen = (options or {}).get("problem")
+        if chosen is None:
+            return int(random.integers(self.num_problems))
+        if isinstance(chosen, (int, np.integer)) and 0 <= chosen < self.num_problems:
+            return int(chosen)
+        raise InputError(f"options['problem'] must be a number below {self.num_problems}, found {show(chosen)}")
+
+
+class PlacerEnv(NumberedEnv):
     """Base of the environments; see the subclasses."""
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012
@@ -81,6 +111,7 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
             raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
         chosen = _problem_list(problems) if problems is not None else default_instances()
         self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in chosen]
+        self.num_problems = len(self.instances)
         largest = max(instance.problem.num_groups for instance in self.instances)
         widest = max(instance.problem.num_devices for instance in self.instances)
         self.max_groups = largest if max_groups is None else max_groups
@@ -107,30 +138,6 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
     def instance(self) -> Instance:
         """The instance of the current episode."""
         return self.instances[self._index]
-
-    def _check_action(self, action: Any) -> int:
-        try:
-            known = self.action_space.contains(action)
-        except OverflowError:  # a whole number beyond int64, in older gymnasium
-            known = False
-        if not known:
-            raise InputError(f"action {show(action)} is not a whole number in 0..{self.action_space.n - 1}")  # type: ignore[attr-defined]
-        return int(action)
-
-    def draw_index(self, random: np.random.Generator, options: dict[str, Any] | None) -> int:
-        """The number of the problem of the next episode: ``options["problem"]``, or drawn.
-
-        Raises:
-            InputError: The options name no problem.
-        """
-        if not isinstance(options, (dict, type(None))):
-            raise InputError(f"options must be a dictionary, found {show(options)}")
-        chosen = (options or {}).get("problem")
-        if chosen is None:
-            return int(random.integers(len(self.instances)))
-        if isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(self.instances):
-            return int(chosen)
-        raise InputError(f"options['problem'] must be a number below {len(self.instances)}, found {show(chosen)}")
 
     def _draw_instance(self, options: dict[str, Any] | None) -> None:
         self._done = True  # until the reset is through
@@ -198,6 +205,17 @@ class PlacerEnv(gym.Env[Observation, np.int64]):
         if self.render_mode == "rgb_array":
             return render_rgb(self.instance, self.current_plan())
         return None
+
+
+def check_moves(start: str, starts: Sequence[str], moves: int, max_moves: int) -> None:
+    """Raises InputError where `start` is none of these, or moves are no such numbers."""
+    if start not in starts:
+        raise InputError(f"start must be one of {', '.join(starts)}, found {start!r}")
+    if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
+        raise InputError(
+            f"moves must be a whole number of at least 2 (one is stop) and max_moves of at least 1, found {show(moves)} "
+            f"and {show(max_moves)}"
+        )
 
 
 def _problem_list(problems: Any) -> list[Problem | Instance]:

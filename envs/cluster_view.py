@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster import Cluster
 from rlplace.envs.guide.features import CLIP
 from rlplace.measured import pool as pools
 from rlplace.measured.belief import Belief
 from rlplace.measured.choose import gain_of
 from rlplace.measured.pool import Pool
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.evaluation import Evaluation
 
 FEATURES = (
     "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", "ran", "took",
@@ -30,9 +33,8 @@ STAGE_FEATURES = ("busy", "blocks", "replicas", "shared", "tensor", "level", "re
 over 3; share of its blocks that are recomputed; share of the memory of its fullest device."""
 
 
-def stages_of(pool: Pool, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """A candidate's plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
-    draft, said, cluster = pool.drafts[number], pool.said[number], pool.worlds.cluster
+def stages_of(draft: Draft, said: Evaluation, cluster: Cluster) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """A plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
     rows: list[list[float]] = []
     held: list[int] = []
     blocks, first = len(draft.recompute), 0
@@ -58,7 +60,7 @@ def plan_graphs(pool: Pool, candidates: int, stages: int) -> dict[str, NDArray[A
     table = np.zeros((candidates + 1, stages, len(STAGE_FEATURES)), dtype=np.float32)
     place = np.full((candidates + 1, stages), -1, dtype=np.int32)
     for number in range(len(pool.drafts)):
-        rows, held = stages_of(pool, number)
+        rows, held = stages_of(pool.drafts[number], pool.said[number], pool.worlds.cluster)
         table[number, : len(rows)], place[number, : len(rows)] = rows[:stages], held[:stages]
     return {"stages": np.clip(table, -CLIP, CLIP).ravel(), "place": place.ravel()}
 

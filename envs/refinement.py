@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.backends import Evaluation, SimulatedBackend
-from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
+from rlplace.envs.base import Common, Observation, PlacerEnv, check_moves, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.guide.guide import Guide, blind_view
 from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio, score
-from rlplace.errors import InputError, show
+from rlplace.errors import InputError
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices
 
@@ -88,14 +88,9 @@ class RefinementEnv(PlacerEnv):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(problems, **common)
-        for name, value, known in (("start", start, STARTS), ("keep", keep, KEEPS)):
-            if value not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, found {value!r}")
-        if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
-            raise InputError(
-                f"moves must be a whole number of at least 2 (one is stop) and max_moves of at least 1, found {show(moves)} "
-                f"and {show(max_moves)}"
-            )
+        check_moves(start, STARTS, moves, max_moves)
+        if keep not in KEEPS:
+            raise InputError(f"keep must be one of {', '.join(KEEPS)}, found {keep!r}")
         self.moves, self.max_moves, self._start = moves, max_moves, start
         self.choosy = keep == "better"
         self._reward, self.plain = reward, reward is log_ratio

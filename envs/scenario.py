@@ -79,16 +79,22 @@ class Scenario:
 
 
 @cache
-def default_scenarios() -> tuple[Scenario, ...]:
-    """A small model of the zoo on four A100s, and sixteen truths."""
+def default_questions() -> tuple[Question, ...]:
+    """A perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two T4s."""
     from rlplace.cluster.parse import parse
     from rlplace.graph.capture import capture
     from rlplace.strategy.plan import ask
     from rlplace.zoo import load_model
 
-    loaded = [load_model("zoo:mlp", batch=batch) for batch in (2, 4)]
+    loaded = [load_model("zoo:mlp,layers=12,width=8192", batch=batch) for batch in (2, 4)]
     first, other = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)
-    question = ask(first, parse("a100-80g:4"), 64, other=other)
+    return tuple(ask(first, parse(text), 60, other=other) for text in ("a100-80g:4", "a100-80g:2+t4:2", "t4:2x2,eth=25g"))
+
+
+@cache
+def default_scenarios() -> tuple[Scenario, ...]:
+    """The first of these questions, and sixteen truths."""
+    question = default_questions()[0]
     pool = first_pool(question, calls=100)
     made = (Scenario.of(pool, Truth.drawn(question, seed)) for seed in range(16))
     return tuple(scenario for scenario in made if math.isfinite(scenario.least_s))

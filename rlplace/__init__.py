@@ -106,13 +106,14 @@ def _register_environments() -> None:
         "Placement": (4096, 0.0, "envs.placement:PlacementEnv", "envs.vector.placement:PlacementVectorEnv"),
         "Refinement": (1024, 0.01, "envs.refinement:RefinementEnv", "envs.vector.refinement:RefinementVectorEnv"),
         "Cluster": (64, None, "envs.cluster:ClusterEnv", None),
+        "Strategy": (1024, 0.15, "envs.strategy:StrategyEnv", None),
         "Toy": (64, -0.05, "envs.toy:toy_env", "envs.toy:toy_vector"),
     }
-    for name in ("Placement", "Refinement"):
-        most, mark, *_ = registered[name]
+    for name in ("Placement", "Refinement", "Strategy"):
+        most, mark, _, vector = registered[name]
+        makers = "agents.problems.ids:single", vector and "agents.problems.ids:vector"
         for split in ("train", "val", "test", "branchy"):
-            which = {"kind": name, "split": split}
-            registered[f"{name}-{split}"] = most, mark, "agents.problems.ids:single", "agents.problems.ids:vector", which
+            registered[f"{name}-{split}"] = most, min(mark, 0.01), *makers, {"kind": name, "split": split}
     for name, (most, mark, maker, vector, *rest) in registered.items():
         if f"rlplace/{name}-v0" not in gymnasium.registry:
             gymnasium.register(

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.agents.problems.questions import strategy_questions
 from rlplace.agents.problems.sources import made_by, set_folder
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
 from rlplace.envs.base import PlacerEnv
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
+from rlplace.envs.strategy import StrategyEnv
 from rlplace.envs.vector.base import PlacerVectorEnv
 from rlplace.envs.vector.placement import PlacementVectorEnv
 from rlplace.envs.vector.refinement import RefinementVectorEnv
@@ -68,8 +70,10 @@ def instances_of(split: str) -> tuple[Instance, ...]:
     )
 
 
-def single(kind: str, split: str, **options: Any) -> PlacerEnv:
-    """An environment on a split: `kind` is ``"Placement"`` or ``"Refinement"``."""
+def single(kind: str, split: str, **options: Any) -> PlacerEnv | StrategyEnv:
+    """An environment on a split: `kind` is ``"Placement"``, ``"Refinement"`` or ``"Strategy"``."""
+    if kind == "Strategy":
+        return StrategyEnv(**{"problems": strategy_questions(split), **options})
     return _KINDS[kind][0](**{"problems": instances_of(split), **options})
 
 

@@ -30,11 +30,14 @@ CALLS, OTHER_WORLDS, OF_EACH, MOST = 400, 6, 4, 48
 """Evaluations of the search by the cost model, half of them in every other world; worlds that are asked besides; strategies of
 each answer; and candidates at most."""
 
-FEATURES = (
+CHOICES = (
     "devices", "replicas", "shared", "tensor", "stages", "chunks", "microbatches", "microbatch", "level", "selective", "full",
-    "offload", "split", "unlike", *PARTS,
+    "offload", "split", "unlike",
 )  # fmt: skip
-"""Of a candidate; degrees are logarithms to base 2, parts are shares of the step by the cost model."""
+"""What a strategy chooses; degrees are logarithms to base 2."""
+
+FEATURES = (*CHOICES, *PARTS)
+"""Of a candidate; parts are shares of the step by the cost model."""
 
 
 Said = Evaluation | Prediction
@@ -148,14 +151,19 @@ def fullest(said: Said, cluster: Cluster) -> float:
 
 def features(draft: Draft, said: Said) -> Floats:
     """float64 [F] by `FEATURES`."""
+    parts, step_s = said.parts or {}, said.step_time_s or math.inf
+    return np.array([*choices(draft), *(parts.get(name, 0.0) / step_s for name in PARTS)])
+
+
+def choices(draft: Draft) -> list[float]:
+    """What a draft chooses, by `CHOICES`."""
     places, blocks = draft.places, len(draft.recompute)
 
     def log2(values: Iterable[int]) -> float:
         return math.log2(max(values))
 
-    parts, step_s = said.parts or {}, said.step_time_s or math.inf
     schedule = None if draft.schedule is None else SCHEDULES[draft.schedule]
-    values = [
+    return [
         log2([len(draft.devices)]),
         log2(place.replicate for place in places),
         log2(place.shard for place in places),
@@ -170,6 +178,4 @@ def features(draft: Draft, said: Said) -> Floats:
         sum(map(bool, draft.offload)) / blocks,
         float(schedule is not None and schedule.splits_backward),
         float(len({place.data_degree for place in places}) > 1 or bool(draft.beside)),
-        *(parts.get(name, 0.0) / step_s for name in PARTS),
     ]
-    return np.array(values)

@@ -135,4 +135,6 @@ def at_level(place: Place, level: int) -> Place:
     sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
     expert = gcd(place.expert, group) if sharding or place.expert == group else 1
     sequence = place.sequence_parallel and place.tensor > 1
+    if (sharding, expert, sequence) == (place.sharding, place.expert, place.sequence_parallel):
+        return place
     return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence)

@@ -81,8 +81,6 @@ class Evaluator:
         work = answers[:, c.COMPUTE] + answers[:, c.TENSOR]
         busiest = int(work.argmax())
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
-        spent = [*answers[busiest, : c.END].tolist(), 0.0, float(answers[busiest, c.UPDATE_S])]
-        spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
         busy = stage_s.tolist()
         return Evaluation(
             step_time_s=step,
@@ -91,10 +89,15 @@ class Evaluator:
             peak_memory_bytes=tuple(peaks),
             host_bytes=tuple(math.ceil(size) for size in hosts),
             over_bytes=over,
-            parts=dict(zip(PARTS, spent, strict=True)),
+            parts=dict(zip(PARTS, _spent(answers[busiest], step), strict=True)),
             bottleneck=max(stages, key=lambda stage: busy[stage]),
             stage_busy_s=tuple(busy),
         )
+
+    def parts_of_places(self, draft: Draft) -> Floats:
+        """float64 [P, `PARTS`], where the step goes on every place of a draft of one pipeline; raises as `score` does."""
+        _, (result, answers, *_) = self._run(draft)
+        return np.array([_spent(answer, float(result[0])) for answer in answers])
 
     def _run(self, draft: Draft) -> tuple[Frame, tuple[Floats, ...]]:
         from rlplace.strategy.kernel import evaluate_packed
@@ -115,3 +118,10 @@ class Evaluator:
             check_draft(draft, self.cluster, len(self.costs.names))
             raise InputError("draft: it cannot be packed")
         return frame, room
+
+
+def _spent(answer: Floats, step_s: float) -> list[float]:
+    """Seconds of a place by entry of `PARTS`; what is left of the step is the bubble."""
+    spent = [*answer[: c.END].tolist(), 0.0, float(answer[c.UPDATE_S])]
+    spent[PARTS.index("bubble")] = max(0.0, step_s - sum(spent))
+    return spent

@@ -20,6 +20,10 @@ from rlplace.strategy.shapes import chains, stage_order
 from rlplace.strategy.shares import Shares, equal_shares, unlike_shares
 from rlplace.strategy.tries import Question
 
+KINDS = ("schedule", "cut", "batch", "mesh", "devices")
+"""Of moves: another schedule or number of stages; blocks over a cut; another spread of the batch; other degrees or levels;
+devices between places and in and out of use, places merged and split."""
+
 _SHIFTS = (1, 2, 4)
 _PRIMES = (2, 3, 5, 7)
 
@@ -44,10 +48,28 @@ class Moves:
             draft: Where the search is.
             seen: What the executor says about it: its bottleneck comes first.
         """
+        return (other for _, some in self.of_kinds(draft, seen) for other in some)
+
+    def of_kinds(self, draft: Draft, seen: Evaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
+        """`neighbours` in parts, each after the kind of its moves, one of `KINDS`; they are made when they are asked for."""
         blank = bytes(draft.bounds[-1])
         draft = dataclasses.replace(draft, recompute=blank, offload=blank)
-        yield from self._other_schedules(draft)
-        yield from _shift_blocks(draft, seen.bottleneck)
+        yield "schedule", self._other_schedules(draft)
+        yield "cut", _shift_blocks(draft, seen.bottleneck)
+        yield "batch", self._other_batches(draft)
+        worst = draft.place_of_stage[seen.bottleneck]
+        near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
+        for number in near:
+            for place in _other_axes(draft.places[number]):
+                yield "mesh", self._with_places(draft, replaced(draft.places, {number: (place,)}))
+        for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
+            yield "mesh", self._with_places(draft, changed)
+        usable = range(len(self._looks)) if self._question.devices is None else self._question.devices
+        for places in moved_devices(draft.places, near, self._looks, usable):
+            yield "devices", self._with_places(draft, places)
+
+    def _other_batches(self, draft: Draft) -> Iterator[Draft]:
+        """Other micro-batches, with the stages as they are and cut anew."""
         for sizes, counts in self._shares(draft, near=True):
             spread = dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
             yield spread
@@ -55,16 +77,6 @@ class Moves:
                 bounds = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes)).bounds
                 if bounds != draft.bounds:
                     yield dataclasses.replace(spread, bounds=bounds)
-        worst = draft.place_of_stage[seen.bottleneck]
-        near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
-        for number in near:
-            for place in _other_axes(draft.places[number]):
-                yield from self._with_places(draft, replaced(draft.places, {number: (place,)}))
-        for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
-            yield from self._with_places(draft, changed)
-        usable = range(len(self._looks)) if self._question.devices is None else self._question.devices
-        for places in moved_devices(draft.places, near, self._looks, usable):
-            yield from self._with_places(draft, places)
 
     def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
         """The same places under another schedule, or with more or fewer stages each."""

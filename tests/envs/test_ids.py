@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
+from worlds import question
 
 import rlplace
 from rlplace.agents.problems import ids
@@ -27,12 +28,13 @@ def small_splits(monkeypatch):
     bank = tuple(make_instance(random_problem(seed, num_groups=8 + seed, num_devices=2 + seed)) for seed in range(2))
     asked = []
     monkeypatch.setattr(ids, "instances_of", lambda split: asked.append(split) or bank)
+    monkeypatch.setattr(ids, "strategy_questions", lambda split: asked.append(split) or (question(0), question(1)))
     return asked
 
 
 def test_every_kind_has_every_split():
     kinds = {name.split("/")[1].split("-")[0] for name in SPLIT}
-    assert {"Placement", "Refinement"} <= kinds
+    assert {"Placement", "Refinement", "Strategy"} <= kinds
     for kind in kinds:
         assert {f"rlplace/{kind}-{split}-v0" for split in ids.SPLITS} <= set(SPLIT)
 

@@ -1,0 +1,46 @@
+"""Questions of `rlplace/Strategy-v0` by split: captured models and clusters of the splits of placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import cycle
+
+from rlplace.agents.problems import graphs
+from rlplace.agents.problems.splits import GROUPS, TEST, VALIDATION
+from rlplace.cluster.parse import parse
+from rlplace.errors import unknown_name
+from rlplace.runtime.native.why_not import judge
+from rlplace.strategy.plan import ask
+from rlplace.strategy.tries import Question
+
+BATCH, CAPTURED = 64, (2, 4)
+"""Samples a step, and samples of the two captures that give all sizes."""
+
+_ZOO = [name for name in graphs.FAMILIES if name.startswith("zoo:")]
+DEALT: dict[str, tuple[Mapping[str, Sequence[graphs.Recipe | str]], Sequence[str]]] = {
+    "train": ({name: [graphs.variant((name,), 0, slot)[1] for slot in range(2)] for name in _ZOO}, graphs.SEEN_CLUSTERS),
+    "val": (VALIDATION, graphs.VALIDATION_CLUSTERS),
+    "test": (TEST, graphs.TEST_CLUSTERS),
+    "branchy": ({name: TEST[name] for name in GROUPS}, graphs.TEST_CLUSTERS),
+}
+"""By split, models by family, of which synthetic graphs are left out, and clusters; train and branchy need no transformers."""
+
+
+@cache
+def strategy_questions(split: str) -> tuple[Question, ...]:
+    """The questions of a split about strategies that the runtime can run; models are captured on first use, within a minute.
+
+    Raises:
+        InputError: `DEALT` has no such split.
+        MissingError: Captures need the transformers extra.
+    """
+    if split not in DEALT:
+        raise unknown_name("split", split, DEALT)
+    families, clusters = DEALT[split]
+    recipes = [model for some in families.values() for model in some if not isinstance(model, str)]
+    why_not, asked = judge(None)[0], []
+    for (model, _, seq), cluster in zip(recipes, cycle(clusters), strict=False):
+        first, other = (graphs.captured((model, samples, seq)) for samples in CAPTURED)
+        asked.append(ask(first, parse(cluster), BATCH, other=other, why_not=why_not))
+    return tuple(asked)

@@ -1,6 +1,5 @@
 """The gymnasium environments, imported as `rlplace.envs`."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlplace.envs.backends import Backend, Evaluation, MeasuredBackend, SimulatedBackend
@@ -31,6 +30,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """`ClusterEnv` and `StrategyEnv` load the planner of whole strategies, which the others do without."""
-    if name not in ("ClusterEnv", "StrategyEnv"):
+    if name == "ClusterEnv":
+        from rlplace.envs import cluster as module
+    elif name == "StrategyEnv":
+        from rlplace.envs import strategy as module  # type: ignore[no-redef]
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlplace.envs.{name.removesuffix('Env').lower()}"), name)
+    return getattr(module, name)

@@ -170,6 +170,8 @@ class _Tracer(fx.Interpreter):
             if self.kind == "cuda" and target is torch.ops.aten.dropout.default:
                 # What its dropout calls there: the same masks as any other engine.
                 return torch.ops.aten.native_dropout.default(*args)[0]
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default  # attention may lay its output out otherwise than where it was exported
         return super().call_function(target, args, kwargs)
 
 

@@ -15,14 +15,15 @@ import numpy as np
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+from stable_baselines3.common.vec_env import VecMonitor
 
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.policies import Policy
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
+from rlplace.agents.vecenv import PlacerVecEnv
 from rlplace.envs.instance import Instance, make_instance
-from rlplace.envs.refinement import RefinementEnv
+from rlplace.envs.vector.refinement import RefinementVectorEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50
@@ -68,7 +69,8 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
 
 def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
     """A `MaskablePPO` whose policy holds a copy of the network."""
-    envs = VecMonitor(DummyVecEnv([lambda: RefinementEnv(instances, start="mixed")] * config.envs), info_keywords=("feasible",))
+    games = RefinementVectorEnv(config.envs, problems=instances, start="mixed", keep="better", autoreset_mode="SameStep")
+    envs = VecMonitor(PlacerVecEnv(games), info_keywords=("feasible",))
     model = MaskablePPO(
         PlacerPolicy,
         envs,

@@ -196,6 +196,10 @@ def train(
             peak_bytes = memory.read_bytes()
         if reference is not None and comparison is not None:
             comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
+        if comparison is not None and step == first_step:  # later, parameters are apart by rounding that the optimizer enlarges
+            gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
+            if reference is not None:
+                comparison.compare_gradients(gradients, reference)
         if on_step is not None and dist.get_rank() == 0:
             on_step(step, losses[-1], seconds[-1])
         due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
@@ -205,9 +209,8 @@ def train(
     step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
         parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, device)
-        gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
         if reference is not None:
-            comparison.compare_tensors(gradients, parameters, reference)
+            comparison.compare_parameters(parameters, reference)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 

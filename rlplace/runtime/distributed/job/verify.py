@@ -143,7 +143,7 @@ class RunComparison:
     Attributes:
         tolerance: See `TOLERANCE`.
         losses: Per step the relative difference of the loss.
-        worst: Name and error of the worst "gradient" and "parameter", after the last step.
+        worst: Name and error of the worst "gradient", after the first step, and "parameter", after the last.
         streams: Whether the reference ran as exported graph, because it has random ops.
     """
 
@@ -162,15 +162,19 @@ class RunComparison:
         difference = abs(loss - expected) / max(abs(expected), 1e-12)
         self.losses.append(difference if difference == difference else float("inf"))
 
-    def compare_tensors(self, gradients: Mapping[str, Any], parameters: Mapping[str, Any], reference: Reference) -> None:
-        """Notes gradients (None: there is none) and parameters by first name, after the last step."""
-        self.streams = reference.streams
+    def compare_gradients(self, gradients: Mapping[str, Any], reference: Reference) -> None:
+        """Notes gradients (None: there is none) by first name, after the first step."""
         largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
         for name, expected in reference.parameters.items():
             grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
             found = gradients.get(name)
             accepted = self.tolerance * (float(grad.abs().max()) + _NOISE * largest) + 1e-30
             self._note("gradient", name, grad if found is None else found.to(grad) - grad, accepted)
+
+    def compare_parameters(self, parameters: Mapping[str, Any], reference: Reference) -> None:
+        """Notes parameters by first name, after the last step."""
+        self.streams = reference.streams
+        for name, expected in reference.parameters.items():
             slack = reference.slack.get(name, torch.zeros(()))
             allowed = self.tolerance * float(expected.detach().abs().max()) + slack.to(expected) + 1e-30
             self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)

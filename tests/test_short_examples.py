@@ -44,7 +44,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
 
 
 def test_ppo_with_a_graph_network_runs(tmp_path):
-    words = ["--total-steps", "2048", "--problems", "8", "--num-envs", "16", "--num-steps", "16"]
+    words = ["--total-steps", "2048", "--problems", "8", "--num-envs", "16", "--copies", "4"]
     out = run("ppo_graph_toy.py", *words, cwd=tmp_path)
     assert "the policy:" in out and "64 of 64 fit" in out
     assert len((EXAMPLES / "ppo_graph_toy.py").read_text().splitlines()) <= 250

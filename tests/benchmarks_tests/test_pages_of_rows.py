@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import runs, types_table
 
@@ -70,3 +71,31 @@ def test_rules_on_emulated_hosts():
     for row in rows:  # the least of a cell is that of a run
         assert min(row["over"]) >= 1 and row["over"] == sorted(row["over"], reverse=True)
         assert row["least_s"] <= min(np.median(run["step_s"]) for run in row["runs"] if run["step_s"]) + 1e-4  # rounded
+
+
+def test_the_page_of_baselines_is_that_of_its_rows():
+    """Three seeds of everything; a policy of agents/zoo plays again as its row says."""
+    from safetensors.torch import load_file
+
+    from benchmarks import zoo
+    from rlplace.agents.network import PlacerNetwork
+    from rlplace.envs import PlacementEnv
+
+    rows = {(row["env"], row["method"], row["seed"]): row for row in zoo.rows()}
+    assert zoo.PAGE.read_text() == zoo.table() and len(rows) == len(zoo.rows())
+    for env, methods in zoo.CLASSICAL.items():
+        trained = {method for of, method, _ in rows if of == env} - set(methods)
+        assert trained == {path.parent.name for path in zoo.ZOO.glob(f"*/{env}")}
+        for method in trained:
+            assert {seed for of, name, seed in rows if (of, name) == (env, method)} == set(zoo.SEEDS)
+        assert set(methods) <= {method for of, method, _ in rows if of == env}
+    policy = PlacerNetwork(features=PlacementEnv.FEATURES)
+    policy.load_state_dict(load_file(zoo.ZOO / "maskable_ppo/Toy/seed0/policy.safetensors"))
+
+    def choose(seen, mask):
+        with torch.no_grad():
+            logits = policy.look({name: torch.from_numpy(value)[None] for name, value in seen.items()})[0][0]
+        return int(logits.masked_fill(~torch.from_numpy(mask), -torch.inf).argmax())
+
+    over = [None if value == np.inf else value for value in zoo.played("Toy", choose)]
+    assert over == pytest.approx(rows["Toy", "maskable_ppo", 0]["over"], abs=1e-6)

@@ -1,6 +1,6 @@
 """PPO with a graph network in one file of plain torch, in the manner of CleanRL, on ``rlplace/Toy-v0``.
 
-    python examples/ppo_graph_toy.py                          ten minutes on two cores
+    python examples/ppo_graph_toy.py                          three minutes on a core of its own
     python examples/ppo_graph_toy.py --total-steps 40000      a look
 
 The network has a state for every group on every device. States hear what feeds them and what they feed, over the edges of the
@@ -8,8 +8,10 @@ graph, and what else is on their device; those of the group that is placed next 
 the environment says of each. It is trained on thousands of problems, some thirty episodes each: of a few hundred it learns
 some by heart.
 
-At the end it places problems that it never saw, beside `heft`; both are compared with the optimum, which is known since all
-plans were tried.
+At the end it places problems that it never saw. Step time over the optimum's, which is known since all plans were tried, of
+three seeds: one plan, of the likeliest devices, 1.091 to 1.101; the best of 3 draws 1.057 to 1.080, of 6 draws 1.043 to 1.064,
+of 16 draws 1.040 to 1.060; `heft`, itself the best of 3 plans (of 6 on three devices), 1.082. So one plan is 1 to 2 % behind
+`heft`, and as many plans as `heft` tries are ahead of it. The reward hardly rises in the last half of a run.
 """
 
 from __future__ import annotations
@@ -200,12 +202,24 @@ def place(policy: GraphPolicy, instances: tuple[Instance, ...], tries: int = 1) 
 
 
 def heft(instance: Instance) -> float:
-    """The same of the list scheduler."""
+    """The same of the list scheduler, which simulates three plans on two devices, six on three, and keeps the quickest."""
     try:
         plan = get_planner("heft")(instance.problem)
     except rlplace.InfeasibleError:
         return np.inf
     return plan.predicted.step_time_s / instance.reference_step_time_s
+
+
+def report(policy: GraphPolicy, seed: int) -> None:
+    """Says what a policy makes of unseen problems."""
+    torch.manual_seed(seed)
+    unseen = toy_instances(UNSEEN, 64)
+    found = {"the policy": place(policy, unseen)} | {f"the best of {n} draws": place(policy, unseen, n) for n in (3, 6, 16)}
+    found["heft"] = np.array([heft(instance) for instance in unseen])
+    all_fit = np.isfinite(list(found.values())).all(axis=0)
+    for name, over in found.items():
+        mean, fit = np.exp(np.log(over[all_fit]).mean()), np.isfinite(over).sum()
+        print(f"{name}: {mean:.3f} of the optimum on {all_fit.sum()} unseen problems; {fit} of {len(over)} fit")
 
 
 def main() -> None:
@@ -229,13 +243,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     policy = train(args, toy_instances(FIRST, args.problems))
-    unseen = toy_instances(UNSEEN, 64)
-    fixed, drawn = place(policy, unseen), place(policy, unseen, 16)
-    theirs = np.array([heft(instance) for instance in unseen])
-    both = np.isfinite(fixed) & np.isfinite(drawn) & np.isfinite(theirs)
-    for name, over in (("the policy", fixed), ("the best of 16 draws", drawn), ("heft", theirs)):
-        mean, fit = np.exp(np.log(over[both]).mean()), np.isfinite(over).sum()
-        print(f"{name}: {mean:.3f} of the optimum on {both.sum()} unseen problems; {fit} of {len(over)} fit")
+    report(policy, args.seed)
 
 
 if __name__ == "__main__":

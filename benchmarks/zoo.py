@@ -207,8 +207,8 @@ def table() -> str:
         "Refinement (24 problems) 24 moves (searches: 24 simulations) are made from the plan of `best`, which is 1. Plans that",
         "do not fit are not in the mean and counted under fits. Learned policies make one plan a problem, of the likeliest",
         "actions; `heft` and `m_etf` simulate several and keep the quickest, `best` is the best of ten planners. Settings were",
-        "chosen on other problems, in two to four short runs an algorithm; PPO in Refinement has those of MaskablePPO.",
-        "Seconds are of a core that others used too.", "",
+        "chosen on other problems, in two to four short runs an algorithm; in Refinement PPO has those of",
+        "MaskablePPO, A2C its gamma. Seconds are of a core that others used too.", "",
         "| environment | method | step time | seeds | fits | decisions | seconds |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import shlex
 import sys
@@ -104,6 +105,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
         if dist.get_rank() == 0:
             _show(result, options)
         wait_for_all()  # torchrun ends the others as soon as one fails
+    gc.collect()  # models under fully_shard are in cycles and hold groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
     return 0 if equal else 1
 

@@ -11,7 +11,9 @@ import torch
 from launch import run, torchrun
 
 from rlplace.cli.main import main
-from rlplace.runtime.distributed.job.training import synthetic_batch
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.distributed.job.training import check_strategy, synthetic_batch
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
@@ -38,6 +40,38 @@ def test_trains_and_verifies_under_torchrun(plan):
     assert [rank["stage"] for rank in found["ranks"]] == [0, 1]
     assert all(rank["peak_memory_bytes"] > rank["predicted_memory_bytes"] / 4 for rank in found["ranks"])
     assert found["step_time_s"] > 0 and found["predicted_step_time_s"] > 0
+
+
+@pytest.fixture(scope="module")
+def leaves_one_out(tmp_path_factory):
+    """A strategy on the devices 0 and 2 of three."""
+    path = tmp_path_factory.mktemp("gap") / "p.plan.json"
+    words = "place zoo:mlp,layers=4,width=32 --cluster cpu:3 --batch 8 --calls 30 --space"
+    assert main([*words.split(), "replicate=2 pipeline=1 shard=1 tensor=1", "--out", str(path)]) == 0
+    plan = json.loads(path.read_text())
+    (stage,) = plan["strategy"]["stages"]
+    stage["devices"] = [0, 2]
+    path.write_text(json.dumps(plan))
+    return path
+
+
+@pytest.mark.slow
+def test_processes_take_the_devices_that_a_plan_uses(leaves_one_out):
+    code, out, err = torchrun(2, "-m", "rlplace", "run", "--plan", leaves_one_out, "--steps", 2, "--verify", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["verified"]["equal"] and [rank["stage"] for rank in found["ranks"]] == [0, 2]
+
+
+def test_devices_left_out_must_not_matter(leaves_one_out):
+    check_strategy(PlacementPlan.load(leaves_one_out), "run")
+    told = json.loads(leaves_one_out.read_text())
+    for cluster in ("a100-80g:2,v100:1", "gone.toml"):
+        told["source"]["cluster"] = cluster
+        other = leaves_one_out.with_name("other.plan.json")
+        other.write_text(json.dumps(told))
+        with pytest.raises(InputError, match=r"uses the devices 0, 2, .* other kinds or hosts; plan for a cluster of these"):
+            check_strategy(PlacementPlan.load(other), "run")
 
 
 def test_other_cluster_and_changed_plan(tmp_path, capsys, alone):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.recipe import recipe_of
@@ -27,13 +29,23 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
     if reason is not None:
         raise InputError(f"{verb}: {reason}")
     devices = devices_of(plan)
-    if devices != list(range(devices[0], devices[0] + len(devices))):
+    if devices != list(range(devices[0], devices[0] + len(devices))) and not _like_the_first(plan, devices):
         raise InputError(
-            f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps; plan "
-            "for a cluster of these devices alone"
+            f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps, which "
+            "would run it on devices of other kinds or hosts; plan for a cluster of these devices alone"
         )
     if recipe_of(plan).master_weights and verb != "run":
         raise InputError(f"{verb}: the plan keeps its weights in fp32 (--master-weights); 'rlplace run' trains and times it")
+
+
+def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
+    """Whether the first devices of the plan's cluster are of the kinds and hosts of these, so that these may be those."""
+    try:
+        cluster = parse(str((plan.source or {}).get("cluster", "")))
+    except InputError:  # of a file that is not here: nobody knows
+        return False
+    seats = list(zip(cluster.hosts, (kind.name for kind in cluster.kinds), strict=True))
+    return [seats[device] for device in devices] == seats[: len(devices)]
 
 
 def microbatch_of(plan: PlacementPlan, samples: int) -> int:

@@ -1,9 +1,9 @@
 """Twelve kinds of models under strategies of every kind on eight processes, compared with the plain model.
 
-    python benchmarks/equality.py                          all cells, several hours of one core
-    python benchmarks/equality.py --kinds gpt2 llama       cells of some models; rows of others stay
-    python benchmarks/equality.py --few                    the cells of the tests, in one launch; ends with how many do not hold
-    python benchmarks/equality.py --table                  the table of the docs from the rows
+    python -m benchmarks.equality                          all cells, several hours of one core
+    python -m benchmarks.equality --kinds gpt2 llama       cells of some models; rows of others stay
+    python -m benchmarks.equality --few                    the cells of the tests, in one launch; ends with how many do not hold
+    python -m benchmarks.equality --table                  the table of the docs from the rows
 
 A cell is a model and a strategy in double precision, with AdamW: the loss and every gradient of the first step, parameters and
 buffers after three, and the norm that clipping finds in the third, whose batch is run twice so that gradients add up. Its

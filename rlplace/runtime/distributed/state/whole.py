@@ -92,9 +92,13 @@ def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: b
         # Of a tensor all that hold a part take part.
         held = [whole_tensor(leaf) for leaf in pytree.tree_leaves(own[name])] if own.get(name) is not None else leaves
         for at, (leaf, value) in enumerate(zip(leaves, held, strict=True)):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and (everywhere or rank in (0, source)):
                 found = value.detach().to(device).contiguous() if rank == source else torch.empty_like(leaf, device=device)
-                dist.broadcast(found.reshape(-1).view(torch.uint8), source)  # gloo does not know every dtype
+                sent = found.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+                if everywhere:
+                    dist.broadcast(sent, source)
+                elif source != 0:
+                    dist.recv(sent, source) if rank == 0 else dist.send(sent, 0)
                 leaves[at] = found if everywhere else found.to("cpu", copy=True) if rank == 0 else None
         if everywhere or rank == 0:
             gathered[name] = pytree.tree_unflatten(leaves, spec)

@@ -62,8 +62,11 @@ class NumberedEnv(gym.Env[Observation, np.int64]):
     """An environment of `num_problems` problems."""
 
     num_problems: int
+    _done: bool
 
     def _check_action(self, action: Any) -> int:
+        if self._done:
+            raise RuntimeError("the episode is over; call reset()")
         try:
             known = self.action_space.contains(action)
         except OverflowError:  # a whole number beyond int64, in older gymnasium

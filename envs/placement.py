@@ -88,8 +88,6 @@ class PlacementEnv(PlacerEnv):
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Places the current group on device `action`."""
-        if self._done:
-            raise RuntimeError("the episode is over; call reset()")
         device, state = self._check_action(action), self._construction
         if not self.action_masks()[device]:
             self._done = True

@@ -116,8 +116,6 @@ class StrategyEnv(NumberedEnv):
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Makes move `action`, or stops at 0."""
-        if self._done:
-            raise RuntimeError("the episode is over; call reset()")
         choice = self._check_action(action)
         if choice == 0:
             return self._end(0.0)

@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     from rlplace.files import check_output
     from rlplace.runtime.distributed.job import job
+    from rlplace.runtime.distributed.ranks import end_group
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_output(options.out)
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     finally:
         with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+            end_group()
 
 
 def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:

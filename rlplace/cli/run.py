@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import os
 import shlex
 import sys
@@ -96,7 +95,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
     import torch.distributed as dist
 
     from rlplace.runtime.distributed.job import faults, job
-    from rlplace.runtime.distributed.ranks import wait_for_all
+    from rlplace.runtime.distributed.ranks import end_group, wait_for_all
 
     device = job.start_job(settings, options.timeout)
     with faults.guard(debug=options.debug):
@@ -105,8 +104,7 @@ def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespac
         if dist.get_rank() == 0:
             _show(result, options)
         wait_for_all()  # torchrun ends the others as soon as one fails
-    gc.collect()  # models under fully_shard are in cycles and hold groups, whose threads must end before the interpreter does
-    dist.destroy_process_group()
+    end_group()
     return 0 if equal else 1
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlplace.cluster.measured import KINDS, LinkTimes
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.problem.fabric import CollectiveKind
-from rlplace.runtime.distributed.ranks import gather_objects, one_line, start_group
+from rlplace.runtime.distributed.ranks import end_group, gather_objects, one_line, start_group
 from rlplace.runtime.environment import own_device, read_clock
 
 PAIR_SIZES = {"cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)}
@@ -69,8 +69,7 @@ def measure_links(
     except (RuntimeError, ValueError, OSError) as error:
         raise RlplaceError(f"rank {os.environ['RANK']} on {platform.node()}: {one_line(error)}") from error
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_group()
 
 
 def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> LinkTimes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import weakref
@@ -67,6 +68,13 @@ def start_group(backend: str, timeout_s: float) -> None:
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]  # what torch's meshes take
     _patient(dist.group.WORLD)  # now, while nobody is busy
+
+
+def end_group() -> None:
+    """Ends the process groups, if there are any."""
+    gc.collect()  # models under fully_shard are in cycles and hold groups, whose threads must end before the interpreter does
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def wait_for_all() -> None:

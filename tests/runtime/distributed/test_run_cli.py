@@ -67,7 +67,7 @@ def test_devices_left_out_must_not_matter(leaves_one_out):
     check_strategy(PlacementPlan.load(leaves_one_out), "run")
     told = json.loads(leaves_one_out.read_text())
     for cluster in ("a100-80g:2,v100:1", "gone.toml"):
-        told["source"]["cluster"] = cluster
+        told["source"]["cluster"], told["source"]["cluster_fingerprint"] = cluster, None
         other = leaves_one_out.with_name("other.plan.json")
         other.write_text(json.dumps(told))
         with pytest.raises(InputError, match=r"uses the devices 0, 2, .* other kinds or hosts; plan for a cluster of these"):

@@ -226,7 +226,11 @@ def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak
     }
     predicted = plan.predicted.peak_memory_bytes
     return [
-        {"rank": rank, **measured, "predicted_memory_bytes": predicted[used[rank]] if rank < len(used) and predicted else None}
+        {
+            "rank": rank,
+            **measured,
+            "predicted_memory_bytes": predicted[measured["stage"]] if predicted and measured["stage"] is not None else None,
+        }
         for rank, measured in enumerate(gather_objects(facts))
     ]
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.recipe import recipe_of
+from rlplace.recipe import cluster_of_plan, recipe_of
 from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.native.why_not import why_not
@@ -41,7 +40,7 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
 def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
     """Whether the first devices of the plan's cluster are of the kinds and hosts of these, so that these may be those."""
     try:
-        cluster = parse(str((plan.source or {}).get("cluster", "")))
+        cluster = cluster_of_plan(plan)
     except InputError:  # of a file that is not here: nobody knows
         return False
     seats = list(zip(cluster.hosts, (kind.name for kind in cluster.kinds), strict=True))

@@ -44,7 +44,7 @@ def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
     except InputError:  # of a file that is not here: nobody knows
         return False
     seats = list(zip(cluster.hosts, (kind.name for kind in cluster.kinds), strict=True))
-    return [seats[device] for device in devices] == seats[: len(devices)]
+    return max(devices) < len(seats) and [seats[device] for device in devices] == seats[: len(devices)]
 
 
 def microbatch_of(plan: PlacementPlan, samples: int) -> int:

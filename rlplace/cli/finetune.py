@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,7 @@ def _session(options: argparse.Namespace, log: Any) -> None:
     from rlplace.measured.launch import launcher, local_command
     from rlplace.measured.session import Session
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
     machine = machine_of(options)
     command = options.launch or local_command(machine, options.device)
     launch = launcher(command, machine, timeout_s=options.timeout)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu or cuda:N (the GPU of the local rank where there is one)")
     parser.add_argument("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
     parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind or plan (25)")
-    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing (120)")
+    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing, of each plan (120)")
     plans = parser.add_argument_group("with --plans")
     plans.add_argument("--problem", metavar="X.problem.json", nargs="+", help="problems of the plans (built again from them)")
     plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")

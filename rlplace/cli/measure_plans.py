@@ -69,7 +69,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
         if plan.strategy is not None and needed != processes:
             raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
     problems = _problems(options, [plan for _, plan in plans])
-    limits = {"warmup": options.warmup, "repeats": options.repeats}
+    limits = {"warmup": options.warmup, "repeats": options.repeats, "limit_s": options.time_limit}
     timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ PLAN, TIMINGS = "{plan}", "{timings}"
 """What a command is told: the file of the plan, and the file that it must write (``rlplace measure --plans`` does)."""
 
 _MEMORY = ("out of memory", "outofmemoryerror", "cannot allocate memory", "std::bad_alloc")
+_TIMED_S, _END_S = 10, 40.0
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -32,7 +34,7 @@ def local_command(cluster: Cluster, device: str | None = None, options: str = ""
             f'--launch "srun torchrun ... -m rlplace measure --plans {PLAN} --out {TIMINGS}"'
         )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cluster.num_devices}"]
-    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS}" + (f" --device {device}" if device else "")
+    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS} --time-limit {_TIMED_S}" + (f" --device {device}" if device else "")
     return f"{shlex.join(words)} {asked} {options}".strip()
 
 
@@ -82,7 +84,11 @@ def _run(words: list[str], timeout_s: float) -> tuple[int | None, list[str]]:
             status = None
         finally:
             if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+                os.killpg(job.pid, signal.SIGTERM)  # torchrun then ends its processes, which are in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(_END_S)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
         said.seek(max(0, said.seek(0, os.SEEK_END) - (1 << 16)))
         return status, said.read().splitlines()

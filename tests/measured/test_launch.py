@@ -1,5 +1,6 @@
 """Plans run by a command: what it measured, or how it ended."""
 
+import os
 import sys
 import textwrap
 
@@ -60,3 +61,14 @@ def test_commands_that_cannot_work_are_refused():
     with pytest.raises(InputError, match="several hosts"):
         local_command(parse("t4:2x1"))
     assert "--nproc-per-node=2" in local_command(CLUSTER)
+
+
+def test_a_run_out_of_time_leaves_no_process(tmp_path):
+    """torchrun puts its processes into sessions of their own, where a signal to its group does not reach them."""
+    script, told = tmp_path / "job.py", tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=1"
+    ended = launcher(f"{torchrun} {script} {{plan}} {{timings}}", CLUSTER, timeout_s=15.0)(PLAN)
+    assert ended.status == "crashed" and told.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,8 @@ class PlanTimer:
         device: Where this process computes.
         optimizer: Name.
         warmup: Steps before timing.
-        repeats: Timed steps.
+        repeats: Timed steps at most.
+        limit_s: No more of them than fit into this, but one; a first step that takes as long is the only one before them.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class PlanTimer:
     optimizer: str = "adam"
     warmup: int = 2
     repeats: int = 5
+    limit_s: float = math.inf
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.repeats < 1:
@@ -91,12 +94,14 @@ class PlanTimer:
         optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
         batch = self.inputs(training.samples_of_step(plan, inputs))
         step = partial(train_step, placed, optimizer, batch)
-        for number in range(self.warmup):
+        first_s = _timed(step, self.device)[0]
+        setup_s = read_clock(self.device) - begin_s
+        for _ in range(self.warmup - 1 if first_s < self.limit_s else 0):
             _timed(step, self.device)
-            if number == 0:
-                setup_s = read_clock(self.device) - begin_s
         memory = PeakMemory(self.device, held_tensors(placed, optimizer))
-        steps = [_timed(step, self.device) for _ in range(self.repeats)]
+        steps = [_timed(step, self.device)]
+        while len(steps) < self.repeats and sum(seconds for seconds, _ in steps) + steps[-1][0] <= self.limit_s:
+            steps.append(_timed(step, self.device))  # as many on every process, since all know the slowest one's time
         busy_s = _stage_busy_s(plan, step, self.device)
         timeline = None if problem is None else simulate(problem, plan)
         _, spent_s = sorted(steps, key=lambda timed: timed[0])[(len(steps) - 1) // 2]

@@ -12,7 +12,6 @@ import sb3_contrib
 import torch
 
 import rlplace
-from rlplace.agents.config import ENVIRONMENT
 
 
 def versions() -> dict[str, str]:
@@ -27,23 +26,23 @@ def versions() -> dict[str, str]:
     }
 
 
-def card_of(name: str, training: Mapping[str, Any]) -> str:
+def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
     """Markdown text.
 
     Args:
         name: Name of the checkpoint.
+        environment: Id of the environment that it was trained in.
         training: The `training` entry of the checkpoint's config.
     """
     notes, settings = training["notes"], training["hyperparameters"]
-    captured = ", ".join(f"{100 * value:.1f} % ({rank})" for rank, value in notes.get("captured_gain", {}).items())
     versions = ", ".join(f"{key} {value}" for key, value in training["versions"].items())
     lines = (
         f"# Agent {name}",
         "",
-        f"- environment: {ENVIRONMENT}",
+        f"- environment: {environment}",
         f"- problems: {training['problem_set']}, seed {training['seed']}",
-        f"- pre-training: {training['fitted']} steps on {notes.get('labels', 0):,} priced moves of {settings['cases']} cases",
-        f"- gain of the best move that is among the first moves, on cases not fitted: {captured or 'not measured'}",
+        f"- pre-training: {training['fitted']} steps on {notes.get('files', 0):,} of {settings['cases']} cases",
+        f"- on cases not fitted: {notes.get('held', 'not measured')}",
         f"- PPO: {training['steps_done']} decisions in {training['parts']} parts of {settings['part_cases']} cases",
         f"- seconds: {notes['seconds']:.0f}",
         f"- reproduce: `rlplace train --problems {training['problem_set']} --seed {training['seed']}`, settings in config.json",

@@ -20,10 +20,8 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from rlplace.agents.config import ENVIRONMENT, MAX_HIDDEN
-from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import PERCEPTRON, Policy, columns_of, policy_class, policy_name
-from rlplace.envs.guide.features import FEATURES
+from rlplace.agents.config import MAX_HIDDEN
+from rlplace.agents.policies import BUILT_IN, KNOWN, Policy, columns_of, policy_class, policy_name
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 from rlplace.tensors import check, fill, read_tensors
@@ -53,7 +51,7 @@ class Checkpoint:
     training: Mapping[str, Any]
 
 
-def save_checkpoint(folder: str | Path, network: Policy, *, environment: str, training: Mapping[str, Any], card: str) -> None:
+def save_checkpoint(folder: str | Path, network: Policy, *, training: Mapping[str, Any], card: str) -> None:
     """Writes a checkpoint folder: its files are those of one call even with other writers, and a full disk changes none."""
     folder = Path(folder)
     make_folder(folder)
@@ -61,7 +59,7 @@ def save_checkpoint(folder: str | Path, network: Policy, *, environment: str, tr
     config = {
         "format": FORMAT,
         "version": VERSION,
-        "environment": environment,
+        "environment": network.environment,
         "policy": policy_name(network),
         "settings": network.settings(),
         "features": list(network.features),
@@ -112,11 +110,11 @@ def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) 
         raise InputError(f"{where}: {error}") from None
     if not isinstance(settings, dict):
         raise InputError(f"{where}: settings must be an object, found {show(settings)}")
-    if kind is PlacerNetwork:
-        check_keys(settings, {"hidden", "second"}, (), f"{where}: settings")
+    if name in BUILT_IN:
+        check_keys(settings, {"hidden", "second"}, ("rounds",)[: BUILT_IN.index(name)], f"{where}: settings")
         for key, value in settings.items():
-            whole_number(value, f"{where}: settings.{key}", 1, MAX_HIDDEN)
-    columns_of(features)
+            whole_number(value, f"{where}: settings.{key}", int(key != "rounds"), MAX_HIDDEN)
+    columns_of(features, KNOWN[kind.environment])
 
     def make() -> Policy:
         try:
@@ -213,13 +211,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
     if "network" in config:  # version 2
-        config.update(policy=PERCEPTRON, settings=config.pop("network"))
+        config.update(policy=BUILT_IN[0], settings=config.pop("network"))
     check_keys(config, _REQUIRED, {"weights"}, str(path))
-    if config["environment"] != ENVIRONMENT:
-        raise InputError(f"{path}: environment {show(config['environment'])} is not {ENVIRONMENT}, which agents are trained in")
+    if config["environment"] not in KNOWN:
+        raise InputError(
+            f"{path}: environment {show(config['environment'])} is none of {', '.join(KNOWN)}, where agents are trained"
+        )
     features = config["features"]
     named = [*map(str, features)] if isinstance(features, list) else []
-    if not named or len(set(named)) < len(named) or not set(named) <= set(FEATURES):
+    if not named or len(set(named)) < len(named) or not set(named) <= set(KNOWN[config["environment"]]):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
         raise InputError(f"{path}: training must be an object")

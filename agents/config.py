@@ -9,11 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from rlplace.agents.policies import PERCEPTRON
+from rlplace.agents.policies import BUILT_IN, policy_class
 from rlplace.records import Record, build
-
-ENVIRONMENT = "rlplace/Refinement-v0"
-"""Environment in which agents are trained."""
 
 MAX_HIDDEN = 4096
 """Largest network, in widths."""
@@ -26,20 +23,21 @@ _Positive = Annotated[float, Meta(ge=1e-12, le=10)]
 
 
 class TrainConfig(Record, frozen=True):
-    """All settings of a training, read from ``hyperparams/refinement.toml``.
+    """All settings of a training, read from ``hyperparams/refinement.toml`` or ``placement.toml``, by the policy's environment.
 
     Attributes:
         cases: Cases that labels are collected from.
-        states, moves: Labelled plans of a case, and moves priced from each.
+        states, moves: Labelled plans of a case, and moves priced from each; in Placement-v0 simulations of a search whose
+            best plan is imitated.
         fit_steps: Steps of pre-training; 0 leaves it out.
         steps: PPO decisions in all; 0 leaves PPO out.
         part: PPO decisions between saves; every part has new cases.
         part_cases: Cases of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
         batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: Hyperparameters of PPO.
-        hidden, second: Sizes of the shipped policy, see `PlacerNetwork`.
+        hidden, second: Sizes of the built-in policies, see `PlacerNetwork` and `GraphNetwork`.
         policy: Name of the policy, see `rlplace.agents.policies`.
-        settings: Settings of another policy than the shipped one.
+        settings: Other settings of the policy.
         seed: Seed of all random choices.
         device: torch device of PPO, or ``auto``.
         processes: Number of processes that collect labels; 0: one a core.
@@ -64,18 +62,21 @@ class TrainConfig(Record, frozen=True):
     hidden: _Width
     second: _Width
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    policy: str = PERCEPTRON
+    policy: str = BUILT_IN[0]
     settings: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     device: str = "auto"
     processes: _Steps = 0
 
     def settings_of(self) -> dict[str, Any]:
         """The settings of the policy."""
-        return {"hidden": self.hidden, "second": self.second} if self.policy == PERCEPTRON else dict(self.settings)
+        sizes = {"hidden": self.hidden, "second": self.second} if self.policy in BUILT_IN else {}
+        return {**sizes, **self.settings}
 
     @staticmethod
     def load(**changes: Any) -> TrainConfig:
         """The shipped hyperparameters, with changes (None leaves a value)."""
-        text = (files("rlplace.agents") / "hyperparams" / "refinement.toml").read_text(encoding="utf-8")
+        environment = policy_class(changes.get("policy") or BUILT_IN[0]).environment
+        name = f"{environment.removeprefix('rlplace/').partition('-')[0].lower()}.toml"
+        text = (files("rlplace.agents") / "hyperparams" / name).read_text(encoding="utf-8")
         values = {**tomllib.loads(text), **{key: value for key, value in changes.items() if value is not None}}
         return build(TrainConfig, values, "hyperparameters")

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from rlplace.agents.checkpoint import make_folder
-from rlplace.agents.labels import collect_labels
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.cluster.detect import usable_cores
 from rlplace.errors import InputError, show
@@ -17,6 +17,9 @@ from rlplace.files import fingerprint, read_json, write_json
 
 FORMAT = "rlplace.labels"
 VERSION = 1
+
+Collect = Callable[..., Any]
+"""Called with a case and the settings ``states``, ``moves``, ``seed``; what it returns is saved, unless it is None."""
 
 _source: CaseSource | None = None
 
@@ -31,6 +34,7 @@ def gather(
     seed: int,
     processes: int,
     report: Callable[[str], None],
+    collect: Collect,
 ) -> list[Path]:
     """Labels of the first `cases` cases of a source; a source with fewer gives each of them several times.
 
@@ -43,6 +47,7 @@ def gather(
         seed: Seed of the plans and moves; the n-th file has the seed `seed` + n.
         processes: Number of processes; 0: one a core.
         report: Called with lines about the progress.
+        collect: Makes what a file holds.
 
     Returns:
         The files, by number.
@@ -56,8 +61,8 @@ def gather(
     processes = min(processes or usable_cores(), max(1, len(wanted)))
     begin_s = time.monotonic()
     if wanted:
-        report(f"pricing moves of {len(wanted)} cases with {processes} processes")
-        work = [(number, str(folder), states, moves, seed) for number in wanted]
+        report(f"making labels of {len(wanted)} cases with {processes} processes")
+        work = [(number, str(folder), states, moves, seed, collect) for number in wanted]
         if processes == 1:
             _begin(source)
             done = map(_collect, work)
@@ -106,11 +111,11 @@ def _begin(source: CaseSource) -> None:
     _source = source
 
 
-def _collect(work: tuple[int, str, int, int, int]) -> int:
-    number, folder, states, moves, seed = work
+def _collect(work: tuple[int, str, int, int, int, Collect]) -> int:
+    number, folder, states, moves, seed, collect = work
     assert _source is not None
     case = _source.case(number if _source.count is None else number % _source.count)
-    labels = collect_labels(case, states=states, moves=moves, seed=seed + number)
+    labels = collect(case, states=states, moves=moves, seed=seed + number)
     if labels is None:
         _file(Path(folder), number, "none").touch()
     else:

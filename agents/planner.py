@@ -1,7 +1,8 @@
-"""The agent as a planner: the floor, and a search from it that the policy guides.
+"""The agent as a planner: the floor, plans that one policy builds, and a search from the best of them that another guides.
 
-Problem: any. Algorithm: start from the plan of `best`; spend the budget on the guided search; answer with the best feasible
-plan seen. By construction the answer is never worse than `best`, which has two fifths of a time limit.
+Problem: any. Algorithm: take the plan of `best` and a few that the graph network builds; spend the budget on the guided search;
+answer with the best feasible plan seen. By construction the answer is never worse than `best`, which has two fifths of a time
+limit.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
+from rlplace.agents.constructing import built
 from rlplace.agents.first_use import compile_ahead
+from rlplace.agents.policies import PLACEMENT, Policy
 from rlplace.agents.search import Search, warm_up
 from rlplace.envs.base import greedy_fit
-from rlplace.envs.instance import make_instance
+from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Evaluator, Score
+from rlplace.planners.common.objective import objective_s
 from rlplace.planners.common.repair import legalize
 from rlplace.planners.common.search import Start, start_devices
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.simulator import simulate
+from rlplace.simulator import Simulator, simulate
 
 _FLOOR_SHARE = 0.4
 """Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
+
+_BUILT, _BUILT_SHARE = 8, 0.2
+"""Plans that the builder makes at most, at most an eighth of the calls, and its share of the time that is left."""
 
 
 def agent(
@@ -66,10 +73,14 @@ class Agent:
     """A loaded checkpoint that places problems.
 
     Attributes:
-        checkpoint: The network and facts of its training.
+        checkpoint: The network and facts of its training; it builds plans or ranks moves, by its environment.
+        builder: Policy of `rlplace/Placement-v0` that builds plans to start from; a shipped one where the checkpoint is none.
+        guide: Policy of `rlplace/Refinement-v0` that guides the search; likewise.
     """
 
     checkpoint: Checkpoint
+    builder: Policy
+    guide: Policy
 
     def place(
         self,
@@ -94,9 +105,11 @@ class Agent:
         instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
         devices, used = greedy_fit(instance) if first is None else first, 0
         if problem.num_devices > 1 and calls != 0:
-            search = Search(instance, self.checkpoint.network, devices, seed=seed)
-            search.run(calls=calls, deadline_s=deadline_s)
-            used = search.calls
+            if start is None:
+                devices, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
+            search = Search(instance, self.guide, devices, seed=seed)
+            search.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
+            used += search.calls
             if search.best.objective_s < score.objective_s:
                 devices, priority = search.best_plan, None
         Evaluator(problem).count(used)
@@ -106,6 +119,20 @@ class Agent:
         told = {"floor_step_time_s": score.step_time_s if score.feasible else None, "search_calls": used}
         predicted = line.predicted(problem).told(agent=self.checkpoint.name, **told)
         return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
+
+    def _best_built(
+        self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, deadline_s: float
+    ) -> tuple[NDArray[np.int32], int]:
+        """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
+        count = _BUILT if calls is None else min(_BUILT, calls // _BUILT)
+        limit_s = min(deadline_s, time.monotonic() + _BUILT_SHARE * (deadline_s - time.monotonic()))
+        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s) if count else []
+        simulator, best_s = Simulator(instance.problem), score.objective_s
+        for plan in plans:
+            found_s = objective_s(*simulator.evaluate(plan))
+            if found_s < best_s:
+                devices, best_s = plan, found_s
+        return devices, len(plans)
 
 
 def _start(
@@ -140,4 +167,7 @@ def _check_arguments(seed: int, calls: int | None, time_limit_s: float | None) -
 
 def load_agent(name: str | Path = "default") -> Agent:
     """Loads a trained agent: the name of a shipped checkpoint, or a checkpoint folder."""
-    return Agent(load_checkpoint(name))
+    named = load_checkpoint(name)
+    if named.network.environment == PLACEMENT:
+        return Agent(named, named.network, load_checkpoint("default").network)
+    return Agent(named, load_checkpoint("graph").network, named.network)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlplace.envs.base import context_vector
+from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
+from rlplace.envs.observation import GraphArrays
 from rlplace.errors import InputError, unknown_name
 from rlplace.extensions import POLICIES, find, names, wrong
 
-PERCEPTRON = "perceptron"
-"""Name of the policy that is shipped, `rlplace.agents.network.PlacerNetwork`."""
+PLACEMENT, REFINEMENT = "rlplace/Placement-v0", "rlplace/Refinement-v0"
+KNOWN = {PLACEMENT: CONSTRUCTION_FEATURES, REFINEMENT: FEATURES}
+"""Environments in which policies are trained, with the columns of their candidates."""
+
+BUILT_IN = ("perceptron", "graph")
+"""Names of the policies that are shipped: `PlacerNetwork` ranks moves, `GraphNetwork` builds plans."""
 
 
 class Looked(NamedTuple):
@@ -46,6 +52,11 @@ class Policy(nn.Module):
     """
 
     features: tuple[str, ...]
+    environment: ClassVar[str] = REFINEMENT
+    """Id of the environment in which it is trained; one of `PLACEMENT` builds plans, one of `REFINEMENT` ranks moves."""
+
+    def know(self, graphs: Sequence[GraphArrays]) -> None:
+        """Told which graphs the numbers ``graph`` of observations stand for, before it is asked."""
 
     def settings(self) -> dict[str, Any]:
         """Plain data: the arguments beside `features` that make such a policy."""
@@ -85,9 +96,8 @@ class Policy(nn.Module):
     def save(self, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = "") -> None:
         """Writes a checkpoint, which ``rlplace place --agent FOLDER`` takes; see `rlplace.agents.checkpoint`."""
         from rlplace.agents.checkpoint import save_checkpoint
-        from rlplace.agents.config import ENVIRONMENT
 
-        save_checkpoint(folder, self, environment=ENVIRONMENT, training=training or {}, card=card or f"# {Path(folder).name}\n")
+        save_checkpoint(folder, self, training=training or {}, card=card or f"# {Path(folder).name}\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Policy:
@@ -130,13 +140,14 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         InputError: No built-in policy and no installed package has the name, or what has it is no policy.
     """
+    from rlplace.agents.graph_network import GraphNetwork
     from rlplace.agents.network import PlacerNetwork
 
-    if name == PERCEPTRON:
-        return PlacerNetwork
-    extension = find(POLICIES, name, (PERCEPTRON,))
+    if name in BUILT_IN:
+        return (PlacerNetwork, GraphNetwork)[BUILT_IN.index(name)]
+    extension = find(POLICIES, name, BUILT_IN)
     if extension is None:
-        raise unknown_name("policy", name, (PERCEPTRON, *names(POLICIES, (PERCEPTRON,))))
+        raise unknown_name("policy", name, (*BUILT_IN, *names(POLICIES, BUILT_IN)))
     found = extension.load()
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise wrong(extension, f"is {found!r:.80}, not a class of rlplace.agents.policies.Policy")
@@ -149,7 +160,7 @@ def policy_name(policy: Policy) -> str:
     Raises:
         InputError: No name leads to it.
     """
-    for name in (PERCEPTRON, *names(POLICIES, (PERCEPTRON,))):
+    for name in (*BUILT_IN, *names(POLICIES, BUILT_IN)):
         try:
             if policy_class(name) is type(policy):
                 return name

@@ -12,22 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from sb3_contrib import MaskablePPO
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecMonitor
 
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.policies import Policy
+from rlplace.agents.imitation import quick_plan
+from rlplace.agents.policies import PLACEMENT, Policy
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.vecenv import PlacerVecEnv
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import Instance, make_instance, side_by_side
+from rlplace.envs.observation import graph_arrays
+from rlplace.envs.vector.base import PlacerVectorEnv
+from rlplace.envs.vector.placement import PlacementVectorEnv
 from rlplace.envs.vector.refinement import RefinementVectorEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50
 """Cases in a row without a usable one after which a source counts as having none."""
+
+_WORST, _SPREAD = -3.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,33 @@ class Part:
     ratio: float
 
 
-def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
-    """`count` instances from the source's case `first` on, without cases of one device.
+class EpisodeBuffer(MaskableDictRolloutBuffer):
+    """Advantages of whole episodes over the other episodes of the same graph, which know its difficulty better than a value.
+
+    Rewards come at the end. A decision's advantage is its episode's reward less the mean, over the spread, of all episodes of
+    the graph that ended in the buffer (as in POMO, arXiv 2010.16011); one whose episode goes on has none.
+    """
+
+    def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: NDArray[Any]) -> None:
+        """Fills `returns` and `advantages`; `last_values` are not needed."""
+        ended = np.concatenate([self.episode_starts[1:], np.asarray(dones, dtype=np.float32)[None]]) > 0
+        result = np.full(self.n_envs, np.nan)
+        for step in reversed(range(self.buffer_size)):
+            result = np.where(ended[step], np.maximum(self.rewards[step], _WORST), result)
+            self.returns[step] = result
+        graph = self.observations["graph"][..., 0]
+        self.advantages[:] = 0.0
+        for number in np.unique(graph[ended]):
+            of = graph == number
+            final = self.returns[of & ended]
+            self.advantages[of] = (self.returns[of] - final.mean()) / (final.std() + _SPREAD)
+        unknown = np.isnan(self.returns)
+        self.advantages[unknown] = 0.0
+        self.returns[unknown] = self.values[unknown]
+
+
+def instances_of(source: CaseSource, first: int, count: int, *, quick: bool = False) -> list[Instance]:
+    """`count` instances from the source's case `first` on, without cases of one device; `quick` compares with `quick_plan`.
 
     Raises:
         InputError: The source has no usable case.
@@ -56,7 +90,7 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
             break
         case = source.case((first + number) % source.count if source.count is not None else first + number)
         number += 1
-        instance = make_instance(case.problem)
+        instance = make_instance(case.problem, floor=quick_plan(case.problem) if quick else None, compute_floor=not quick)
         if instance.floor is None or instance.problem.num_devices < 2:
             misses += 1
             continue
@@ -69,7 +103,12 @@ def instances_of(source: CaseSource, first: int, count: int) -> list[Instance]:
 
 def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
     """A `MaskablePPO` whose policy holds a copy of the network."""
-    games = RefinementVectorEnv(config.envs, problems=instances, start="mixed", keep="better", autoreset_mode="SameStep")
+    games: PlacerVectorEnv
+    if network.environment == PLACEMENT:
+        instances = [*instances, *map(side_by_side, instances)]
+        games = PlacementVectorEnv(config.envs, problems=instances, autoreset_mode="SameStep")
+    else:
+        games = RefinementVectorEnv(config.envs, problems=instances, start="mixed", keep="better", autoreset_mode="SameStep")
     envs = VecMonitor(PlacerVecEnv(games), info_keywords=("feasible",))
     model = MaskablePPO(
         PlacerPolicy,
@@ -84,11 +123,13 @@ def make_model(network: Policy, instances: Sequence[Instance], config: TrainConf
         ent_coef=config.entropy,
         seed=seed,
         device=config.device,
+        rollout_buffer_class=EpisodeBuffer if network.environment == PLACEMENT else None,
         policy_kwargs={"network": type(network), "features": network.features, "settings": network.settings()},
     )
     policy = model.policy
     assert isinstance(policy, PlacerPolicy)
     policy.network.load_state_dict(network.state_dict())
+    policy.network.know([graph_arrays(instance) for instance in instances])
     return model
 
 

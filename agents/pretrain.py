@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.random import Generator
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.labels import Labels
@@ -26,9 +25,6 @@ CASES, STATES = 8, 8
 _SHARPNESS = 0.003  # a move that gains 0.3 % more is e times as likely in the target
 _LOSS, _GAIN = 0.05, 0.1  # losses and gains beyond these count as these
 _FULL = 0.02  # a state whose best move gains this much or more has full weight
-_WINDOW = 768  # files that batches are drawn from at a time
-_TURN = 250  # steps after which a quarter of the window is replaced
-_RATE = 2e-3
 _RANKS = (1, 4, 16)
 
 
@@ -36,41 +32,9 @@ def _labels(path: Path) -> Labels:
     return _read(path, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=_WINDOW + _WINDOW // 2)
+@lru_cache(maxsize=1152)  # one and a half windows, see `rlplace.agents.lessons`
 def _read(path: Path, written_ns: int) -> Labels:
     return Labels.load(path)
-
-
-def fit(
-    network: Policy,
-    optimizer: torch.optim.Optimizer,
-    files: Sequence[Path],
-    *,
-    first: int,
-    last: int,
-    steps: int,
-    seed: int,
-) -> float:
-    """Makes the steps `first` to `last` of `steps`; returns the mean loss.
-
-    Args:
-        network: The policy, changed in place.
-        optimizer: Optimizer of its parameters; the number of the step sets its learning rate.
-        files: Label files.
-        first: Number of the first step to make.
-        last: Number after the last one.
-        steps: Steps of the whole fit; the learning rate falls linearly to zero at the last one.
-        seed: Seed of the batches.
-    """
-    network.train()
-    total = 0.0
-    for step in range(first, last):
-        for group in optimizer.param_groups:
-            group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
-        features, change = _batch(network, _window(files, step, seed), np.random.default_rng([seed, step]))
-        total += descend(network, optimizer, ranking_loss(network.scores(None, features), change))
-    network.eval()
-    return total / max(last - first, 1)
 
 
 def set_standard(network: Policy, files: Sequence[Path]) -> None:
@@ -81,6 +45,12 @@ def set_standard(network: Policy, files: Sequence[Path]) -> None:
         rows.append(labels.features[::8][np.isfinite(labels.change[::8])].astype(np.float32))
     table = np.concatenate(rows)
     network.standardise(read_by(network, table.mean(axis=0)), read_by(network, table.std(axis=0) + 1e-2))
+
+
+def learned(network: Policy, files: Sequence[Path]) -> str:
+    """What a card says of files that were not fitted."""
+    share = captured_gain(network, files)
+    return "of the best gain " + ", ".join(f"{100 * value:.1f} % by the first {rank}" for rank, value in share.items())
 
 
 def captured_gain(network: Policy, files: Sequence[Path]) -> dict[int, float]:
@@ -98,35 +68,13 @@ def captured_gain(network: Policy, files: Sequence[Path]) -> dict[int, float]:
     return {rank: float(share) for rank, share in zip(_RANKS, captured / max(best, 1e-12), strict=True)}
 
 
-def descend(network: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    """Makes one step of the optimizer, gradients clipped; returns the loss before it."""
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
-
-
-def _window(files: Sequence[Path], step: int, seed: int) -> list[Path]:
-    """The files that a step may read; a quarter of them changes every `_TURN` steps."""
-    if len(files) <= _WINDOW:
-        return list(files)
-    turn, part = step // _TURN, _WINDOW // 4
-    order = _order(len(files), seed)
-    return [files[order[(turn * part + i) % len(files)]] for i in range(_WINDOW)]
-
-
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).permutation(count)
-
-
-def _batch(network: Policy, files: Sequence[Path], rng: Generator) -> tuple[Tensor, Tensor]:
+def ranking(network: Policy, files: Sequence[Path], rng: Generator) -> Tensor:
+    """The loss of a batch that is drawn from some files."""
     chosen = [_labels(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
     rows = [rng.choice(len(labels.change), min(STATES, len(labels.change)), replace=False) for labels in chosen]
     features = np.concatenate([labels.features[row] for labels, row in zip(chosen, rows, strict=True)])
     change = np.concatenate([labels.change[row] for labels, row in zip(chosen, rows, strict=True)])
-    return read_by(network, features), torch.from_numpy(change)
+    return ranking_loss(network.scores(None, read_by(network, features)), torch.from_numpy(change))
 
 
 def ranking_loss(logits: Tensor, change: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ from rlplace.agents.checkpoint import (
     save_checkpoint,
     save_state,
 )
-from rlplace.agents.config import ENVIRONMENT, TrainConfig
+from rlplace.agents.config import TrainConfig
 from rlplace.agents.gather import check_labels, gather
-from rlplace.agents.pretrain import captured_gain, fit, set_standard
+from rlplace.agents.lessons import LESSONS, fit
+from rlplace.agents.policies import KNOWN, PLACEMENT, policy_class
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.envs.guide.features import FEATURES
 from rlplace.errors import InputError
 from rlplace.files import finite_number
 
@@ -100,7 +100,7 @@ class _Run:
         self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
-        make = maker(config.policy, config.settings_of(), FEATURES, out)
+        make = maker(config.policy, config.settings_of(), KNOWN[policy_class(config.policy).environment], out)
         if resume:  # before anything is as large as a config says
             check_sizes(make, out / "policy.safetensors")
         self.network = make()
@@ -123,35 +123,35 @@ class _Run:
         config = self.config
         if config.fit_steps <= self.fitted:
             return
+        lesson = LESSONS[self.network.environment]
         files = gather(
             self.source,
             self.out / "labels",
             cases=config.cases,
             processes=config.processes,
             report=self.report,
+            collect=lesson.collect,
             **self._labelling(),
         )
         if not files:
             raise InputError("no labels: no case has two devices and a plan that can run")
         held, fitted = files[: min(_HELD, len(files) // 8)], files[min(_HELD, len(files) // 8) :]
         if self.fitted == 0:
-            set_standard(self.network, fitted)
+            lesson.begin(self.network, fitted)
         optimizer = torch.optim.Adam(self.network.parameters())
         if self._moments is not None:
             optimizer.load_state_dict(self._moments)
-        rows = config.states * config.moves
-        self.notes["labels"] = len(files) * rows
-        self.report(f"fitting to {len(files) * rows:,} labels")
+        self.notes["files"] = len(files)
+        self.report(f"fitting to {len(files)} files of labels")
 
         while self.fitted < config.fit_steps:
             done = min(config.fit_steps, self.fitted + _FIT_PART)
-            loss = fit(self.network, optimizer, fitted, first=self.fitted, last=done, steps=config.fit_steps, seed=config.seed)
+            steps = {"first": self.fitted, "last": done, "steps": config.fit_steps, "seed": config.seed}
+            loss = fit(self.network, optimizer, fitted, lesson.loss, **steps)
             self.fitted = done
-            share = captured_gain(self.network, held) if held else {}
-            self.notes["captured_gain"] = {str(rank): round(value, 4) for rank, value in share.items()}
+            self.notes["held"] = lesson.learned(self.network, held) if held else "not measured"
             self.save(optimizer.state_dict() if done < config.fit_steps else None)
-            known = ", ".join(f"{100 * value:.0f} % by the first {rank}" for rank, value in share.items())
-            self.report(f"{done}/{config.fit_steps} steps, loss {loss:.3f}; of the best gain on cases not fitted: {known}")
+            self.report(f"{done}/{config.fit_steps} steps, loss {loss:.3f}; on cases not fitted: {self.notes['held']}")
 
         self._moments = None
 
@@ -166,7 +166,8 @@ class _Run:
         while self.decisions < config.steps:
             begin_s = time.monotonic()
             first = _PPO_CASES + self.parts * config.part_cases if self.source.count is None else self.parts * config.part_cases
-            instances = ppo.instances_of(self.source, first, config.part_cases)
+            quick = self.network.environment == PLACEMENT
+            instances = ppo.instances_of(self.source, first, config.part_cases, quick=quick)
             ready_s = time.monotonic()
             part, moments = ppo.run_part(
                 self.network,
@@ -204,10 +205,10 @@ class _Run:
             "notes": self.notes,
             "versions": versions(),
         }
-        card = card_of(self.out.name, training)
+        card = card_of(self.out.name, self.network.environment, training)
         if moments is not None:
             save_state(self.out / STATE, self.network, moments, (self.fitted, self.decisions, self.parts))
-        save_checkpoint(self.out, self.network, environment=ENVIRONMENT, training=training, card=card)
+        save_checkpoint(self.out, self.network, training=training, card=card)
         if moments is None:
             (self.out / STATE).unlink(missing_ok=True)
 

@@ -25,6 +25,8 @@ CONSTRUCTION_FEATURES = (
     "communication_after",  # transfer seconds between the group and what is placed on other devices
     "affinity",  # share of all bytes that it exchanges that would stay on the device
     "memory_after",  # provable bytes on the device with the group; 0 without limit
+    "tensors_after",  # bytes of parameters and of all tensors made on the device with the group; 0 without limit
+    "tensors_over_even",  # that minus what the same share of the graph would fill everywhere
     "criticality",  # static: longest path through the group over the longest path
     "depth",  # where in the step the group starts
     "plan_progress",  # share of the groups that are placed
@@ -32,12 +34,14 @@ CONSTRUCTION_FEATURES = (
     "plan_devices",  # over 8
     "plan_groups",  # log2 over 8
     "plan_pressure",  # provable bytes of all groups over all memory
+    "plan_tensors",  # bytes of parameters and of all tensors over all memory; 0 without limit
+    "plan_side_by_side",  # whether branches are placed beside one another, not one after another
 )
 NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
 
 
 class Construction:
-    """Groups placed so far, in the depth-first order of the graph.
+    """Groups placed so far, in the instance's order.
 
     Attributes:
         instance: The instance.
@@ -54,6 +58,7 @@ class Construction:
         self.plan = np.full(groups, -1, dtype=np.int32)
         self.placed = 0
         self.load_s, self.pinned_bytes = np.zeros(devices), np.zeros(devices)
+        self._made = np.zeros(devices)
         self._resident_bytes = problem.resident_bytes.astype(np.float64)
         self._resident, self._footprint = np.zeros(devices), np.zeros(devices)
         self._free_s = np.zeros(devices)  # when each device has finished the forward work placed so far
@@ -61,8 +66,7 @@ class Construction:
         self._limit = np.maximum(instance.limit_bytes, 1.0)
         self._table = np.zeros((devices, NUM_CONSTRUCTION), dtype=np.float32)
         self._finish = np.zeros(devices)  # of the current group
-        log_groups, pressure = float(np.log2(groups)) / 8.0, memory_pressure(instance)
-        self._static = np.array([devices / 8.0, log_groups, pressure])
+        self._static = np.array(static_features(instance))
         self._describe()
 
     @property
@@ -73,7 +77,7 @@ class Construction:
     @property
     def group(self) -> int:
         """The group that is placed next; the last one when all are placed."""
-        return int(self.instance.graph.depth_first_order[min(self.placed, len(self.plan) - 1)])
+        return int(self.instance.order[min(self.placed, len(self.plan) - 1)])
 
     @property
     def largest_load(self) -> float:
@@ -112,6 +116,7 @@ class Construction:
         self.plan[group] = device
         self.load_s[device] += instance.graph.time_s[group, device]
         self.pinned_bytes[device] += instance.pinned_bytes[group]
+        self._made[device] += instance.made_bytes[group]
         self._resident[device] += self._resident_bytes[group]
         self._footprint[device] = max(self._footprint[device], instance.footprint_bytes[group])
         self.placed += 1
@@ -121,17 +126,28 @@ class Construction:
     def _describe(self) -> None:
         instance, graph = self.instance, self.instance.graph
         device_features(
-            self.group, self.plan, self.load_s, self._free_s, self._finish_s, self.need_bytes(), self._limit,
+            self.group, self.plan, self.load_s, self._free_s, self._finish_s, self.need_bytes(), self._made,
+            instance.made_bytes, self._limit,
             instance.allowed, graph.time_s, graph.mean_time_s, graph.neighbor_ptr, graph.neighbor, instance.neighbor_bytes,
             instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth, instance.ideal_s,
             self.placed / len(self.plan), self._static, self._finish, self._table,
         )  # fmt: skip
 
 
+def static_features(instance: Instance) -> list[float]:
+    """The last of `CONSTRUCTION_FEATURES`, and the bytes of parameters and tensors."""
+    devices, groups, memory = instance.problem.num_devices, instance.problem.num_groups, float(instance.limit_bytes.sum())
+    made_bytes = float(instance.made_bytes.sum())
+    tensors = made_bytes / memory if 0 < memory < math.inf else 0.0
+    beside = float(not np.array_equal(instance.order, instance.graph.depth_first_order))
+    return [devices / 8.0, float(np.log2(groups)) / 8.0, memory_pressure(instance), tensors, beside, made_bytes]
+
+
 @inner
 def describe(  # type: ignore[no-untyped-def]
-    group, plan, load_s, free_s, finish_s, need_bytes, limit_bytes, allowed, time_s, mean_time_s, neighbor_ptr, neighbor,
-    neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish, out,
+    group, plan, load_s, free_s, finish_s, need_bytes, made, made_bytes, limit_bytes, allowed, time_s, mean_time_s,
+    neighbor_ptr, neighbor, neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish,
+    out,
 ):  # fmt: skip
     """Fills `out` float32 [D, F] and `finish` float64 [D], the earliest finish of a group on every device.
 
@@ -139,14 +155,15 @@ def describe(  # type: ignore[no-untyped-def]
         group: The group.
         plan: int32 [G], -1 where not placed.
         load_s: float64 [D]. free_s: float64 [D], when each device is free. finish_s: float64 [G], of placed groups.
-        need_bytes, limit_bytes: float64 [D].
-        progress: Share of the groups that are placed. static: float64 [3], devices, groups, pressure.
+        need_bytes, limit_bytes: float64 [D]. made: float64 [D], made bytes of the groups on each device.
+        progress: Share of the groups that are placed. static: float64 [6], `static_features`.
         (the others: see `rlplace.envs.instance.Instance`)
     """
     devices = len(load_s)
-    best, largest = np.inf, 0.0
+    best, largest, placed = np.inf, 0.0, made_bytes[group]
     for d in range(devices):
         largest = max(largest, load_s[d])
+        placed += made[d]
         ready = free_s[d]
         for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
             other = neighbor[place]
@@ -160,6 +177,7 @@ def describe(  # type: ignore[no-untyped-def]
             best = min(best, finish[d])
     if best == np.inf:
         best = 0.0
+    even = static[3] * placed / max(static[5], 1.0)
     for d in range(devices):
         near, total, sent = 0.0, 0.0, 0.0
         for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
@@ -179,13 +197,13 @@ def describe(  # type: ignore[no-untyped-def]
         row[5] = sent / ideal_s
         row[6] = near / total if total > 0 else 0.0
         row[7] = need_bytes[d] / limit_bytes[d] if limit_bytes[d] < np.inf else 0.0
-        row[8] = criticality[group]
-        row[9] = depth[group]
-        row[10] = progress
-        row[11] = largest / ideal_s
-        row[12] = static[0]
-        row[13] = static[1]
-        row[14] = static[2]
+        row[8] = (made[d] + made_bytes[group]) / limit_bytes[d] if limit_bytes[d] < np.inf else 0.0
+        row[9] = row[8] - even
+        row[10] = criticality[group]
+        row[11] = depth[group]
+        row[12] = progress
+        row[13] = largest / ideal_s
+        row[14:19] = static[:5]
         for f in range(len(row)):
             row[f] = min(max(row[f], -CLIP), CLIP)
 

@@ -15,6 +15,7 @@ one pivot op and whose consumer is a descendant of it are live while the pivot r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,11 +43,13 @@ class Instance:
         graph: Its group graph.
         floor: int32 [G], plan of the best classical planner; None when none is feasible.
         reference_step_time_s: Step time of `floor`, or the lower bound where there is no floor.
+        order: int32 [G], in which construction places the groups: a branch at a time, see `side_by_side`.
         position: int32 [G], place of each group in the depth-first order of the graph.
         neighbor_bytes: float64, bytes of every entry of ``graph.neighbor``.
         allowed: bool [G, D], allowed devices of each group.
         pinned_bytes: float64 [G], resident bytes plus saved activations that are provably live at one instant.
         footprint_bytes: float64 [G], the largest amount that one op of the group needs beside resident bytes.
+        made_bytes: float64 [G], resident bytes and those of all tensors that the group produces.
         limit_bytes: float64 [D], memory minus reserved bytes; inf without limit.
         seconds_per_byte, latency_s: float64 [D, D], 0 on the diagonal; a missing link counts as a very slow one.
         ideal_s: Sum of mean times over the number of devices: the unit of all time features.
@@ -58,11 +61,13 @@ class Instance:
     graph: GroupGraph
     floor: NDArray[np.int32] | None
     reference_step_time_s: float
+    order: NDArray[np.int32]
     position: NDArray[np.int32]
     neighbor_bytes: NDArray[np.float64]
     allowed: NDArray[np.bool_]
     pinned_bytes: NDArray[np.float64]
     footprint_bytes: NDArray[np.float64]
+    made_bytes: NDArray[np.float64]
     limit_bytes: NDArray[np.float64]
     seconds_per_byte: NDArray[np.float64]
     latency_s: NDArray[np.float64]
@@ -104,11 +109,13 @@ def make_instance(
         graph=graph,
         floor=None if floor is None else np.asarray(floor, dtype=np.int32),
         reference_step_time_s=float(step_time) if step_time else max(lower_bounds(problem).step_time_s, SHORTEST_S),
+        order=graph.depth_first_order,
         position=np.argsort(graph.depth_first_order, kind="stable").astype(np.int32),
         neighbor_bytes=graph.edge_bytes[graph.neighbor_edge].astype(np.float64),
         allowed=problem.group_allowed,
         pinned_bytes=group_pinned_bytes(problem),
         footprint_bytes=largest_op_bytes(problem),
+        made_bytes=group_made_bytes(problem),
         limit_bytes=problem.memory_limit_bytes,
         seconds_per_byte=seconds_per_byte,
         latency_s=latency,
@@ -116,6 +123,11 @@ def make_instance(
         criticality=through / longest,
         depth=np.where(np.isfinite(start), start, 0.0) / longest,
     )
+
+
+def side_by_side(instance: Instance) -> Instance:
+    """The same instance, whose groups construction places in the order of the step: branches beside one another."""
+    return dataclasses.replace(instance, order=instance.graph.order)
 
 
 def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -126,6 +138,14 @@ def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     np.maximum.at(through, problem.op_group, top + bottom)
     np.minimum.at(start, problem.op_group, top)
     return through, start
+
+
+def group_made_bytes(problem: Problem) -> NDArray[np.float64]:
+    """float64 [G], resident bytes and bytes of all tensors that a group produces."""
+    made = problem.resident_bytes.astype(np.float64)
+    is_output = problem.tensor_producer >= 0
+    np.add.at(made, problem.op_group[problem.tensor_producer[is_output]], problem.tensor_bytes[is_output])
+    return made
 
 
 _PIVOT_CANDIDATES = 4

@@ -7,7 +7,7 @@ K candidates, F features of each (every environment has its own), G = `max_group
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -108,6 +108,28 @@ def edge_features(instance: Instance) -> NDArray[np.float32]:
     own = np.maximum(instance.graph.mean_time_s[instance.graph.source], 1e-12)
     pair = np.stack([np.log1p(seconds / instance.ideal_s * 50.0), np.log1p(seconds / own)], axis=1)
     return np.clip(pair, -CLIP, CLIP).astype(np.float32)
+
+
+class GraphArrays(NamedTuple):
+    """What a graph network reads of an instance.
+
+    Attributes:
+        nodes: float32 [G, `NUM_NODE_FEATURES`].
+        source, target: int64 [E], groups.
+        values: float32 [E, 2], `EDGE_FEATURES`.
+    """
+
+    nodes: Any
+    source: Any
+    target: Any
+    values: Any
+
+
+def graph_arrays(instance: Instance) -> GraphArrays:
+    """The arrays of an instance."""
+    graph = instance.graph
+    source, target = graph.source.astype(np.int64), graph.target.astype(np.int64)
+    return GraphArrays(node_features(instance), source, target, edge_features(instance))
 
 
 def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:

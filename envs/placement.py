@@ -21,7 +21,7 @@ class PlacementEnv(PlacerEnv):
 
     ## Description
     Each episode draws a problem, or takes ``options={"problem": i}``. Groups come in
-    the depth-first order of the group graph.
+    the instance's order: depth-first, or as `rlplace.envs.instance.side_by_side` has it.
 
     ## Action space
     ``Discrete(max_devices)``: the device of the current group. `action_masks` marks the legal ones: devices that exist, on

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.graphs import FAMILIES, Recipe, draw_cluster, draw_hosts, draw_size, priced, variant
+from rlplace.envs.instance import group_made_bytes
 from rlplace.errors import unknown_name
 from rlplace.problem import Links, Problem
 from rlplace.problem.generate import random_problem
@@ -90,7 +91,7 @@ def limit_memory(
         problem, devices=tuple(dataclasses.replace(device, memory_bytes=None) for device in problem.devices)
     )
     unit = math.inf
-    weight = _group_bytes(problem)
+    weight = group_made_bytes(problem) + 1.0
     target = share.copy()
     for _ in range(_ROUNDS):
         line = simulate(free, _spans(problem, weight, target))
@@ -102,14 +103,6 @@ def limit_memory(
         for device, part in zip(problem.devices, share.tolist(), strict=True)
     )
     return dataclasses.replace(problem, devices=devices)
-
-
-def _group_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], resident bytes and bytes of all tensors that a group produces."""
-    need = problem.resident_bytes.astype(np.float64)
-    is_output = problem.tensor_producer >= 0
-    np.add.at(need, problem.op_group[problem.tensor_producer[is_output]], problem.tensor_bytes[is_output])
-    return need + 1.0
 
 
 def _spans(problem: Problem, weight: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.int32]:

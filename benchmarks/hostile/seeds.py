@@ -302,9 +302,9 @@ def _agent(folder: Path, problem: Any) -> None:
         "problem_set": "all",
         "hyperparameters": config,
     }
-    save_checkpoint(agent, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
+    save_checkpoint(agent, network, training=training, card="# test\n")
     bare = folder / "bare"  # without the digest of its weights, as checkpoints of others may be
-    save_checkpoint(bare, network, environment="rlplace/Refinement-v0", training=training, card="# test\n")
+    save_checkpoint(bare, network, training=training, card="# test\n")
     plain = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({key: value for key, value in plain.items() if key != "weights"}))
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))

@@ -15,7 +15,7 @@ import numpy as np
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs import construction
 from rlplace.envs.base import static_context
-from rlplace.envs.construction import NUM_CONSTRUCTION, describe
+from rlplace.envs.construction import NUM_CONSTRUCTION, describe, static_features
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import NUM_CONTEXT
@@ -31,10 +31,10 @@ class Plots(NamedTuple):
 
     shape: Any  # int64 [I, 2], groups and devices
     context: Any  # float32 [I, 3]
-    static: Any  # float64 [I, 3], see `describe`
+    static: Any  # float64 [I, 6], see `describe`
     ideal_s: Any  # float64 [I]
     fields: Any  # bank: order, allowed, time_s, mean_time_s, neighbor_ptr, neighbor, neighbor_bytes, seconds_per_byte,
-    # latency_s, criticality, depth, resident, pinned, footprint and limit in bytes
+    # latency_s, criticality, depth, resident, pinned, footprint, limit and made in bytes
     at: Any
 
 
@@ -48,6 +48,7 @@ class Builds(NamedTuple):
     pinned: Any  # float64 [N, D]
     resident: Any  # float64 [N, D]
     footprint: Any  # float64 [N, D]
+    made: Any  # float64 [N, D]
     free_s: Any  # float64 [N, D]
     need: Any  # float64 [N, D], provable bytes with the next group
     finish_s: Any  # float64 [N, G]
@@ -64,22 +65,19 @@ def plots_of(instances: Sequence[Instance]) -> Plots:
     """The constants of instances."""
     problems = [instance.problem for instance in instances]
     context = [static_context(instance) for instance in instances]
-    static = [
-        [devices, float(np.log2(problem.num_groups)) / 8.0, pressure]  # as `Construction` has it: of G, not G + 1
-        for problem, (devices, _, pressure) in zip(problems, context, strict=True)
-    ]
     rows = [
         (
-            one.graph.depth_first_order, one.allowed, one.graph.time_s, one.graph.mean_time_s, one.graph.neighbor_ptr,
+            one.order, one.allowed, one.graph.time_s, one.graph.mean_time_s, one.graph.neighbor_ptr,
             one.graph.neighbor, one.neighbor_bytes, one.seconds_per_byte, one.latency_s, one.criticality, one.depth,
             one.problem.resident_bytes.astype(np.float64), one.pinned_bytes, one.footprint_bytes, one.limit_bytes,
+            one.made_bytes,
         )
         for one in instances
     ]  # fmt: skip
     return Plots(
         np.array([[problem.num_groups, problem.num_devices] for problem in problems], dtype=np.int64),
         np.clip(context, -CLIP, CLIP).astype(np.float32),
-        np.array(static),
+        np.array([static_features(instance) for instance in instances]),
         np.array([one.ideal_s for one in instances]),
         *bank_of(rows),
     )
@@ -90,7 +88,7 @@ def builds_for(number: int, groups: int, devices: int) -> Builds:
     wide = (number, devices)
     return Builds(
         np.zeros(number, dtype=np.int64), np.full((number, groups), -1, dtype=np.int32), np.zeros(number, dtype=np.int64),
-        np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide),
+        np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide), np.zeros(wide),
         np.zeros((number, groups)), np.zeros(wide),
         np.zeros((number, devices * NUM_CONSTRUCTION), dtype=np.float32), np.full(wide, -1, dtype=np.int32),
         np.zeros(wide, dtype=np.bool_), np.zeros((number, NUM_CONTEXT), dtype=np.float32), np.zeros(number),
@@ -129,7 +127,7 @@ def _show(p, b, e, i, groups, devices, over):
     group = cut(f[0], at, 0, i)[b.placed[e]]
     limit = np.maximum(cut(f[14], at, 14, i), 1.0)
     describe(
-        group, b.plan[e], b.load_s[e, :devices], b.free_s[e], b.finish_s[e], b.need[e], limit,
+        group, b.plan[e], b.load_s[e, :devices], b.free_s[e], b.finish_s[e], b.need[e], b.made[e], cut(f[15], at, 15, i), limit,
         cut(f[1], at, 1, i).reshape((groups, devices)), cut(f[2], at, 2, i).reshape((groups, devices)), cut(f[3], at, 3, i),
         cut(f[4], at, 4, i), cut(f[5], at, 5, i), cut(f[6], at, 6, i), cut(f[7], at, 7, i).reshape((devices, devices)),
         cut(f[8], at, 8, i).reshape((devices, devices)), cut(f[9], at, 9, i), cut(f[10], at, 10, i), p.ideal_s[i],
@@ -160,7 +158,7 @@ def _compile(stamp):
             b.status[e] = RUNNING
             if begin:
                 b.plan[e, :], b.placed[e], b.group[e, :] = -1, 0, -1
-                for array in (b.load_s, b.pinned, b.resident, b.footprint, b.free_s, b.finish_s, b.need):
+                for array in (b.load_s, b.pinned, b.resident, b.footprint, b.made, b.free_s, b.finish_s, b.need):
                     array[e, :] = 0.0
                 b.table[e, :], b.legal[e, :] = 0.0, False
             elif d >= devices or not b.legal[e, d]:
@@ -176,6 +174,7 @@ def _compile(stamp):
                 b.load_s[e, d] += cut(f[2], at, 2, i)[group * devices + d]
                 b.pinned[e, d] += cut(f[12], at, 12, i)[group]
                 b.resident[e, d] += cut(f[11], at, 11, i)[group]
+                b.made[e, d] += cut(f[15], at, 15, i)[group]
                 b.footprint[e, d] = max(b.footprint[e, d], cut(f[13], at, 13, i)[group])
                 b.placed[e] += 1
                 if b.placed[e] == groups:

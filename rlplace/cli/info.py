@@ -65,7 +65,7 @@ def _facts() -> dict[str, Any]:
 def _plug_ins() -> list[dict[str, str | None]]:
     """What installed packages offer, each tried, with the reason where it cannot be used."""
     from rlplace import extensions
-    from rlplace.agents.policies import PERCEPTRON, policy_class
+    from rlplace.agents.policies import BUILT_IN, policy_class
     from rlplace.cluster.presets import KINDS, RESERVED, device_kind
     from rlplace.cost.foreign import own_costs
     from rlplace.errors import RlplaceError
@@ -75,7 +75,7 @@ def _plug_ins() -> list[dict[str, str | None]]:
         extensions.PLANNERS: (PLANNERS, get_planner),
         extensions.DEVICES: ({*KINDS, *RESERVED}, device_kind),
         extensions.COSTS: ((), own_costs),
-        extensions.POLICIES: ((PERCEPTRON,), policy_class),
+        extensions.POLICIES: (BUILT_IN, policy_class),
     }
     plug_ins = []
     for group, what in extensions.GROUPS.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlplace.agents.checkpoint import save_checkpoint
-from rlplace.agents.config import ENVIRONMENT, TrainConfig
+from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
 from rlplace.envs.guide.features import FEATURES
@@ -23,7 +23,7 @@ def make_network(*, hidden=16, second=8, seed=0, features=FEATURES):
 def make_checkpoint(folder, **sizes):
     """Writes a checkpoint of such a network and returns the network."""
     network = make_network(**sizes)
-    save_checkpoint(folder, network, environment=ENVIRONMENT, training={"steps_done": 0}, card="# test\n")
+    save_checkpoint(folder, network, training={"steps_done": 0}, card="# test\n")
     return network
 
 

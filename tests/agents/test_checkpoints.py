@@ -27,7 +27,7 @@ def test_round_trip(tmp_path, make_checkpoint):
 def test_saving_again_replaces_everything(tmp_path, make_checkpoint, make_network):
     make_checkpoint(tmp_path)
     network = make_network(hidden=8)
-    save_checkpoint(tmp_path, network, environment="rlplace/Refinement-v0", training={"steps_done": 9}, card="# new\n")
+    save_checkpoint(tmp_path, network, training={"steps_done": 9}, card="# new\n")
     loaded = load_checkpoint(tmp_path)
     assert loaded.network.settings()["hidden"] == 8 and loaded.training["steps_done"] == 9
     assert (tmp_path / "card.md").read_text() == "# new\n"
@@ -71,9 +71,9 @@ def test_weights_that_lie(tmp_path, make_checkpoint, change, message):
         ({"settings": [16, 8]}, "settings must be an object"),
         ({"settings": {"hidden": 24, "second": 8}}, "has shape"),
         ({"features": None}, "other features"),
-        ({"environment": "CartPole-v1"}, "which agents are trained in"),
-        ({"environment": ["rlplace/Refinement-v0"]}, "which agents are trained in"),
-        ({"environment": "rlplace/Placement-v0"}, "which agents are trained in"),
+        ({"environment": "CartPole-v1"}, "where agents are trained"),
+        ({"environment": ["rlplace/Refinement-v0"]}, "where agents are trained"),
+        ({"environment": "rlplace/Placement-v0"}, "where agents are trained"),
         ({"training": "long"}, "training must be"),
         ({"training": None}, "training"),
         ({"weights": "0" * 64}, "not the weights that config.json was written with"),
@@ -101,7 +101,7 @@ def test_missing_files(tmp_path, make_checkpoint):
             load_checkpoint(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be created"):
-        save_checkpoint(tmp_path / "file", PlacerNetwork(features=FEATURES), environment="x", training={}, card="")
+        save_checkpoint(tmp_path / "file", PlacerNetwork(features=FEATURES), training={}, card="")
 
 
 def test_the_state_of_a_training(tmp_path, make_network):

@@ -12,9 +12,10 @@ from rlplace.agents import pretrain
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.labels import Labels, collect_labels
+from rlplace.agents.lessons import fit
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
-from rlplace.agents.pretrain import captured_gain, fit, ranking_loss, set_standard
+from rlplace.agents.pretrain import captured_gain, ranking, ranking_loss, set_standard
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.problem.generate import random_problem
 
@@ -101,9 +102,9 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
 
     whole, optimizer = begin()
     for first in (0, 7, 14):
-        fit(whole, optimizer, files, first=first, last=min(first + 7, 20), steps=20, seed=5)
+        fit(whole, optimizer, files, ranking, first=first, last=min(first + 7, 20), steps=20, seed=5)
     cut, optimizer = begin()
-    fit(cut, optimizer, files, first=0, last=10, steps=20, seed=5)
+    fit(cut, optimizer, files, ranking, first=0, last=10, steps=20, seed=5)
     save_state(tmp_path / "state.safetensors", cut, optimizer.state_dict(), (10, 0, 0))
     torch.manual_seed(99)
     again = PlacerNetwork(hidden=16, second=8, features=FEATURES)
@@ -111,7 +112,7 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
     moments, progress = load_state(tmp_path / "state.safetensors", again, optimizer)
     assert progress == [10, 0, 0]
     optimizer.load_state_dict(moments)
-    fit(again, optimizer, files, first=10, last=20, steps=20, seed=5)
+    fit(again, optimizer, files, ranking, first=10, last=20, steps=20, seed=5)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
     assert not torch.equal(whole.residual.weight, cut.residual.weight)
@@ -122,7 +123,7 @@ def test_a_fit_learns_to_rank(files):
     network = PlacerNetwork(hidden=32, second=16, features=FEATURES)
     set_standard(network, files)
     before = captured_gain(network, files)
-    fit(network, torch.optim.Adam(network.parameters()), files, first=0, last=120, steps=120, seed=0)
+    fit(network, torch.optim.Adam(network.parameters()), files, ranking, first=0, last=120, steps=120, seed=0)
     after = captured_gain(network, files)
     assert after[1] > before[1] + 0.1 and after[4] > before[4]
 

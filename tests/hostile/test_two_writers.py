@@ -51,7 +51,7 @@ for turn in range(25):
     cluster.save(out / "x.toml")
     labels.save(out / "x.safetensors")
     rows.add_row(row)
-    save_checkpoint(out / "agent", network, environment="rlplace/Refinement-v0", training={"writer": number},
+    save_checkpoint(out / "agent", network, training={"writer": number},
                     card=f"writer{number}")
 """
 

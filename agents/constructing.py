@@ -1,0 +1,63 @@
+"""Plans that a policy of `rlplace/Placement-v0` builds, many at once: half a branch at a time, half branches side by side."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlplace.agents.policies import Policy
+from rlplace.envs.base import greedy_fit
+from rlplace.envs.instance import Instance, side_by_side
+from rlplace.envs.observation import graph_arrays
+from rlplace.envs.vector.construct import RUNNING, Builds, builds_for, construct, plots_of
+
+
+def seen_by(builds: Builds, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+    """What a policy reads of some environments: the observation without the plan."""
+    return {
+        "graph": torch.from_numpy(builds.instance[rows])[:, None],
+        "candidates": torch.from_numpy(builds.table[rows]),
+        "candidate_group": torch.from_numpy(builds.group[rows]),
+        "context": torch.from_numpy(builds.context[rows]),
+    }
+
+
+def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, deadline_s: float = math.inf) -> NDArray[np.int32]:
+    """Builds plans; the first two are the likeliest of either order, the others are drawn.
+
+    Args:
+        policy: Of `rlplace/Placement-v0`.
+        instance: What to place.
+        count: N, number of plans.
+        seed: Of the draws.
+        deadline_s: Moment on the monotonic clock at which nothing is built any more.
+
+    Returns:
+        int32 [N, G], or [0, G] where the time was too short; what no legal device was left for sits where it fills
+        devices least.
+    """
+    both = (instance, side_by_side(instance))
+    policy.know([graph_arrays(instance)] * 2)
+    plots, builds = tuple(plots_of(both)), builds_for(count, *instance.allowed.shape)
+    builds.instance[:] = np.arange(count) % 2
+    every = np.arange(count)
+    random, actions = torch.Generator().manual_seed(seed), np.zeros(count, dtype=np.int64)
+    construct(plots, tuple(builds), every, actions, True)
+    rows = every
+    while len(rows):
+        if time.monotonic() > deadline_s:
+            return builds.plan[:0]
+        with torch.inference_mode():
+            logits = policy.look(seen_by(builds, rows))[0]
+            noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=random).clamp(1e-7, 1 - 1e-7)))
+            noise[torch.from_numpy(rows < 2)] = 0.0
+            chosen = (logits + noise).masked_fill(~torch.from_numpy(builds.legal[rows]), -torch.inf).argmax(dim=1)
+        actions[rows] = chosen.numpy()
+        construct(plots, tuple(builds), rows, actions, False)
+        rows = rows[builds.status[rows] == RUNNING]
+    return np.where(builds.plan >= 0, builds.plan, greedy_fit(instance)).astype(np.int32)

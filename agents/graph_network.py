@@ -1,0 +1,134 @@
+"""The graph network: it builds a plan group by group in `rlplace/Placement-v0`.
+
+Messages along the edges of the group graph give every group a vector, once an episode. A device's score for the next group is
+a network of its features (`CONSTRUCTION_FEATURES`), of their mean over the devices and of that vector, beside a linear function
+whose weights the vector chooses, too. It starts as earliest finish, a list-scheduling heuristic. Devices have no numbers: what
+permutes them permutes the scores. B observations, D devices, F features, G groups, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlplace.agents.policies import PLACEMENT, Policy
+from rlplace.envs.observation import EDGE_FEATURES, NUM_NODE_FEATURES, GraphArrays
+
+_TIMES = ("finish_delay", "imbalance_change", "work", "communication_after")
+"""Columns that are seen in units of a mean group's time, too: then they look alike in small graphs and large ones."""
+
+_EARLIEST = -2.5
+"""Start of the weight of `finish_delay` in those units, on a logarithmic scale: a softmax has to be narrow to be sampled."""
+
+
+class _Round(nn.Module):
+    """One round of messages: gated sums along and against the edges, and the mean of the graph."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.along, self.against = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.gates = nn.Linear(len(EDGE_FEATURES), 2 * hidden)
+        self.mix, self.out = nn.Linear(3 * hidden, hidden), nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, groups: Tensor, graph: _Graphs) -> Tensor:
+        along, against = torch.sigmoid(self.gates(graph.edge_features)).chunk(2, dim=1)
+        empty = torch.zeros_like(groups)
+        heard = torch.tanh(empty.index_add(0, graph.target, self.along(groups)[graph.source] * along))
+        told = torch.tanh(empty.index_add(0, graph.source, self.against(groups)[graph.target] * against))
+        mixed = self.mix(torch.cat([groups, heard, told], dim=1)) + graph.mean(groups)[graph.of_group]
+        return self.norm(groups + self.out(torch.relu(mixed)))
+
+
+class _Graphs:
+    """Some graphs behind one another."""
+
+    def __init__(self, graphs: Sequence[GraphArrays]) -> None:
+        self.sizes = torch.tensor([len(graph.nodes) for graph in graphs])
+        self.first = torch.cumsum(self.sizes, 0) - self.sizes
+        self.of_group = torch.repeat_interleave(torch.arange(len(graphs)), self.sizes)
+        nodes, source, target, values = zip(*graphs, strict=True)
+        self.nodes, self.edge_features = torch.cat(nodes), torch.cat(values)
+        self.source = torch.cat([ends + begin for ends, begin in zip(source, self.first, strict=True)])
+        self.target = torch.cat([ends + begin for ends, begin in zip(target, self.first, strict=True)])
+
+    def mean(self, groups: Tensor) -> Tensor:
+        """[graphs, H], means over the groups [G, H] of each."""
+        return torch.zeros(len(self.sizes), groups.shape[1]).index_add(0, self.of_group, groups) / self.sizes[:, None]
+
+
+class GraphNetwork(Policy):
+    """Scores devices for the next group and values states; see the module.
+
+    Shapes:
+        candidates [B, D * F], candidate_group [B, D], graph [B, 1] to logits [B, D] and values [B, 1].
+    """
+
+    environment = PLACEMENT
+
+    def __init__(self, *, features: Sequence[str], hidden: int = 48, second: int = 32, rounds: int = 3) -> None:
+        """A network that is the heuristic.
+
+        Args:
+            features: Names of the columns of the candidates, all of `CONSTRUCTION_FEATURES` that are times or sizes among them.
+            hidden: H, width of the groups' vectors.
+            second: Width of the network of a device.
+            rounds: Rounds of messages; 0: every group for itself.
+        """
+        super().__init__()
+        self.features = tuple(features)
+        self._sizes = {"hidden": hidden, "second": second, "rounds": rounds}
+        self._times = [self.features.index(name) for name in _TIMES]
+        self._groups_at, self._devices_at = self.features.index("plan_groups"), self.features.index("plan_devices")
+        wide = len(self.features) + len(_TIMES)
+        self.nodes = nn.Linear(NUM_NODE_FEATURES, hidden)
+        self.rounds = nn.ModuleList(_Round(hidden) for _ in range(rounds))
+        self.own, self.others, self.group = nn.Linear(wide, second), nn.Linear(wide, second), nn.Linear(hidden, second)
+        self.second, self.score = nn.Linear(second, second), nn.Linear(second, 1, bias=False)
+        self.linear, self.chosen = nn.Linear(wide, 1, bias=False), nn.Linear(hidden, wide)
+        self.value = nn.Sequential(nn.Linear(hidden + wide, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        with torch.no_grad():
+            for start_at_zero in (self.linear.weight, self.score.weight, self.chosen.weight, self.chosen.bias):
+                start_at_zero.zero_()
+            self.linear.weight[0, len(self.features) + _TIMES.index("finish_delay")] = _EARLIEST
+        self._known: list[GraphArrays] = []
+        self._kept: tuple[Any, Any] = (None, None)
+
+    def settings(self) -> dict[str, Any]:
+        """Its sizes."""
+        return dict(self._sizes)
+
+    def know(self, graphs: Sequence[GraphArrays]) -> None:
+        """Keeps these graphs, tensors or arrays."""
+        self._kept = (None, None)
+        self._known = [GraphArrays(*map(torch.as_tensor, graph)) for graph in graphs]
+
+    def _groups(self) -> tuple[_Graphs, Tensor, Tensor]:
+        """All known graphs, the vectors of their groups and the mean vector of each; kept while weights and graphs stay."""
+        version = sum(parameter._version for parameter in self.parameters())
+        if torch.is_grad_enabled() or self._kept[0] != version:
+            graphs = _Graphs(self._known)
+            groups = torch.relu(self.nodes(graphs.nodes))
+            for messages in self.rounds:
+                groups = messages(groups, graphs)
+            self._kept = (None if torch.is_grad_enabled() else version, (graphs, groups, graphs.mean(groups)))
+        found: tuple[_Graphs, Tensor, Tensor] = self._kept[1]
+        return found
+
+    def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits [B, D] and values [B, 1]."""
+        devices, number = observation["candidate_group"], observation["graph"][:, 0].long()
+        graphs, groups, means = self._groups()
+        rows = groups[graphs.first[number] + devices.amax(dim=1).long().clamp(min=0)]
+        table = observation["candidates"].reshape(*devices.shape, -1)
+        mean_groups = torch.exp2(8.0 * table[..., self._groups_at]) / (8.0 * table[..., self._devices_at]).clamp(min=1.0)
+        table = torch.cat([table, torch.asinh(table[..., self._times] * mean_groups[..., None])], dim=-1)
+        exist = (devices >= 0)[..., None].to(table.dtype)
+        mean = (table * exist).sum(dim=1) / exist.sum(dim=1).clamp(min=1.0)
+        seen = torch.relu(self.own(table) + (self.others(mean) + self.group(rows))[:, None])
+        scores = self.score(torch.relu(self.second(seen))) + self.linear(table)
+        scores = scores[..., 0] + (table * self.chosen(rows)[:, None]).sum(dim=-1)
+        return scores, self.value(torch.cat([means[number], mean], dim=1))

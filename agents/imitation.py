@@ -1,0 +1,159 @@
+"""Pre-training for `rlplace/Placement-v0`: the decisions that build the best plan a search has found, in either order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from rlplace.agents.cases import Case
+from rlplace.agents.network import PlacerNetwork
+from rlplace.agents.policies import Policy
+from rlplace.agents.search import Search
+from rlplace.envs.construction import NUM_CONSTRUCTION
+from rlplace.envs.guide.features import FEATURES
+from rlplace.envs.instance import Instance, make_instance, side_by_side
+from rlplace.envs.observation import GraphArrays, graph_arrays
+from rlplace.envs.vector.construct import builds_for, construct, plots_of
+from rlplace.errors import InfeasibleError, InputError
+from rlplace.files import write_bytes
+from rlplace.planners.best import floor_answers
+from rlplace.planners.common.evaluate import Deadline, Evaluator
+from rlplace.planners.common.shortage import check_possible
+from rlplace.problem import Problem
+from rlplace.tensors import read_tensors
+
+CASES = 32
+"""Cases of a batch."""
+
+_LAST_QUICK = "round_robin"
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """How the plan of one case is built: N decisions, D devices, G groups, E edges.
+
+    Attributes:
+        nodes, source, target, values: See `GraphArrays`.
+        candidates: float16 [N, D * F], the devices as the environment shows them.
+        group: int32 [N], the group that is placed.
+        legal: bool [N, D].
+        device: int64 [N], where the plan has it.
+    """
+
+    nodes: Tensor
+    source: Tensor
+    target: Tensor
+    values: Tensor
+    candidates: Tensor
+    group: Tensor
+    legal: Tensor
+    device: Tensor
+
+    def save(self, path: Path) -> None:
+        """Writes a file, atomically."""
+        write_bytes(path, save_tensors({field.name: getattr(self, field.name).contiguous() for field in fields(self)}))
+
+    @staticmethod
+    def load(path: Path) -> Decisions:
+        """Reads a file of `save`.
+
+        Raises:
+            InputError: The file is damaged.
+        """
+        tensors = read_tensors(path)
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        rows, wide = shapes.get("legal", (0, 0)) if len(shapes.get("legal", ())) == 2 else (0, 0)
+        if set(tensors) != {field.name for field in fields(Decisions)} or not (
+            rows and shapes["candidates"] == (rows, wide * NUM_CONSTRUCTION) and shapes["group"] == shapes["device"] == (rows,)
+        ):
+            raise InputError(f"{path}: not a file of decisions of this version; remove it to have it made anew")
+        return Decisions(**tensors)
+
+
+def collect_decisions(case: Case, *, states: int, moves: int, seed: int) -> Decisions | None:
+    """The decisions of one case; None when it has one device, or no plan is known that fits.
+
+    Args:
+        case: The case.
+        states: Times `moves`, the simulations of the search, whose moves are ranked by hand: nothing here depends on weights.
+        moves: See `states`.
+        seed: Seed of the search.
+    """
+    start = quick_plan(case.problem)
+    if start is None:
+        return None
+    instance = make_instance(case.problem, floor=start)
+    search = Search(instance, PlacerNetwork(features=FEATURES), start, seed=seed)
+    search.run(calls=states * moves)
+    return decisions_of(instance, search.best_plan) if search.best.feasible else None
+
+
+def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
+    """int32 [G], the best plan that fits of the planners that take milliseconds; None where there is none, or one device."""
+    try:
+        check_possible(problem)
+    except InfeasibleError:
+        return None
+    answers = []
+    for name, answer in floor_answers(problem, Evaluator(problem), Deadline(None)):
+        answers.append(answer)
+        if name == _LAST_QUICK:
+            break
+    best = min(answers, key=lambda answer: answer.score.objective_s, default=None)
+    return best.devices if best is not None and best.score.feasible and problem.num_devices > 1 else None
+
+
+def decisions_of(instance: Instance, plan: NDArray[np.int32]) -> Decisions:
+    """The decisions that build a plan that fits: a branch at a time, and branches side by side."""
+    both = (instance, side_by_side(instance))
+    plots, builds = tuple(plots_of(both)), builds_for(2, *instance.allowed.shape)
+    builds.instance[:] = (0, 1)
+    rows, actions, found = np.arange(2), np.zeros(2, dtype=np.int64), []
+    construct(plots, tuple(builds), rows, actions, True)
+    for _ in range(len(plan)):
+        group = builds.group[:, 0].copy()
+        actions[:] = plan[group]
+        found.append((builds.table.astype(np.float16), group, builds.legal.copy(), actions.copy()))
+        construct(plots, tuple(builds), rows, actions, False)
+    columns = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
+    return Decisions(*map(torch.from_numpy, graph_arrays(instance)), *columns)
+
+
+@lru_cache(maxsize=8192)
+def _decisions(path: Path) -> Decisions:
+    return Decisions.load(path)
+
+
+def imitation_loss(network: Policy, files: Sequence[Path], rng: np.random.Generator) -> Tensor:
+    """Cross-entropy of the policy to the decisions of some files, every file as heavy as another."""
+    chosen = [_decisions(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
+    network.know([GraphArrays(one.nodes, one.source, one.target, one.values) for one in chosen])
+    widest = max(one.legal.shape[1] for one in chosen)
+    number = torch.cat([torch.full((len(one.group), 1), n) for n, one in enumerate(chosen)])
+    room = [widest - one.legal.shape[1] for one in chosen]
+    pad = nn.functional.pad
+    candidates = torch.cat([pad(one.candidates, (0, n * NUM_CONSTRUCTION)) for one, n in zip(chosen, room, strict=True)])
+    groups = [one.group[:, None].expand_as(one.legal) for one in chosen]
+    groups_of_devices = torch.cat([pad(group, (0, n), value=-1) for group, n in zip(groups, room, strict=True)])
+    legal = torch.cat([pad(one.legal, (0, n)) for one, n in zip(chosen, room, strict=True)])
+    seen = {"graph": number, "candidates": candidates.float(), "candidate_group": groups_of_devices}
+    logits = network.look(seen)[0]
+    weight = torch.cat([torch.full((len(one.group),), 1.0 / len(one.group)) for one in chosen]) / len(chosen)
+    device = torch.cat([one.device for one in chosen])
+    apart = nn.functional.cross_entropy(logits.masked_fill(~legal, -1e9), device, reduction="none")
+    return (weight * apart).sum()
+
+
+def learned(network: Policy, files: Sequence[Path]) -> str:
+    """What a card says of files that were not fitted."""
+    with torch.no_grad():
+        likely = float(torch.exp(-imitation_loss(network, files, np.random.default_rng(0))))
+    return f"a device of the plan has probability {likely:.3f}"

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rlplace.cost.timings import PlanTiming
-from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
@@ -38,7 +37,9 @@ def summary(data: ReportData) -> str:
     used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
     verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
     words = [f"Plan of {plan.planner}", f"{_samples(line.samples)} a step"]
-    words += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
+    words.append("groups one by one" if plan.strategy is None else uniform_words(plan.strategy))
+    if plan.order is not None:
+        words.append("an order of its own")
     parts = [
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
         f'<p class="lead">{escape(", ".join(words))}.</p>',
@@ -82,10 +83,6 @@ def _bound(parts: Mapping[str, float]) -> str:
     total_s, ordered = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
     shares = [(_DOING.get(name, name), seconds / total_s) for name, seconds in ordered if seconds > 0.001 * total_s]
     return f"Bounded by {shares[0][0]}: {', '.join(f'{percent(s)} {name}' for name, s in shares)}." if shares else ""
-
-
-def _placement_words(plan: PlacementPlan) -> list[str]:
-    return ["groups one by one"] + ([] if plan.order is None else ["an order of its own"])
 
 
 def devices(data: ReportData) -> str:

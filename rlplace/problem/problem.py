@@ -8,7 +8,6 @@ A problem needs no model and no GPU. It is immutable; its arrays are made read-o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -172,12 +171,9 @@ class Problem:
     group_modules: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        from rlplace.problem.check import check_problem
+        from rlplace.problem.check import check_problem, freeze
 
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name, None)
-            if isinstance(value, np.ndarray):
-                value.setflags(write=False)
+        freeze(self)
         object.__setattr__(self, "topological_order", check_problem(self))
 
     topological_order: NDArray[np.int32] = field(init=False, repr=False)

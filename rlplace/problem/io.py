@@ -42,6 +42,8 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
     links = problem.links
     matrices = links.bandwidth_bytes_per_s.tolist(), links.latency_s.tolist()
+    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
+    columns = [[None if n < 0 else n for n in row.tolist()] for row in numbers]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -49,17 +51,12 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         "samples_per_microbatch": int(problem.samples_per_microbatch),
         "devices": plain([_DeviceEntry(**vars(device)) for device in problem.devices]),
         "links": plain(_LinksEntry(*matrices, links.channels, links.fabrics)),
-        "groups": plain([_GroupEntry(*row) for row in zip(*_group_columns(problem), strict=True)]),
+        "groups": plain([_GroupEntry(*row) for row in zip(problem.group_names, *columns, strict=True)]),
         "ops": msgspec.to_builtins(_op_entries(problem)),
         "tensors": msgspec.to_builtins(_tensor_entries(problem)),
         **({"collectives": plain(problem.collectives)} if problem.collectives else {}),
         **({} if problem.source is None else {"source": dict(problem.source)}),
     }
-
-
-def _group_columns(problem: Problem) -> list[Any]:
-    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
-    return [problem.group_names, *([None if n < 0 else n for n in row.tolist()] for row in numbers)]
 
 
 def _op_entries(problem: Problem) -> list[_OpEntry]:

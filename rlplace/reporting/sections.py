@@ -54,12 +54,14 @@ def summary(data: ReportData) -> str:
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
     crossing = problem.tensor_bytes[line.transfer_tensor]  # collectives left out
+    fullest = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
+    filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {problem.num_devices}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
-        ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
+        ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
         ("Between devices", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"),
     ]
     if plan.strategy is not None:  # collectives move most of what it moves
@@ -293,11 +295,6 @@ def _share(value: float, *, over: bool = False) -> Cell:
     width = 100 * min(1.0, max(0.0, value))
     bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
     return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
-
-
-def _largest_share(data: ReportData) -> str:
-    share = fullest_share(data.timeline.peak_memory_bytes.tolist(), data.problem.devices)
-    return "no limits" if share is None else f"up to {percent(share)} of a device"
 
 
 def _samples(count: int) -> str:

@@ -37,7 +37,7 @@ from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
 from rlplace.graph.capture import capture
 from rlplace.graph.opgraph import OpGraph
-from rlplace.placing import answer
+from rlplace.placing import Captured, answer
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.native.facts import facts_of
 from rlplace.zoo import LoadedModel, load_model
@@ -92,8 +92,8 @@ def over_two(model: LoadedModel, graph: OpGraph, wanted: Any, space: str) -> flo
     """Plans a model in a space and runs the plan over two processes: the largest difference, or why not."""
     facts = partial(facts_of, model.module, half(model.example_inputs, 0))
     plan = answer(
-        graph, None, parse(CLUSTER), space=space, fixed={"microbatch": BATCH}, planner="strategy", batch=2 * BATCH, facts=facts,
-        calls=CALLS, seed=0, time_limit_s=None,
+        Captured(graph, facts=facts), parse(CLUSTER), space=space, fixed={"microbatch": BATCH}, planner="strategy",
+        batch=2 * BATCH, calls=CALLS, seed=0, time_limit_s=None,
     ).plan  # fmt: skip
     context = multiprocessing.get_context("fork")
     answers: Any = context.Queue()

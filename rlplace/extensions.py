@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, entry_points, version
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,14 @@ GROUPS: Mapping[str, str] = MappingProxyType(
     {PLANNERS: "planner", DEVICES: "device kind", COSTS: "cost model", POLICIES: "policy"}
 )
 """Entry point groups, each with the name of the kind of its entries."""
+
+
+def version_of(package: str) -> str:
+    """Version of a package; empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, eq=False)

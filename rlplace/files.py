@@ -30,6 +30,12 @@ MAX_FILE_BYTES = limits.FILE_BYTES
 _CHUNK_BYTES = 1 << 20
 
 
+def cache_folder() -> Path:
+    """Where results are kept between commands: ``$RLPLACE_CACHE``, else ``rlplace`` in the user's cache folder."""
+    named = os.environ.get("RLPLACE_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlplace"
+
+
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     """Reads a regular file: devices, pipes and sockets, which may have no end, are refused, and nothing waits for a writer.
 

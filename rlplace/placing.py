@@ -113,7 +113,6 @@ def place(
         priced = Priced(target)
     else:
         from rlplace.cluster.parse import as_cluster
-        from rlplace.graph.opgraph import OpGraph
 
         reason = why_placement(planner, space, [name for name in options if name not in FIXED])
         if cluster is None:
@@ -121,15 +120,9 @@ def place(
         machine = as_cluster(cluster)
         if reason is None:
             allowed_space(space, options, planner)  # contradictions are refused before the capture
-            graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-            facts = None
-            if not isinstance(target, OpGraph):
-                from rlplace.runtime.native.facts import facts_of
-
-                facts = partial(facts_of, target, example_inputs)
+            captured = _captured(target, example_inputs, loss, optimizer)
             return answer(
-                graph, capture_at, machine, space=space, fixed=options, planner=planner, batch=batch,
-                facts=facts, curve=batch_curve, calls=calls,
+                captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
                 began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
             ).plan  # fmt: skip
         if batch_curve is not None:
@@ -137,8 +130,8 @@ def place(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
             )
         _one_pass(options, reason)
-        graph, capture_at = _captured(target, example_inputs, loss, optimizer)
-        graph = at_batch(graph, capture_at, batch, options.pop("microbatch", None))
+        captured = _captured(target, example_inputs, loss, optimizer)
+        graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
         priced = Priced.of(graph, machine, groups=groups, costs=costs, host=host)
     if calls is not None:
         options["calls"] = calls
@@ -181,6 +174,21 @@ def why_placement(planner: str, space: Space | str | None, only: Collection[str]
 
 
 @dataclass(frozen=True, eq=False)
+class Captured:
+    """A model that was captured once and can be priced for any cluster.
+
+    Attributes:
+        graph: The capture.
+        capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
+        facts: Looks at the model, for what the runtime can execute of it; None checks the strategy alone.
+    """
+
+    graph: OpGraph
+    capture_at: Callable[[int], OpGraph] | None = None
+    facts: Callable[[], ModelFacts] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Answer:
     """The best strategy, and a placement of the whole batch as one micro-batch where that is quicker."""
 
@@ -194,15 +202,13 @@ class Answer:
 
 
 def answer(
-    graph: OpGraph,
-    capture_at: Callable[[int], OpGraph] | None,
+    captured: Captured,
     cluster: Cluster,
     *,
     space: Space | str | None,
     fixed: Mapping[str, Any],
     planner: str,
     batch: int | None = None,
-    facts: Callable[[], ModelFacts] | None = None,
     curve: BatchCurve | None = None,
     calls: int | None = None,
     began_s: float | None = None,
@@ -213,14 +219,12 @@ def answer(
     """The whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
 
     Args:
-        graph: The model, captured.
-        capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
+        captured: The model.
         cluster: The devices.
         space: What may be chosen, as `place` takes it.
         fixed: Options of `place` that fix a part of the space.
         planner: Name of a planner of whole strategies.
         batch: Samples a step; None: the default.
-        facts: Looks at the model, for what the runtime can execute of it; None checks the strategy alone.
         curve: Epochs by batch; see `place`.
         calls: Largest number of evaluations of the search.
         began_s: Moment on the monotonic clock from which the time limit counts.
@@ -231,28 +235,21 @@ def answer(
     from rlplace.branches import quicker_placement
     from rlplace.strategy.plan import plan_strategy
 
-    alone = None if capture_at is not None else graph
+    alone = None if captured.capture_at is not None else captured.graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
     strategy = plan_strategy(
         cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
-        **what_may_be(graph, capture_at, space=space, fixed=fixed, planner=planner, facts=facts), **limits,
+        **what_may_be(captured, space=space, fixed=fixed, planner=planner), **limits,
     )  # fmt: skip
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
+    graph, capture_at = captured.graph, captured.capture_at
     return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
 
-def what_may_be(
-    graph: OpGraph,
-    capture_at: Callable[[int], OpGraph] | None,
-    *,
-    space: Space | str | None,
-    fixed: Mapping[str, Any],
-    planner: str,
-    facts: Callable[[], ModelFacts] | None,
-) -> dict[str, Any]:
+def what_may_be(captured: Captured, *, space: Space | str | None, fixed: Mapping[str, Any], planner: str) -> dict[str, Any]:
     """Arguments of `rlplace.strategy.plan.ask` that the model and the space give; those of `answer`."""
     from rlplace.graph.rescale import two_captures
 
@@ -260,7 +257,8 @@ def what_may_be(
     if space != EVERYTHING:
         from rlplace.runtime.native.why_not import judge
 
-        why_not, only = judge(facts() if facts is not None else None)
+        why_not, only = judge(captured.facts() if captured.facts is not None else None)
+    graph, capture_at = captured.graph, captured.capture_at
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     allowed = allowed_space(space, fixed, planner)
     return {"graph": first, "other": other, "space": allowed, "why_not": why_not, "only": only}
@@ -294,18 +292,19 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
 
 
-def _captured(
-    target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, optimizer: str
-) -> tuple[OpGraph, Callable[[int], OpGraph] | None]:
-    """The graph of a target, and a function that captures it with other samples; None where it has one size only."""
+def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, optimizer: str) -> Captured:
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
 
     if isinstance(target, OpGraph):
-        return target, None
+        return Captured(target)
+    from rlplace.runtime.native.facts import facts_of
+
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, optimizer=optimizer)
-    return whole, lambda samples: capture(
-        target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer, like=whole
-    )
+
+    def capture_at(samples: int) -> OpGraph:
+        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer, like=whole)
+
+    return Captured(whole, capture_at, partial(facts_of, target, inputs))

@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
 from rlplace.errors import InputError, MissingError, show
-from rlplace.files import read_json, write_json
+from rlplace.extensions import version_of
+from rlplace.files import cache_folder, read_json, write_json
 from rlplace.problem import Problem
 from rlplace.records import Record, build, plain
 
@@ -68,7 +68,8 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
     try:
         for case in cases:
             case.problem.save(fresh / f"{case.name}{_SUFFIX}")
-        index = _Index(dict(made_by or {}), tuple(_entry(case) for case in cases))
+        entries = [_Entry(c.name, c.family, c.problem.fingerprint, c.branchy, c.unseen_cluster) for c in cases]
+        index = _Index(dict(made_by or {}), tuple(entries))
         write_json(fresh / INDEX, {"format": FORMAT, "version": VERSION, **plain(index)})
         if folder.exists():
             shutil.rmtree(folder)
@@ -83,7 +84,7 @@ def save_cases(cases: Sequence[Case], folder: str | Path, *, made_by: Mapping[st
 def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
     """Reads a folder of `save_cases`: the cases, and the versions that made them."""
     folder = Path(folder)
-    index = _index(folder)
+    index = build(_Index, read_json(folder / INDEX, FORMAT, VERSION), str(folder / INDEX))
     cases = [_case(entry, folder) for entry in index.cases]
     if len({case.name for case in cases}) < len(cases):
         raise InputError(f"{folder / INDEX}: a case appears twice")
@@ -91,22 +92,14 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def set_folder(name: str) -> Path:
-    """Folder of a named set: ``cases/<name>`` in ``$RLPLACE_CACHE``, else in the user's cache folder."""
-    cache_folder = os.environ.get("RLPLACE_CACHE")
-    if cache_folder:
-        return Path(cache_folder) / "cases" / name
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rlplace" / "cases" / name
+    """Folder of a named set: ``cases/<name>`` in `rlplace.files.cache_folder`."""
+    return cache_folder() / "cases" / name
 
 
 @cache
 def made_by() -> dict[str, str]:
     """Versions and a digest of the sources that captured and priced cases, and their floors, depend on."""
-    versions = {name: metadata.version(name) for name in ("torch", "numpy")}
-    try:
-        versions["transformers"] = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        versions["transformers"] = ""
+    versions = {name: version_of(name) for name in ("torch", "numpy", "transformers")}
     digest = hashlib.sha256()
     base = Path(__file__).resolve().parent
     files = [*base.glob("*.py"), base.parent / "cases.py"]
@@ -117,14 +110,6 @@ def made_by() -> dict[str, str]:
     for file in sorted(files, key=lambda item: (item.parent.name, item.name)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return {**versions, "sources": digest.hexdigest()}
-
-
-def _index(folder: Path) -> _Index:
-    return build(_Index, read_json(folder / INDEX, FORMAT, VERSION), str(folder / INDEX))
-
-
-def _entry(case: Case) -> _Entry:
-    return _Entry(case.name, case.family, case.problem.fingerprint, case.branchy, case.unseen_cluster)
 
 
 def _case(entry: _Entry, folder: Path) -> Case:

@@ -113,9 +113,9 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Infos]:
         """One step of every environment; the autoreset mode says what becomes of those whose episode is over."""
         chosen = np.asarray(actions)
-        if chosen.shape != (self.num_envs,) or chosen.dtype.kind not in "iu" or not self._in_range(chosen):
-            most = self.single.action_space.n - 1  # type: ignore[attr-defined]
-            raise InputError(f"actions must be whole numbers [{self.num_envs}] in 0..{most}, found {show(actions)}")
+        count = self.single.action_space.n  # type: ignore[attr-defined]
+        if chosen.shape != (self.num_envs,) or chosen.dtype.kind not in "iu" or not ((chosen >= 0) & (chosen < count)).all():
+            raise InputError(f"actions must be whole numbers [{self.num_envs}] in 0..{count - 1}, found {show(actions)}")
         mode = self.metadata["autoreset_mode"]
         begin = np.flatnonzero(self._over)
         if len(begin) and mode is not AutoresetMode.NEXT_STEP:
@@ -164,9 +164,6 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
 
     def _observe(self) -> Observation:
         raise NotImplementedError
-
-    def _in_range(self, actions: NDArray[Any]) -> bool:
-        return bool((actions >= 0).all() and (actions < self.single.action_space.n).all())  # type: ignore[attr-defined]
 
     def _numbers(self, mask: NDArray[np.bool_]) -> Infos:
         """What every info has: the number of the problem."""

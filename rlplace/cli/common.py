@@ -8,8 +8,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from rlplace.cost.table import CostTable
     from rlplace.graph.opgraph import OpGraph
     from rlplace.placements import Priced
+    from rlplace.placing import Captured
     from rlplace.runtime.native.why_not import ModelFacts
     from rlplace.zoo import LoadedModel
 
@@ -122,21 +122,6 @@ def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
 
 
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """A MODEL that was captured once and can be priced for any cluster.
-
-    Attributes:
-        graph: The capture at the requested batch size.
-        capture_at: Captures the model with a number of samples; captures are cached.
-        facts: Looks at what the runtime can execute of the model.
-    """
-
-    graph: OpGraph
-    capture_at: Callable[[int], OpGraph]
-    facts: Callable[[], ModelFacts]
-
-
 def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
     if model.endswith(".problem.json"):
@@ -172,6 +157,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
     """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
+    from rlplace.placing import Captured
 
     @cache
     def capture_at(batch: int) -> OpGraph:

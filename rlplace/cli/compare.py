@@ -28,10 +28,10 @@ from rlplace.cli.strategy import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.cli.common import Captured
     from rlplace.cluster.parse import Cluster
     from rlplace.comparing import Case
     from rlplace.comparing.run import Report
+    from rlplace.placing import Captured
     from rlplace.strategy.tries import Question
 
 HELP = "compare planners on models and clusters"

@@ -127,8 +127,8 @@ def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, P
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}
     plan = answer(
-        captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
-        facts=captured.facts, began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
+        captured, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
+        began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
     ).strategy  # fmt: skip
     asked = {"space": options.space, "fixed": fixed, "planner": CLASSICAL}
     return question_of(captured, machine, batch, **pricing, **asked), plan

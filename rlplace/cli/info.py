@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlplace.cli.common import print_json
+from rlplace.extensions import version_of
 
 HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
 EXAMPLE = "example: rlplace info --json"
@@ -52,7 +52,7 @@ def _facts() -> dict[str, Any]:
 
     host = Cluster.detect()
     return {
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: version_of(package) or None for package in _PACKAGES},
         "devices": [{"name": d.name, "kind": d.kind, "memory_bytes": d.memory_bytes} for d in host.devices],
         "planners": sorted([*PLANNERS, *OF_STRATEGIES]),
         "presets": sorted(KINDS),
@@ -89,13 +89,6 @@ def _plug_ins() -> list[dict[str, str | None]]:
                     problem = str(error)
             plug_ins.append({"name": extension.name, "what": what, "package": extension.distribution, "error": problem})
     return plug_ins
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _lines(value: Any) -> list[str]:

@@ -14,9 +14,11 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rlplace.extensions import version_of
+from rlplace.files import cache_folder
 
 T = TypeVar("T")
 
@@ -36,7 +38,7 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
     if not model.startswith(("hf:", "zoo:")) or os.environ.get("RLPLACE_CACHE") == "0":
         return make()
     key = json.dumps([what, model, sorted(asked.items()), _versions()])
-    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
+    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
     with contextlib.suppress(Exception):  # an entry that cannot be read is made again
         if all(at.stat().st_uid == os.geteuid() and not at.stat().st_mode & 0o022 for at in (path, path.parent)):
             found: T = pickle.loads(path.read_bytes())
@@ -46,12 +48,6 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
     with contextlib.suppress(OSError):  # without a place for it nothing is kept
         _write(path, pickle.dumps(result))
     return result
-
-
-def _folder() -> Path:
-    if named := os.environ.get("RLPLACE_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlplace"
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -71,10 +67,4 @@ def _versions() -> list[Any]:
     sources = [
         (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(root.rglob("*.py"))
     ]
-    found = []
-    for package in ("rlplace", "torch", "transformers"):
-        try:
-            found.append(version(package))
-        except PackageNotFoundError:
-            found.append("")
-    return [*found, hashlib.sha256(json.dumps(sources).encode()).hexdigest()]
+    return [*map(version_of, ("rlplace", "torch", "transformers")), hashlib.sha256(json.dumps(sources).encode()).hexdigest()]

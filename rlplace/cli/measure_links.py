@@ -98,8 +98,5 @@ def _show(facts: dict[str, Any]) -> None:
         for kind in KINDS
         for group in facts[kind]
     ]
-    print_table(["collective, ms", "devices", *(_size(size) for size in facts["collective_bytes"])], rows)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+    sizes = [f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB" for size in facts["collective_bytes"]]
+    print_table(["collective, ms", "devices", *sizes], rows)

@@ -72,7 +72,7 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     limits = {"warmup": options.warmup, "repeats": options.repeats, "limit_s": options.time_limit}
     timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
-    environment = _environment(device, options)
+    environment = _environment(device)
     for path, plan in plans:
         name = Path(path).name.removesuffix(".plan.json")
         try:
@@ -115,7 +115,7 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[s
     return heard
 
 
-def _environment(device: torch.device, options: argparse.Namespace) -> dict[str, str | float | int]:
+def _environment(device: torch.device) -> dict[str, str | float | int]:
     import torch
     import torch.distributed as dist
 
@@ -154,9 +154,5 @@ def _show(timings: PlanTimings) -> None:
 
         with contextlib.suppress(RlplaceError):
             value = rank_correlation([p for p, _ in compared], [m for _, m in compared])
-            print(f"rank correlation {value:.3f}, mean error {100 * _mean_error(timings):.1f} %")
-
-
-def _mean_error(timings: PlanTimings) -> float:
-    errors = [abs(plan.error) for plan in timings.plans if plan.error is not None]
-    return sum(errors) / len(errors)
+            errors = [abs(plan.error) for plan in timings.plans if plan.error is not None]
+            print(f"rank correlation {value:.3f}, mean error {100 * sum(errors) / len(errors):.1f} %")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
     MICROBATCH,
-    Captured,
     basis_words,
     capture_model,
     compile_first,
@@ -30,7 +29,7 @@ from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
-    from rlplace.placing import Answer
+    from rlplace.placing import Answer, Captured
     from rlplace.strategy.tries import Question
 
 
@@ -66,10 +65,9 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:
         found = answer(
-            captured.graph, captured.capture_at, machine, space=options.space, fixed=fixed, planner=options.planner,
-            batch=batch, facts=captured.facts, curve=curve, calls=options.calls, began_s=began_s,
-            groups=options.granularity, time_limit_s=options.time_limit, seed=options.seed, costs=costs,
-            host=options.host_mode, progress=progress,
+            captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
+            calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.time_limit,
+            seed=options.seed, costs=costs, host=options.host_mode, progress=progress,
         )  # fmt: skip
     return found if not options.residual else _corrected(found.strategy, captured, machine, costs, fixed, options)
 
@@ -94,8 +92,7 @@ def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any,
     from rlplace.placing import what_may_be
     from rlplace.strategy.plan import ask
 
-    may_be = what_may_be(captured.graph, captured.capture_at, facts=captured.facts, **asked)
-    return ask(cluster=machine, batch=batch, costs=costs, host=host, **may_be)
+    return ask(cluster=machine, batch=batch, costs=costs, host=host, **what_may_be(captured, **asked))
 
 
 @contextlib.contextmanager

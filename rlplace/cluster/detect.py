@@ -55,7 +55,7 @@ def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
     """
     low = name.lower()
     preset = next((kind for fragment, kind in _NAMES if fragment in low), None)
-    if preset is None or (preset == "l4" and not _is_word(low, "l4")):
+    if preset is None or (preset == "l4" and "l4" not in low.replace("-", " ").split()):
         raise MissingError(
             f"device {name[:80]!r} has no preset (known: {', '.join(sorted(KINDS))}); "
             "describe it in a cluster TOML file as a [[kind]]"
@@ -63,10 +63,6 @@ def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
     if preset == "a100-80g" and memory_bytes < _A100_SMALL_BYTES:
         preset = "a100-40g"
     return structs.replace(KINDS[preset], memory_bytes=memory_bytes)
-
-
-def _is_word(text: str, word: str) -> bool:
-    return word in text.replace("-", " ").split()
 
 
 def _one_host(kinds: list[DeviceKind]) -> Cluster:

@@ -6,10 +6,7 @@ were not used. MB below is 2^20 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rlplace.problem.fabric import Basis, Curve, Fabric, Piece, joined_curve
+from rlplace.problem.fabric import Curve, Piece, joined_curve
 
 MB = 1 << 20
 FIT_BREAKS_MB = (0, 4, 32)
@@ -27,25 +24,6 @@ _NVLINK4_GATHER_S = {2: 8e-6, 4: 17e-6, 8: 30e-6}
 # xGMI of MI300X: bus bandwidth 47.7 GB/s at 2 and 312.9 at 8 devices, "Machine Learning Engineering"; in between a line, for
 # every further device brings one more link. Latency: a 10 us launch and NCCL's 3.4 us (Simple protocol) a hop, 2(n-1) hops.
 _XGMI = {n: (10e-6 + 3.4e-6 * 2 * (n - 1), 47.7e9 + (312.9e9 - 47.7e9) * (n - 2) / 6) for n in range(2, 9)}
-
-
-@dataclass(frozen=True)
-class FabricFamily:
-    """Curves of one interconnect generation.
-
-    Attributes:
-        curves: As in `Fabric`.
-        basis: As in `Fabric`.
-        source: As in `Fabric`.
-    """
-
-    curves: tuple[Curve, ...]
-    basis: Basis
-    source: str
-
-    def join(self, devices: Sequence[int], links: Sequence[tuple[int, int, float]] = ()) -> Fabric:
-        """The fabric of these devices."""
-        return Fabric(tuple(devices), self.curves, self.basis, self.source, tuple(links))
 
 
 def _fitted(group_size: int, latency_us: float, small: float, medium: float, large: float) -> Curve:
@@ -82,16 +60,13 @@ def _nvlink4() -> tuple[Curve, ...]:
 _VTRAIN = (
     "all-reduce tables of vTrain (MICRO 2024, github.com/VIA-Research/vTrain, MIT), fitted on 1, 4, 8, 32, 128, 512, 1024 MB"
 )
-FAMILIES = {
-    "nvlink2": FabricFamily(_NVLINK2, "fitted", f"V100 {_VTRAIN}"),
-    "nvlink3": FabricFamily(_NVLINK3, "fitted", f"A100 {_VTRAIN}"),
-    "nvlink4": FabricFamily(
-        _nvlink4(), "fitted", "H200 bus bandwidths of ml-engineering (S. Bekman), latencies of NCCL 2.27 tuning logs"
-    ),
-    "xgmi": FabricFamily(
+FAMILIES: dict[str, tuple[tuple[Curve, ...], str]] = {
+    "nvlink2": (_NVLINK2, f"V100 {_VTRAIN}"),
+    "nvlink3": (_NVLINK3, f"A100 {_VTRAIN}"),
+    "nvlink4": (_nvlink4(), "H200 bus bandwidths of ml-engineering (S. Bekman), latencies of NCCL 2.27 tuning logs"),
+    "xgmi": (
         tuple(Curve(size, (Piece(0.0, *pair),), algorithm="ring") for size, pair in _XGMI.items()),
-        "fitted",
         "MI300X bus bandwidths of ml-engineering (S. Bekman), latency from NCCL constants",
     ),
 }
-"""All families by name."""
+"""Interconnect generations by name: fitted curves, and their source; both as in `Fabric`."""

@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cost.curve import kernel_seconds
 from rlplace.cost.fit import OpTiming, fit_op_curve
 from rlplace.cost.measurement import MeasuredOp, Measurement
-from rlplace.cost.scaled import CLASSES, peak_of, precision_of
+from rlplace.cost.scaled import CLASSES, peak_of, precision_of, seconds_on
 from rlplace.cost.table import CostTable, Curve, Key, KindCosts, MeasuredShape, TargetCosts
 from rlplace.cost.targets import shape_dims
 from rlplace.errors import InputError
@@ -262,15 +261,8 @@ def _kernels(op: MeasuredOp) -> float:
 
 
 def _seconds(curve: Curve, op: MeasuredOp, kind: DeviceKind, calls: float) -> float:
-    work = kernel_seconds(
-        curve,
-        [op.flops / calls],
-        [op.size_bytes / calls],
-        {},
-        peak_flops=peak_of(kind, precision_of(kind, op.kind, op.dtype)),
-        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
-        processors=kind.processors,
-    )
+    precision = precision_of(kind, op.kind, op.dtype)
+    work = seconds_on(kind, precision, curve, [op.flops / calls], [op.size_bytes / calls], {})
     return calls * ((curve.floor_s or 0.0) + float(work[0]))
 
 

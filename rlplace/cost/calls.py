@@ -126,7 +126,9 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
     flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
     size = np.where(direction == 1, _backward_traffic(graph, kind, sizes) * size, size)
-    size = np.where(_batch_norms(graph) & (direction == 0), 1.5 * size, size)
+    # A batch norm reads its input twice, once for its statistics.
+    twice = np.array(["batch_norm" in target for target in graph.op_target], dtype=bool) & (direction == 0)
+    size = np.where(twice, 1.5 * size, size)
     size = np.where(graph.op_phase == UPDATE, size * update_passes(graph), size)
     works = (graph.op_flops > 0) | (graph.op_bytes > 0)
 
@@ -207,11 +209,6 @@ def _alignment(
     forward = np.where(k[forward] > 0, forward, np.arange(graph.num_ops))
     common = np.gcd(np.gcd(k[forward].astype(np.int64), n[forward].astype(np.int64)), 8)
     return np.where(product & (common > 0), common, 8).astype(np.float64)
-
-
-def _batch_norms(graph: OpGraph) -> NDArray[np.bool_]:
-    """Which ops [N] read their input twice, once for its statistics."""
-    return np.array(["batch_norm" in target for target in graph.op_target], dtype=bool)
 
 
 def update_passes(graph: OpGraph) -> float:

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
-from rlplace.cost.curve import Sizes, extrapolates, kernel_seconds
+from rlplace.cost.curve import Sizes, extrapolates
 from rlplace.cost.foreign import as_costs, modelled_seconds
-from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, peak_of, precision_of, tf32_classes
+from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, precision_of, seconds_on, tf32_classes
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
@@ -191,18 +191,9 @@ def _sizes(calls: Calls, rows: NDArray[np.int64]) -> Sizes:
 def _row_seconds(calls: Calls, rows: NDArray[np.int64], curve: Curve, precision: str, kind: DeviceKind) -> NDArray[np.float64]:
     """Seconds of rows that share a curve."""
     count, sizes = calls.count[rows], _sizes(calls, rows)
-    one = kernel_seconds(
-        curve,
-        sizes["flops"],
-        sizes["bytes"],
-        sizes,
-        peak_flops=peak_of(kind, precision),
-        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
-        processors=kind.processors,
-    )
-    result: NDArray[np.float64] = (
-        calls.launches[rows] * (kind.launch_s if curve.floor_s is None else curve.floor_s) + count * one
-    )
+    one = seconds_on(kind, precision, curve, sizes["flops"], sizes["bytes"], sizes)
+    floor_s = kind.launch_s if curve.floor_s is None else curve.floor_s
+    result: NDArray[np.float64] = calls.launches[rows] * floor_s + count * one
     return result
 
 

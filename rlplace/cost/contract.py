@@ -15,30 +15,30 @@ from rlplace.problem import PHASES, Problem
 
 @dataclass(frozen=True, eq=False)
 class PricedOps:
-    """Ops and tensors of a problem, at either level. Axes as in `Problem`.
+    """Ops and tensors of a problem, at either level: fields and axes of `Problem`.
 
     Attributes:
-        names: N unique names.
-        group: int32 [N].
-        phase: int8 [N].
+        op_names: N unique names.
+        op_group: int32 [N].
+        op_phase: int8 [N].
         time_s: float64 [N, D].
         temporary_bytes: int64 [N].
-        kind: N op kinds.
-        producer: int32 [T], or -1.
-        owner: int32 [T], or -1.
+        op_kind: N op kinds.
+        tensor_producer: int32 [T], or -1.
+        tensor_owner: int32 [T], or -1.
         tensor_bytes: int64 [T].
         consumer_ptr: int64 [T + 1].
         consumers: int32 [E].
     """
 
-    names: tuple[str, ...]
-    group: NDArray[np.int32]
-    phase: NDArray[np.int8]
+    op_names: tuple[str, ...]
+    op_group: NDArray[np.int32]
+    op_phase: NDArray[np.int8]
     time_s: NDArray[np.float64]
     temporary_bytes: NDArray[np.int64]
-    kind: tuple[str, ...]
-    producer: NDArray[np.int32]
-    owner: NDArray[np.int32]
+    op_kind: tuple[str, ...]
+    tensor_producer: NDArray[np.int32]
+    tensor_owner: NDArray[np.int32]
     tensor_bytes: NDArray[np.int64]
     consumer_ptr: NDArray[np.int64]
     consumers: NDArray[np.int32]
@@ -55,19 +55,19 @@ def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
     count = len(first)
     num_tensors = len(ops.tensor_bytes)
     edge_tensor = np.repeat(np.arange(num_tensors, dtype=np.int64), np.diff(ops.consumer_ptr))
-    produced = ops.producer >= 0
-    home = np.where(produced, task[np.maximum(ops.producer, 0)], -1)
+    produced = ops.tensor_producer >= 0
+    home = np.where(produced, task[np.maximum(ops.tensor_producer, 0)], -1)
     consumer_task = task[ops.consumers]
     inside = consumer_task == home[edge_tensor]
 
-    last_use = np.where(produced, ops.producer, -1).astype(np.int64)
+    last_use = np.where(produced, ops.tensor_producer, -1).astype(np.int64)
     np.maximum.at(last_use, edge_tensor[inside], ops.consumers[inside])
     last_use[edge_tensor[~inside]] = -1
     temporary = inner_temporary_bytes(
         task,
         count,
         ops.temporary_bytes,
-        ops.producer[produced].astype(np.int64),
+        ops.tensor_producer[produced].astype(np.int64),
         last_use[produced],
         ops.tensor_bytes[produced],
     )
@@ -75,14 +75,14 @@ def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
     np.add.at(time_s, task, ops.time_s)
     producer, owner, size, consumers = _merge_tensors(ops, home, edge_tensor[~inside], consumer_task[~inside], count)
     return PricedOps(
-        names=_task_names(ops, grouping, first),
-        group=ops.group[first],
-        phase=ops.phase[first],
+        op_names=_task_names(ops, grouping, first),
+        op_group=ops.op_group[first],
+        op_phase=ops.op_phase[first],
         time_s=time_s,
         temporary_bytes=temporary,
-        kind=_dominant_kinds(ops, task, count),
-        producer=producer,
-        owner=owner,
+        op_kind=_dominant_kinds(ops, task, count),
+        tensor_producer=producer,
+        tensor_owner=owner,
         tensor_bytes=size,
         consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
         consumers=np.array([c for row in consumers for c in row], dtype=np.int32),
@@ -91,7 +91,7 @@ def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
 
 def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Task of every op, numbered by first op, and that first op."""
-    key = grouping.op_cluster.astype(np.int64) * len(PHASES) + ops.phase
+    key = grouping.op_cluster.astype(np.int64) * len(PHASES) + ops.op_phase
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     number = np.empty(len(order), dtype=np.int64)
@@ -103,7 +103,7 @@ def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) ->
     """``group/phase``; further clusters of one group get "#2", "#3", ... in the order of their first ops."""
     names: list[str] = []
     taken: set[str] = set()
-    for group, phase in zip(ops.group[first].tolist(), ops.phase[first].tolist(), strict=True):
+    for group, phase in zip(ops.op_group[first].tolist(), ops.op_phase[first].tolist(), strict=True):
         base = name = f"{grouping.names[group]}/{PHASES[phase]}"
         number = 1
         while name in taken:
@@ -116,9 +116,9 @@ def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) ->
 
 def _dominant_kinds(ops: PricedOps, task: NDArray[np.int64], count: int) -> tuple[str, ...]:
     """Per task the op kind that takes most of its time."""
-    kinds = sorted(set(ops.kind))
+    kinds = sorted(set(ops.op_kind))
     number = {kind: index for index, kind in enumerate(kinds)}
-    code = np.fromiter((number[kind] for kind in ops.kind), dtype=np.int64, count=len(ops.kind))
+    code = np.fromiter((number[kind] for kind in ops.op_kind), dtype=np.int64, count=len(ops.op_kind))
     share = np.bincount(task * len(kinds) + code, weights=ops.time_s.mean(axis=1), minlength=count * len(kinds))
     return tuple(kinds[i] for i in share.reshape(count, len(kinds)).argmax(axis=1).tolist())
 
@@ -141,7 +141,7 @@ def _merge_tensors(
         starts.tolist(),
         ends,
         home[ids].tolist(),
-        ops.owner[ids].tolist(),
+        ops.tensor_owner[ids].tolist(),
         ops.tensor_bytes[ids].tolist(),
         strict=True,
     )

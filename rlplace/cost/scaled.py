@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.presets import KINDS, DeviceKind, DType
+from rlplace.cost.curve import Sizes, kernel_seconds
 from rlplace.cost.table import CostTable, Curve, Key
 from rlplace.graph.opgraph import OpGraph
 
@@ -99,6 +102,16 @@ def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = 
 def peak_of(kind: DeviceKind, precision: str) -> float:
     """FLOP/s that `Curve.compute_efficiency` of that precision is a fraction of."""
     return kind.peak_flops.get(cast(DType, precision), kind.peak_flops["float32"])
+
+
+def seconds_on(
+    kind: DeviceKind, precision: str, curve: Curve, flops: ArrayLike, size_bytes: ArrayLike, sizes: Sizes
+) -> NDArray[np.float64]:
+    """Seconds [N] of single calls on a device kind, without launch; see `rlplace.cost.curve.kernel_seconds`."""
+    peak, bandwidth = peak_of(kind, precision), kind.memory_bandwidth_bytes_per_s
+    return kernel_seconds(
+        curve, flops, size_bytes, sizes, peak_flops=peak, bandwidth_bytes_per_s=bandwidth, processors=kind.processors
+    )
 
 
 def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -> Curve:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import op_directions, op_sizes
-from rlplace.cost.curve import kernel_seconds
-from rlplace.cost.scaled import peak_of, precision_of
+from rlplace.cost.scaled import precision_of, seconds_on
 from rlplace.cost.table import DIMS, DIRECTIONS, Curve, Key, KindCosts
 from rlplace.graph.opgraph import UPDATE, OpGraph
 
@@ -96,16 +95,11 @@ def target_times(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> TargetTi
         rows = np.array(ops)
         which[rows] = len(curves)
         curves.append(entry.curve)
-        peak = peak_of(kind, precision_of(kind, graph.op_kind[ops[0]], key[1]))
-        seconds[rows] = (kind.launch_s if entry.curve.floor_s is None else entry.curve.floor_s) + kernel_seconds(
-            entry.curve,
-            graph.op_flops[rows],
-            graph.op_bytes[rows],
-            {name: np.maximum(values[rows], 1.0) for name, values in sizes.items()},
-            peak_flops=peak,
-            bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
-            processors=kind.processors,
-        )
+        precision = precision_of(kind, graph.op_kind[ops[0]], key[1])
+        own = {name: np.maximum(values[rows], 1.0) for name, values in sizes.items()}
+        floor_s = kind.launch_s if entry.curve.floor_s is None else entry.curve.floor_s
+        work = seconds_on(kind, precision, entry.curve, graph.op_flops[rows], graph.op_bytes[rows], own)
+        seconds[rows] = floor_s + work
         table = {frozenset(shape.dims.items()): shape.seconds for shape in entry.measured}
         for op in ops if table else ():
             timed_s = table.get(frozenset(shape_dims(dims[op], graph.op_flops[op], graph.op_bytes[op]).items()))

@@ -185,24 +185,9 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
 
 def quicker_links(links: Links, factor: float) -> Links:
     """All links with their bandwidth multiplied; latencies stay."""
-    fabrics = tuple(_quicker(fabric, factor) for fabric in links.fabrics)
+    # A message takes as long as one of 1 / factor of its size did.
+    fabrics = tuple(fabric.slower(1.0 / factor, size=factor) for fabric in links.fabrics)
     return dataclasses.replace(links, bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor, fabrics=fabrics)
-
-
-def _quicker(fabric: Fabric, factor: float) -> Fabric:
-    """A curve in which a message takes as long as one of 1 / factor of its size did."""
-    curves = [
-        msgspec.structs.replace(
-            curve,
-            pieces=tuple(
-                msgspec.structs.replace(p, from_bytes=p.from_bytes * factor, bus_bytes_per_s=p.bus_bytes_per_s * factor)
-                for p in curve.pieces
-            ),
-        )
-        for curve in fabric.curves
-    ]
-    direct = tuple((i, j, rate * factor) for i, j, rate in fabric.links)
-    return msgspec.structs.replace(fabric, curves=tuple(curves), links=direct)
 
 
 def with_free_links(problem: Problem) -> Problem:

@@ -61,7 +61,9 @@ def torchtitan_job(plan: PlacementPlan) -> str:
         sections["parallelism"] |= {
             "pipeline_parallel_schedule": SCHEDULES[pipeline.schedule or ""].torch_class.removeprefix("Schedule"),
             "pipeline_parallel_microbatch_size": pipeline.microbatch[0],
-            "module_fqns_per_model_part": [[_name(block) for block in stage.blocks] for stage in pipeline.stages],
+            "module_fqns_per_model_part": [
+                [_NAMES.get(block, block.removeprefix("model.")) for block in stage.blocks] for stage in pipeline.stages
+            ],
         }
     lines = [f"# {recipe.model}, {len(plan.strategy.devices)} processes; plan {plan.fingerprint[:12]}"]
     for name, values in sections.items():
@@ -138,7 +140,3 @@ def _recomputed(pipeline: Pipeline) -> dict[str, str] | None:
         if len(pipeline.stages) == 1 and words == {"full"} and set(how) == set(layers[every - 1 :: every]):
             return {"mode": "selective", "selective_ac_option": str(every)}
     return None
-
-
-def _name(block: str) -> str:
-    return _NAMES.get(block, block.removeprefix("model."))

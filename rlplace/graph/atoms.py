@@ -204,26 +204,23 @@ def atoms(
     Returns:
         int32 [N], on forward ops a value per atom; and pairs of forward ops that can only be in one group.
     """
-    colocated = components(graph.num_ops, *_colocated_pairs(graph, anchor))
+    first, second = _same_value_pairs(graph.op_colocate)
+    pairs = anchor[first], anchor[second]
+    colocated = components(graph.num_ops, *pairs)
     weight = np.zeros(graph.num_ops)
     np.add.at(weight, anchor, seconds)
     limit = max(limit, _BLOB) * weight.sum()
     none = np.zeros(0, dtype=np.int32)
-    for label, forward_only in ((colocated, False), (colocated, True)):
-        source, end, _, forward = anchor_graph(graph, anchor, label)
+    for forward_only in (False, True):
+        source, end, _, forward = anchor_graph(graph, anchor, colocated)
         kept = forward if forward_only else np.ones(len(source), dtype=bool)
-        cyclic = strong_components(graph.num_ops, source[kept], end[kept])[label]
+        cyclic = strong_components(graph.num_ops, source[kept], end[kept])[colocated]
         members = np.bincount(cyclic, weights=weight)[cyclic]
-        alone = np.bincount(label, weights=weight, minlength=graph.num_ops)[label]
+        alone = np.bincount(colocated, weights=weight, minlength=graph.num_ops)[colocated]
         if not ((members > limit) & (members > alone)).any():
             return components(graph.num_ops, *_same_value_pairs(cyclic)), (none, none)
         # Colocation, or backward edges that do not mirror forward ones, would glue a large part of the model together.
-    return np.arange(graph.num_ops, dtype=np.int32), _colocated_pairs(graph, anchor)
-
-
-def _colocated_pairs(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
-    _, first, inverse = np.unique(graph.op_colocate, return_index=True, return_inverse=True)
-    return anchor[first][inverse], anchor
+    return np.arange(graph.num_ops, dtype=np.int32), pairs
 
 
 def _same_value_pairs(value: NDArray[np.int32]) -> Pairs:

@@ -189,7 +189,8 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
         statistics += [
             (tuple(classes[number, name] for name in names), size) for names, size in layouts.statistics(number, part)
         ]
-        created = [use.storage for use in part.uses if use.storage in inner and not _made_before(parts[:number], use.storage)]
+        before = {use.storage for earlier in parts[:number] for use in earlier.uses}
+        created = [use.storage for use in part.uses if use.storage in inner and use.storage not in before]
         for storage in created:
             names = _agreed(classes, layouts.access[storage])
             own = {classes[number, piece] for piece in layouts.dims.get(number, {})}
@@ -197,10 +198,6 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
             if later and not own <= set(names):
                 statistics.append((tuple(name for name in names if name), 4 * elements[storage]))
     return Access(dims, tuple(outer.values()), tuple(statistics)) if dims else None
-
-
-def _made_before(parts: Sequence[Access], storage: int) -> bool:
-    return any(use.storage == storage for part in parts for use in part.uses)
 
 
 def _agreed(classes: dict[tuple[int, str], str], access: dict[int, Names]) -> list[str]:

@@ -9,7 +9,6 @@ tensor is one storage: views and in-place results share it, so nothing is counte
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.files import fingerprint, read_record, write_json
+from rlplace.problem.check import freeze
 from rlplace.records import Bytes, Record
 
 if TYPE_CHECKING:
@@ -135,10 +135,7 @@ class OpGraph:
     def __post_init__(self) -> None:
         from rlplace.graph.check import check_graph
 
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, np.ndarray):
-                value.setflags(write=False)
+        freeze(self)
         check_graph(self)
 
     @property

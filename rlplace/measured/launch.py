@@ -34,7 +34,8 @@ def local_command(cluster: Cluster, device: str | None = None, options: str = ""
             f'--launch "srun torchrun ... -m rlplace measure --plans {PLAN} --out {TIMINGS}"'
         )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cluster.num_devices}"]
-    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS} --time-limit {_TIMED_S}" + (f" --device {device}" if device else "")
+    asked = f"-m rlplace measure --plans {PLAN} --out {TIMINGS} --time-limit {_TIMED_S}"
+    options = f"--device {device} {options}" if device else options
     return f"{shlex.join(words)} {asked} {options}".strip()
 
 

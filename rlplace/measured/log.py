@@ -106,13 +106,8 @@ class RunLog:
         self._path = None if path is None else Path(path)
         self.runs: list[Run] = []
         if self._path is not None and self._path.exists():
-            self.runs = read_runs(self._path)
-            cut = [n for n, run in enumerate(self.runs) if run.status == "running"]
-            for number in cut:
-                self.runs[number] = msgspec.structs.replace(
-                    self.runs[number], status="crashed", reason="the session ended while it ran"
-                )
-        self._written = len(self.runs)
+            cut = Ended(status="crashed", reason="the session ended while it ran")
+            self.runs = [_after(run, cut) if run.status == "running" else run for run in read_runs(self._path)]
 
     def begin(self, run: Run) -> int:
         """Notes a run that begins; its number."""

@@ -62,18 +62,14 @@ class Truth:
         return Truth(question, World(**{**vars(world), "host": tuple(host.tolist())}), seed)
 
     @cached_property
-    def _asked(self) -> Question:
+    def asked(self) -> Question:
+        """The question as somebody who knows the world would ask it."""
         return asked_in(self.world, self.question)
 
     @property
     def scores(self) -> Evaluator:
         """What strategies take, without habits."""
-        return self._asked.scores
-
-    @property
-    def asked(self) -> Question:
-        """The question as somebody who knows the world would ask it."""
-        return self._asked
+        return self.asked.scores
 
     def step_s(self, draft: Draft) -> float:
         """The step time without noise."""

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.problem import Links
-from rlplace.problem.fabric import Fabric
 from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluate import Evaluation, Evaluator
@@ -157,30 +156,13 @@ def _links(cluster: Cluster, world: World) -> Links:
     slow = np.where(apart, world.between * np.maximum(network[:, None], network[None, :]), world.inside)
     np.fill_diagonal(slow, 1.0)
     links = cluster.links
+    factors = [float(slow[np.ix_(fabric.devices, fabric.devices)].max()) for fabric in links.fabrics]
     return dataclasses.replace(
         links,
         bandwidth_bytes_per_s=links.bandwidth_bytes_per_s / slow,
         latency_s=links.latency_s * slow,
-        fabrics=tuple(_fabric(fabric, float(slow[np.ix_(fabric.devices, fabric.devices)].max())) for fabric in links.fabrics),
+        fabrics=tuple(fabric.slower(by, latency=by) for fabric, by in zip(links.fabrics, factors, strict=True)),
     )
-
-
-def _fabric(fabric: Fabric, slow: float) -> Fabric:
-    """A fabric all of whose collectives take so many times as long."""
-    curves = tuple(
-        msgspec.structs.replace(
-            curve,
-            pieces=tuple(
-                msgspec.structs.replace(
-                    piece, latency_s=piece.latency_s * slow, bus_bytes_per_s=piece.bus_bytes_per_s / slow
-                )
-                for piece in curve.pieces
-            ),
-        )
-        for curve in fabric.curves
-    )  # fmt: skip
-    links = tuple((one, other, rate / slow) for one, other, rate in fabric.links)
-    return msgspec.structs.replace(fabric, curves=curves, links=links)
 
 
 class _Costs:

@@ -90,16 +90,13 @@ def min_max_split(
             low = bound
             continue
         best = split
-        high = min(bound, _largest(prefix, *split))
+        kinds, cuts = split
+        high = min(bound, max((float(prefix[c, cuts[i + 1]] - prefix[c, cuts[i]]) for i, c in enumerate(kinds)), default=0.0))
         if high <= low:
             break
     assert best is not None
     pools = [list(members) for members in classes]
     return high, [pools[c].pop(0) for c in best[0]], best[1]
-
-
-def _largest(prefix: NDArray[np.float64], kinds: NDArray[np.int64], cuts: NDArray[np.int64]) -> float:
-    return max((float(prefix[c, cuts[i + 1]] - prefix[c, cuts[i]]) for i, c in enumerate(kinds)), default=0.0)
 
 
 def _segments(

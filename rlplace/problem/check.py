@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 1e9
 MIN_BANDWIDTH = 1e-3
-MAX_DEVICES = limits.DEVICES
 MAX_CHANNEL = 1 << 20
 COLLECTIVE = "collective"
 """The `op_kind` of ops that take part in a collective."""
@@ -38,6 +38,14 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
     _check_collectives(problem)
     _check_total(problem)
     return _topological_order(problem)
+
+
+def freeze(record: Any) -> None:
+    """Makes the arrays of a dataclass read-only, so that what was checked stays so."""
+    for item in fields(record):
+        value = getattr(record, item.name, None)
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
 
 
 def check_counts(ops: int, devices: int, tensors: int, edges: int, record: str = "problem") -> None:
@@ -99,8 +107,6 @@ def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int =
 def _check_devices(problem: Problem) -> None:
     if not problem.devices:
         raise _fail("devices", "a problem needs at least one device")
-    if len(problem.devices) > MAX_DEVICES:
-        raise _fail("devices", f"{len(problem.devices)} devices, the limit is {MAX_DEVICES}")
     check_counts(len(problem.op_names), len(problem.devices), len(problem.tensor_bytes), len(problem.consumers))
     if not 1 <= problem.samples_per_microbatch <= MAX_BYTES:
         raise _fail("samples_per_microbatch", f"{problem.samples_per_microbatch} is not a positive count")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
@@ -88,6 +89,15 @@ class Fabric(Record, frozen=True):
     basis: Basis = "measured"
     source: str = ""
     links: tuple[tuple[Whole, Whole, _Rate], ...] = ()
+
+    def slower(self, factor: float, *, size: float = 1.0, latency: float = 1.0) -> Fabric:
+        """The fabric with its bandwidths divided by a factor and the first sizes and latencies of its pieces multiplied."""
+
+        def piece(one: Piece) -> Piece:
+            return Piece(one.from_bytes * size, one.latency_s * latency, one.bus_bytes_per_s / factor)
+
+        curves = tuple(replace(curve, pieces=tuple(map(piece, curve.pieces))) for curve in self.curves)
+        return replace(self, curves=curves, links=tuple((i, j, rate / factor) for i, j, rate in self.links))
 
 
 def bus_factor(kind: str, group_size: int) -> float:

@@ -16,7 +16,7 @@ from rlplace.files import check_header, read_record
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
-from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Device, Links, Phase, Problem
+from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Device, Links, Phase, Problem, WideInt
 from rlplace.problem.source import check_source
 from rlplace.records import Bytes, Record, build, plain
 
@@ -42,6 +42,8 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
     links = problem.links
     matrices = links.bandwidth_bytes_per_s.tolist(), links.latency_s.tolist()
+    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
+    columns = [[None if n < 0 else n for n in row.tolist()] for row in numbers]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -49,17 +51,12 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         "samples_per_microbatch": int(problem.samples_per_microbatch),
         "devices": plain([_DeviceEntry(**vars(device)) for device in problem.devices]),
         "links": plain(_LinksEntry(*matrices, links.channels, links.fabrics)),
-        "groups": plain([_GroupEntry(*row) for row in zip(*_group_columns(problem), strict=True)]),
+        "groups": plain([_GroupEntry(*row) for row in zip(problem.group_names, *columns, strict=True)]),
         "ops": msgspec.to_builtins(_op_entries(problem)),
         "tensors": msgspec.to_builtins(_tensor_entries(problem)),
-        **({"collectives": plain([_CollectiveEntry(**vars(c)) for c in problem.collectives])} if problem.collectives else {}),
+        **({"collectives": plain(problem.collectives)} if problem.collectives else {}),
         **({} if problem.source is None else {"source": dict(problem.source)}),
     }
-
-
-def _group_columns(problem: Problem) -> list[Any]:
-    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
-    return [problem.group_names, *([None if n < 0 else n for n in row.tolist()] for row in numbers)]
 
 
 def _op_entries(problem: Problem) -> list[_OpEntry]:
@@ -91,7 +88,6 @@ def _tensor_entries(problem: Problem) -> list[_TensorEntry]:
 
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Int = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 _Matrix = list[list[float]]
 
 
@@ -99,8 +95,8 @@ class _DeviceEntry(Record, frozen=True):
     """A device of a problem file."""
 
     name: str
-    memory_bytes: _Int | None
-    reserved_bytes: _Int = 0
+    memory_bytes: WideInt | None
+    reserved_bytes: WideInt = 0
     kind: str | None = None
 
 
@@ -109,7 +105,7 @@ class _LinksEntry(Record, frozen=True):
 
     bandwidth_bytes_per_s: _Matrix
     latency_s: _Matrix
-    channels: tuple[tuple[tuple[_Int, ...], ...], ...] | None = None
+    channels: tuple[tuple[tuple[WideInt, ...], ...], ...] | None = None
     fabrics: Any = ()
 
 
@@ -135,7 +131,7 @@ class _OpEntry(Record, frozen=True, gc=False, omit_defaults=True):
     time_s: float | list[float | None] | None
     temporary_bytes: Bytes = 0
     kind: str = ""
-    dims: dict[str, _Int] | None = None
+    dims: dict[str, WideInt] | None = None
 
 
 class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=True):
@@ -148,13 +144,6 @@ class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=Tr
     transfer_s: _Matrix | None = None
 
 
-class _CollectiveEntry(Record, frozen=True):
-    """A collective of a problem file."""
-
-    ops: tuple[_Int, ...]
-    channels: tuple[_Int, ...]
-
-
 class _ProblemEntry(Record, frozen=True):
     """What a problem file holds."""
 
@@ -164,9 +153,9 @@ class _ProblemEntry(Record, frozen=True):
     ops: list[_OpEntry]
     tensors: list[_TensorEntry]
     name: str = "problem"
-    samples_per_microbatch: _Int = 1
+    samples_per_microbatch: WideInt = 1
     source: Any = None
-    collectives: tuple[_CollectiveEntry, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 def _parse(data: dict[str, Any]) -> Problem:
@@ -218,7 +207,7 @@ def _parse(data: dict[str, Any]) -> Problem:
             for index, tensor in enumerate(tensors)
             if tensor.transfer_s is not None
         },
-        collectives=tuple(Collective(c.ops, c.channels) for c in entry.collectives),
+        collectives=entry.collectives,
         source=entry.source,
     )
 

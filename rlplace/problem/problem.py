@@ -8,18 +8,19 @@ A problem needs no model and no GPU. It is immutable; its arrays are made read-o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlplace.files import fingerprint, write_json
 from rlplace.problem.fabric import Fabric
+from rlplace.records import Record
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,6 +32,8 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 RESIDENT_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 Channels = tuple[tuple[tuple[int, ...], ...], ...]
+
+WideInt = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,7 @@ class Links:
         return float(self.latency_s[source, destination] + size_bytes / bandwidth)
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(Record, frozen=True):
     """Ops on several devices that communicate as one, for example the all-reduce of a gradient bucket.
 
     It starts when the inputs of all its ops are present and its channels are free, holds the channels for the longest of its
@@ -101,8 +103,8 @@ class Collective:
         channels: The link resources that it holds.
     """
 
-    ops: tuple[int, ...]
-    channels: tuple[int, ...]
+    ops: tuple[WideInt, ...]
+    channels: tuple[WideInt, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +171,9 @@ class Problem:
     group_modules: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        from rlplace.problem.check import check_problem
+        from rlplace.problem.check import check_problem, freeze
 
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name, None)
-            if isinstance(value, np.ndarray):
-                value.setflags(write=False)
+        freeze(self)
         object.__setattr__(self, "topological_order", check_problem(self))
 
     topological_order: NDArray[np.int32] = field(init=False, repr=False)

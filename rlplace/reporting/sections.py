@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rlplace.cost.timings import PlanTiming
-from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem.problem import fullest_share
 from rlplace.reporting.data import ReportData
@@ -38,7 +37,9 @@ def summary(data: ReportData) -> str:
     used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
     verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
     words = [f"Plan of {plan.planner}", f"{_samples(line.samples)} a step"]
-    words += _placement_words(plan) if plan.strategy is None else [uniform_words(plan.strategy)]
+    words.append("groups one by one" if plan.strategy is None else uniform_words(plan.strategy))
+    if plan.order is not None:
+        words.append("an order of its own")
     parts = [
         f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
         f'<p class="lead">{escape(", ".join(words))}.</p>',
@@ -53,12 +54,14 @@ def summary(data: ReportData) -> str:
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
     crossing = problem.tensor_bytes[line.transfer_tensor]  # collectives left out
+    fullest = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
+    filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {problem.num_devices}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
-        ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), _largest_share(data)),
+        ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
         ("Between devices", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"),
     ]
     if plan.strategy is not None:  # collectives move most of what it moves
@@ -82,10 +85,6 @@ def _bound(parts: Mapping[str, float]) -> str:
     total_s, ordered = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
     shares = [(_DOING.get(name, name), seconds / total_s) for name, seconds in ordered if seconds > 0.001 * total_s]
     return f"Bounded by {shares[0][0]}: {', '.join(f'{percent(s)} {name}' for name, s in shares)}." if shares else ""
-
-
-def _placement_words(plan: PlacementPlan) -> list[str]:
-    return ["groups one by one"] + ([] if plan.order is None else ["an order of its own"])
 
 
 def devices(data: ReportData) -> str:
@@ -296,11 +295,6 @@ def _share(value: float, *, over: bool = False) -> Cell:
     width = 100 * min(1.0, max(0.0, value))
     bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
     return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
-
-
-def _largest_share(data: ReportData) -> str:
-    share = fullest_share(data.timeline.peak_memory_bytes.tolist(), data.problem.devices)
-    return "no limits" if share is None else f"up to {percent(share)} of a device"
 
 
 def _samples(count: int) -> str:

@@ -6,13 +6,14 @@ from the captured ops (`rlplace.strategy.price`) or, in tests, from a generator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
+from rlplace.problem.check import freeze
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -89,7 +90,7 @@ class PassCosts:
     collective_calls: Floats
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        freeze(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,7 @@ class HeldCosts:
     gradient_item: float = 1.0
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        freeze(self)
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,3 @@ def kind_numbers(costs: BlockCosts, cluster: Cluster) -> list[int]:
     """Index into the kinds of the costs, for every device of a cluster."""
     number = {name: kind for kind, name in enumerate(costs.kinds)}
     return [number[kind.name] for kind in cluster.kinds]
-
-
-def _freeze(record: Any) -> None:
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if isinstance(value, np.ndarray):
-            value.setflags(write=False)

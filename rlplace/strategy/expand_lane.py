@@ -46,7 +46,7 @@ class LaneBuild:
         self.arrived: dict[tuple[int, str, int], int] = {}  # what a stage waits for: the op that sends it
         self.forward: dict[tuple[int, int], int] = {}  # first op of a forward
         self.halves: dict[tuple[int, int], int] = {}  # of the first half of a backward
-        self.lives = cache(self._lives)
+        self.lives = cache(lambda stage, kind: self.stages[stage].lifetimes(kind))
 
     def device(self, place: int) -> int:
         """The device that stands for a place in this lane."""
@@ -85,9 +85,6 @@ class LaneBuild:
         place, traffic = self.draft.places[self.draft.place_of_stage[stage]], self.whole.traffic
         tables = traffic.tables_inside(place)
         return [table_s(traffic.tables[tables[item.kind]], item.size_bytes) for item in self.stages[stage].passed.collectives]
-
-    def _lives(self, stage: int, kind: str) -> list[Lifetimes]:
-        return self.stages[stage].lifetimes(kind)
 
     def _action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
         device = self.device(place)

@@ -120,12 +120,10 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     if not kept:
         target = getattr(torch, DTYPES[dtype])
         module = module.to(target)
-        inputs = torch.utils._pytree.tree_map(lambda leaf: _cast(leaf, target), inputs)
+        inputs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf.to(target) if leaf.is_floating_point() else leaf, inputs
+        )
     return LoadedModel(module, inputs, loss, spec)
-
-
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:

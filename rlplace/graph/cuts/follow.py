@@ -63,7 +63,8 @@ def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node],
     name = getattr(node.target, "_opname", "") or node.name
     if kind_of(name) == "view" and name not in ("alias", "detach"):
         raise RefusedError(f"{name} may take parts apart")
-    made = {value: _contiguous(value.meta["val"]) for value in (node, *node.all_input_nodes) if _is_tensor(value)}
+    held = {value: value.meta.get("val") for value in (node, *node.all_input_nodes)}
+    made = {value: _contiguous(tensor) for value, tensor in held.items() if isinstance(tensor, torch.Tensor)}
     storage = {tensor.untyped_storage()._cdata: value for value, tensor in made.items()}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda value: made.get(value, value.meta.get("val")))
     access = access_of(node.target, args, kwargs, made[node], lambda tensor: tensor.untyped_storage()._cdata)
@@ -91,10 +92,6 @@ def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node],
         if n == dim_name:
             return _place(made[node].shape, made[node].stride(), size * step, node)
     raise RefusedError(f"{name} works along the cut dimension")
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _contiguous(value: torch.Tensor) -> torch.Tensor:

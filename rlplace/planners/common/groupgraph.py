@@ -67,14 +67,6 @@ class GroupGraph:
         return np.cumsum(opens - closes)[: len(order) + 1]
 
 
-def inverse_bandwidth(problem: Problem) -> NDArray[np.float64]:
-    """float64 [D, D], seconds per byte; 0 on the diagonal, inf where there is no link."""
-    with np.errstate(divide="ignore"):
-        inverse: NDArray[np.float64] = 1.0 / problem.links.bandwidth_bytes_per_s
-    np.fill_diagonal(inverse, 0.0)
-    return inverse
-
-
 def finite_links(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Latency and seconds per byte with a missing link priced at 1000 times the worst one, for estimates that must stay finite.
 
@@ -82,8 +74,10 @@ def finite_links(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.floa
         float64 [D, D] latency in seconds and float64 [D, D] seconds per byte, both 0 on the diagonal.
     """
     latency = problem.links.latency_s.copy()
+    with np.errstate(divide="ignore"):
+        inverse: NDArray[np.float64] = 1.0 / problem.links.bandwidth_bytes_per_s
     np.fill_diagonal(latency, 0.0)
-    inverse = inverse_bandwidth(problem)
+    np.fill_diagonal(inverse, 0.0)
     missing = ~np.isfinite(inverse)
     if missing.any():
         worst = inverse[~missing].max(initial=0.0)

@@ -25,7 +25,7 @@ from rlplace.planners.local_search import LocalSearchSettings, descend
 
 @dataclass(frozen=True)
 class IlsSettings:
-    """Parameters of the search.
+    """Parameters of the search, tuned on the validation split; see docs/agent-benchmark.md.
 
     Attributes:
         tries, random_tries: Guided and random moves tried from a plan before it counts as a local optimum.
@@ -34,7 +34,7 @@ class IlsSettings:
     """
 
     tries: int = 12
-    random_tries: int = 48
+    random_tries: int = 96
     kick: int = 4
     repeats: int = 1
 

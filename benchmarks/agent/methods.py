@@ -32,6 +32,9 @@ from rlplace.zoo.options import guessed
 SEARCHES = {"race": race, "lns": lns, "ils": ils}
 """Rivals that are no planners of the package."""
 
+TUNED = {"lns": {"balance": 0.1, "noise": 2.0}}
+"""Settings by the validation cases that are not those of the module, whose own are those of `benchmarks.zoo`."""
+
 RIVALS = ("annealing", "local_search", *SEARCHES, "random")
 _BATCH = 16
 
@@ -58,7 +61,8 @@ def rival(text: str) -> Method:
     name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
-    return Method(" ".join([name, *rest]), RIVAL, options=options_of(rest, f"method {show(text)}"))
+    options = TUNED.get(name, {}) | options_of(rest, f"method {show(text)}")
+    return Method(" ".join([name, *rest]), RIVAL, options=options)
 
 
 def learned(text: str, role: str = AGENT) -> Method:

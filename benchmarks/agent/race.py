@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from benchmarks import ils
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.planners import local_search
 from rlplace.planners.annealing import annealing
@@ -22,14 +23,14 @@ from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, uncoun
 from rlplace.planners.common.search import Search
 from rlplace.problem import Problem
 
-SEARCHES = {"annealing": annealing, "local_search": local_search}
+SEARCHES = {"annealing": annealing, "local_search": local_search, "ils": ils}
 
 _starts: dict[str, list[Answer]] = {}
 
 
 @dataclass(frozen=True)
 class RaceSettings:
-    """Parameters of the race.
+    """Parameters of the race, tuned on the validation split; see docs/agent-benchmark.md.
 
     Attributes:
         most: Plans that it begins with.
@@ -38,7 +39,7 @@ class RaceSettings:
         search: The search that runs, with its own settings.
     """
 
-    most: int = 8
+    most: int = 3
     share: float = 0.35
     least: int = 16
     search: str = "annealing"

@@ -73,6 +73,7 @@ def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:
         "branchy": [name for name, info in cases.items() if info.branchy],
         "chain-like": [name for name, info in cases.items() if not info.branchy],
         "unseen clusters": [name for name, info in cases.items() if info.unseen],
+        "captured": [name for name, info in cases.items() if not info.family.startswith("synthetic:")],
         **{f: [name for name, info in cases.items() if info.family == f] for f in sorted({c.family for c in cases.values()})},
     }
     return {name: keys for name, keys in named.items() if keys}
@@ -96,7 +97,7 @@ def show_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
     if not logs:
         return ""
     low, high = interval(logs, resamples=RESAMPLES)
-    missing = f" ({len(logs)})" if len(logs) < sum(name in theirs for name in cases) else ""
+    missing = f" ({len(logs)})" if len(logs) < len(cases) else ""
     between = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
     return f"{math.exp(float(np.mean(logs))):.4f}{between}{missing}"
 
@@ -124,7 +125,7 @@ def ratio_tables(store: Store, budgets: Sequence[str]) -> list[str]:
 
 
 def rival_tables(store: Store, budgets: Sequence[str]) -> list[str]:
-    """Step time of the agent over that of every other method, on all and on branchy cases; a column a budget.
+    """Step time of the agent over that of every other method, on all, branchy and captured cases; a column a budget.
 
     The last line is over the rival whose mean step time is the least at that budget, of those on the most cases: it is chosen
     on the cases that it is judged on, which favours it.
@@ -140,12 +141,13 @@ def rival_tables(store: Store, budgets: Sequence[str]) -> list[str]:
         return min(means, key=lambda name: means[name], default="")
 
     quickest, found = {budget: best(budget) for budget in budgets}, []
-    for part in (name for name in ("all", "branchy") if name in parts):
+    for part in (name for name in ("all", "branchy", "captured") if name in parts):
         body = [
             [label, *(show_ratio(logs[AGENT, budget], logs[label, budget], parts[part]) for budget in budgets)]
             for label in lines
             if not label.startswith(AGENT)
         ]
+        body = [line for line in body if any(line[1:])]
         over = [show_ratio(logs[AGENT, b], logs.get((quickest[b], b), {}), parts[part]) for b in budgets]
         body.append(["the best rival", *(f"{ratio} {quickest[b]}".strip() for ratio, b in zip(over, budgets, strict=True))])
         found.append(markdown([f"the agent over, {part}, {len(parts[part])} cases", *budgets], body))

@@ -1,4 +1,4 @@
-"""A race of searches from all plans of the classical planners, from which `best` takes the quickest only.
+"""A race of searches from the quickest plans of the classical planners, of which `best` takes one.
 
 Problem: step time of the executor itself, as in `annealing`. The quickest plans of the one-shot planners are improved by a
 short search each; the better half stays, until one is left, which has the rest of the budget. Simulator calls of all count;

@@ -76,7 +76,7 @@ def measure(store: Store, asked: Sequence[Ask], processes: int) -> None:
     for name, case in cases.items():
         if name in store.cases and store.cases[name].fingerprint != case.problem.fingerprint:
             raise InputError(f"{name} is another problem than that of the file; use another --out")
-    for _, method, *_ in asked:
+    for method in {method.name: method for _, method, *_ in asked}.values():
         store.add(method)
     missing = [ask for ask in asked if not store.done((ask[0].name, ask[1].name, str(ask[2]), ask[3]))]
     if not missing:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import ils, lns
+from benchmarks.agent import race
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.network import PlacerNetwork
@@ -22,11 +24,18 @@ from rlplace.plan import PlacementPlan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
 from rlplace.planners.common.floor import finish
+from rlplace.planners.common.search import search_planner
 from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
 from rlplace.zoo.options import guessed
 
-RIVALS = ("annealing", "local_search", "random")
+SEARCHES = {"race": race, "lns": lns, "ils": ils}
+"""Rivals that are no planners of the package."""
+
+TUNED = {"lns": {"balance": 0.1, "noise": 2.0}}
+"""Settings by the validation cases that are not those of the module, whose own are those of `benchmarks.zoo`."""
+
+RIVALS = ("annealing", "local_search", *SEARCHES, "random")
 _BATCH = 16
 
 
@@ -52,7 +61,8 @@ def rival(text: str) -> Method:
     name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
-    return Method(" ".join([name, *rest]), RIVAL, options=options_of(rest, f"method {show(text)}"))
+    options = TUNED.get(name, {}) | options_of(rest, f"method {show(text)}")
+    return Method(" ".join([name, *rest]), RIVAL, options=options)
 
 
 def learned(text: str, role: str = AGENT) -> Method:
@@ -86,7 +96,8 @@ def place_of(method: Method) -> Callable[..., PlacementPlan]:
     """The function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
     if method.role == RIVAL:
         name = method.name.partition(" ")[0]
-        return partial(random_search if name == "random" else get_planner(name), **method.options)
+        own = {"random": random_search} | {name: search_planner(name, module) for name, module in SEARCHES.items()}
+        return partial(own[name] if name in own else get_planner(name), **method.options)
     options = dict(method.options)
     assert method.checkpoint is not None
     return partial(_agent(method.checkpoint, bool(options.pop("untrained", False))).place, **options)

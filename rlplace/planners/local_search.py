@@ -58,7 +58,7 @@ def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
     moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
     explored: set[bytes] = set()
     while moves.movable and search.progress() < 1.0:
-        _descend(search, moves, explored, settings)
+        descend(search, moves, explored, settings)
         if search.score.objective_s > search.best_score.objective_s:
             search.restart()
         for _ in range(rng.randint(1, settings.kick)):
@@ -69,7 +69,7 @@ def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
                     search.accept(kick, score)
 
 
-def _descend(search: Search, moves: MoveMaker, explored: set[bytes], settings: LocalSearchSettings) -> None:
+def descend(search: Search, moves: MoveMaker, explored: set[bytes], settings: LocalSearchSettings) -> None:
     """Improves until neither guided nor random moves do, or the budget is spent.
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.

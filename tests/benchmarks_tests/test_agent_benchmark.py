@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.agent import measure, methods, tables
+from benchmarks import ils
+from benchmarks.agent import measure, methods, race, tables
 from benchmarks.agent.__main__ import main
 from benchmarks.agent.jobs import random_cases
 from benchmarks.agent.measure import Job, check, floor_of, run_row
-from benchmarks.agent.records import AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
+from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
+from rlplace.planners import get_planner
 from rlplace.planners.common import groupgraph
 from rlplace.planners.common.evaluate import count_calls
 from rlplace.planners.random_plans import candidates
@@ -41,13 +45,68 @@ def test_the_floor_is_the_plan_of_best(info: CaseInfo) -> None:
     assert info.floor is not None and simulate(CASE.problem, info.floor).step_time_s == info.floor_s
 
 
-@pytest.mark.parametrize("name", [*methods.RIVALS, "local_search,tries=6"])
+@pytest.mark.parametrize("name", [*methods.RIVALS, "local_search,tries=6", "race,least=1", "race,least=1,search=local_search"])
 def test_searches_start_from_the_floor_and_keep_to_their_calls(info: CaseInfo, name: str) -> None:
     row = run_row(Job(info, CASE.problem, methods.rival(name), CALLS, 1))
     assert row.status == "ok" and row.violation is None
     assert row.step_time_s is not None and info.floor_s is not None and row.step_time_s <= info.floor_s
-    assert 0 < row.calls <= 33
+    assert row.calls == 33  # the start is simulated once more, in no budget
     assert run_row(Job(info, CASE.problem, methods.rival(name), CALLS, 1)).step_time_s == row.step_time_s
+
+
+def test_the_race_is_annealing_from_the_one_start_that_is_left_by_short_runs_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, began = race.starts_of(CASE.problem), []
+    run = race.run
+
+    def watched(search: Any, start: Any, *rest: Any) -> Any:
+        before = search.used()
+        found = run(search, start, *rest)
+        began.append((start.devices.tobytes(), found, search.used() - before))
+        return found
+
+    monkeypatch.setattr(race, "run", watched)
+    floor = starts[0].devices
+    place = methods.place_of(methods.rival("race,most=4,share=0.5"))
+    with count_calls() as counter:
+        plan = place(CASE.problem, seed=0, start=floor, calls=400)
+    assert counter.calls == 401
+    assert [calls for *_, calls in began] == [25, 25, 25, 25, 50, 50, 200]
+    assert [start for start, *_ in began[:4]] == [answer.devices.tobytes() for answer in starts[:4]]
+    ranked = sorted((found for _, found, _ in began[:4]), key=lambda found: found.score.objective_s)
+    assert [start for start, *_ in began[4:6]] == [found.devices.tobytes() for found in ranked[:2]]
+    assert began[6][0] in [found.devices.tobytes() for _, found, _ in began[4:6]]
+    assert plan.predicted.step_time_s == began[6][1].score.step_time_s <= min(found.score.step_time_s for _, found, _ in began)
+    began.clear()
+    place(CASE.problem, seed=0, start=floor, calls=20)  # too few for runs of 16 calls: annealing alone
+    assert [calls for *_, calls in began] == [20]
+
+
+def test_starts_of_the_race_are_those_of_the_one_shot_planners_and_cost_no_calls() -> None:
+    with count_calls() as counter:
+        starts = race.starts_of(random_cases(2)[1].problem)
+    steps = [answer.score.objective_s for answer in starts]
+    assert (
+        counter.calls == 0 and steps == sorted(steps) and len({answer.devices.tobytes() for answer in starts}) == len(steps) > 2
+    )
+    best = get_planner("best")(random_cases(2)[1].problem)
+    assert steps[0] == best.predicted.step_time_s
+
+
+def test_iterated_local_search_kicks_the_best_plan_and_harder_each_time_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    kicks, kick = [], ils.kick
+
+    def watched(search: Any, moves: Any, count: int) -> Any:
+        assert search.score.step_time_s == simulate(CASE.problem, search.assignment).step_time_s
+        assert search.score.objective_s == search.best_score.objective_s
+        kicks.append((count, search.best_score.objective_s))
+        return kick(search, moves, count)
+
+    monkeypatch.setattr(ils, "kick", watched)
+    worst = np.zeros(CASE.problem.num_groups, dtype=np.int32)
+    methods.place_of(methods.rival("ils,kick=3,tries=2,random_tries=2"))(CASE.problem, seed=0, start=worst, calls=1000)
+    pairs = list(itertools.pairwise(kicks))
+    assert all(now == (1 if now_s < before_s else before % 3 + 1) for (before, before_s), (now, now_s) in pairs)
+    assert {count for count, _ in kicks} == {1, 2, 3} and len({step_s for _, step_s in kicks}) > 2
 
 
 def test_random_search_is_the_best_of_the_start_and_so_many_samples() -> None:
@@ -153,6 +212,23 @@ def test_the_tables() -> None:
     assert "| over annealing, unseen clusters, 6 cases |" in text and "12 cases, 12 with a floor" in text
 
 
+def test_the_agent_over_the_best_rival_of_each_budget() -> None:
+    store = filled()
+    for name, role in (("race", RIVAL), ("few", RIVAL), ("untrained", ABLATION)):
+        store.add(Method(name, role))
+    for case in store.cases:
+        for budget, race_s in (("64 calls", 0.95), ("5 s", 0.88)):
+            store.add(row(case, "race", race_s, budget))
+            store.add(row(case, "untrained", 0.5, budget))
+    store.add(row("case0", "few", 0.5))  # a rival on fewer cases is not the best one
+    whole, branchy, _ = tables.rival_tables(store, ["64 calls", "5 s"])
+    assert whole.startswith("| the agent over, all, 12 cases | 64 calls | 5 s |") and "branchy, 8 cases" in branchy
+    line = re.search(r"\| the best rival \| (\S+) \[.*\] annealing \| (\S+) \[.*\] race \|", whole)
+    assert line is not None
+    assert [float(ratio) for ratio in line.groups()] == pytest.approx([0.864 / 0.9, 0.864 / 0.88], abs=1e-4)
+    assert "| ablation: untrained | 1.728" in whole and "| few | 1.72" in whole
+
+
 def test_seeds_weigh_alike_within_a_method_and_methods_within_a_case() -> None:
     rows = [
         row("a", "one", 1.0), row("a", "one", 4.0, seed=1), row("a", "two", 8.0), row("a", "other", 1e-9),
@@ -203,24 +279,15 @@ def test_other_settings_weights_and_problems_are_refused(tmp_path: Path) -> None
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
-def test_the_published_table_of_the_agent_is_that_of_the_rows(tmp_path: Path) -> None:
+def test_the_published_tables_of_the_agent_are_those_of_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.decompress((ROOT / "benchmarks/agent/rows.jsonl.gz").read_bytes()))
     store = Store({}, path, report=True)
-    found = tables.ratio_tables(store, ["64 calls", "256 calls", "1024 calls", "4096 calls"])
-    lines = {text.splitlines()[0].split(" | ")[0].strip("| "): text.splitlines() for text in found}
-    named = {
-        "local_search": "local search",
-        "agent seed0": "agent, training 0 of today",
-        "agent seed1": "agent, training 1 of today",
-        "ablation: shipped": "**agent**, shipped weights",
-    }
-    page, checked = (ROOT / "docs/results.md").read_text().splitlines(), 0
-    for line in lines["over annealing, all, 72 cases"]:
-        name, _, figures = line.strip("| ").partition(" | ")
-        if name in named:
-            assert f"| {named[name]} | {figures} |" in page
-            checked += 1
-    [branchy] = [line for line in lines["over annealing, branchy, 41 cases"] if "ablation: shipped" in line]
-    assert f"| the same on the 41 branchy cases: agent, shipped | {branchy.split(' | ', 1)[1].strip('| ')} |" in page
-    assert checked == len(named)
+    page = (ROOT / "docs/results.md").read_text()
+    assert tables.rival_tables(store, ["1 s", "5 s"])[0] in page
+    whole, *parts = tables.rival_tables(store, ["64 calls", "256 calls", "1024 calls", "4096 calls"])
+    assert whole in page
+    for part in parts:
+        named = part.split(" | ")[0].removeprefix("| the agent over, ")
+        lines = [line for line in part.splitlines() if re.match(r"\| (annealing|ablation: untrained|the best rival) \|", line)]
+        assert len(lines) == 3 and all(f"| {named}: {line[2:]}\n" in page for line in lines)

@@ -1,0 +1,105 @@
+"""A race of searches from the quickest plans of the classical planners, of which `best` takes one.
+
+Problem: step time of the executor itself, as in `annealing`. The quickest plans of the one-shot planners are improved by a
+short search each; the better half stays, until one is left, which has the rest of the budget. Simulator calls of all count;
+the plans themselves cost nothing, since `best` has made them before any method begins.
+
+Paper: successive halving, Jamieson, Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", 2016.
+
+Departures: runs go on as searches of their own, each with temperatures of its own, from the best plan of the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from benchmarks import ils
+from rlplace.errors import InputError, show, unknown_name, whole_number
+from rlplace.planners import local_search
+from rlplace.planners.annealing import annealing
+from rlplace.planners.best import floor_answers
+from rlplace.planners.common.evaluate import Answer, Deadline, Evaluator, uncounted
+from rlplace.planners.common.search import Search
+from rlplace.problem import Problem
+
+SEARCHES = {"annealing": annealing, "local_search": local_search, "ils": ils}
+
+_starts: dict[str, list[Answer]] = {}
+
+
+@dataclass(frozen=True)
+class RaceSettings:
+    """Parameters of the race, tuned on the validation split; see docs/agent-benchmark.md.
+
+    Attributes:
+        most: Plans that it begins with.
+        share: Of the budget, what goes to all runs but the last.
+        least: Simulator calls of a run; a small budget has fewer starts instead of shorter runs.
+        search: The search that runs, with its own settings.
+    """
+
+    most: int = 3
+    share: float = 0.35
+    least: int = 16
+    search: str = "annealing"
+
+    def __post_init__(self) -> None:
+        for name in ("most", "least"):
+            whole_number(getattr(self, name), f"race: {name}", 1)
+        if not 0.0 <= self.share < 1.0:
+            raise InputError(f"race: share must be a number from 0 up, below 1, found {show(self.share)}")
+        if self.search not in SEARCHES:
+            raise unknown_name("search of the race", self.search, SEARCHES)
+
+
+SETTINGS = RaceSettings
+
+
+def starts_of(problem: Problem) -> list[Answer]:
+    """The unlike plans of the one-shot planners, quickest first; made once a problem, in no budget."""
+    if problem.fingerprint not in _starts:
+        with uncounted():
+            found = [answer for _, answer in floor_answers(problem, Evaluator(problem), Deadline(None))]
+        found.sort(key=lambda answer: answer.score.objective_s)
+        _starts[problem.fingerprint] = list({answer.devices.tobytes(): answer for answer in found}.values())
+    return _starts[problem.fingerprint]
+
+
+def spend(search: Search, seed: int, settings: RaceSettings) -> None:
+    """Spends the search's budget; `seed` is the seed of all runs."""
+    first, whole_s = search.answer(), search.deadline.left_s()
+    others = [answer for answer in starts_of(search.evaluator.problem) if (answer.devices != first.devices).any()]
+    count = min(settings.most, 1 + len(others))
+    while search.calls is not None and count > 1 and settings.share * search.calls < settings.least * count * halvings(count):
+        count -= 1
+    live, rounds, runs = [first, *others[: count - 1]], halvings(count), 0
+    for _ in range(rounds):
+        share = settings.share / (rounds * len(live))
+        for place, answer in enumerate(live):
+            live[place] = run(search, answer, seed + 1000 * runs, settings, share, whole_s)
+            runs += 1
+        live.sort(key=lambda answer: answer.score.objective_s)
+        live = live[: math.ceil(len(live) / 2)]
+    last = run(search, live[0], seed + 1000 * runs, settings, 1.0, whole_s)
+    best = min(first, last, key=lambda answer: answer.score.objective_s)
+    search.settle(best.score, best.devices, best.score)
+
+
+def halvings(count: int) -> int:
+    """Rounds until one of so many plans is left."""
+    return math.ceil(math.log2(count))
+
+
+def run(search: Search, start: Answer, seed: int, settings: RaceSettings, share: float, whole_s: float) -> Answer:
+    """The best plan of a run that has `share` of the whole budget, or what is left of it where that is less."""
+    module, calls, limit_s = SEARCHES[settings.search], None, None
+    if search.calls is not None:
+        calls = min(int(share * search.calls), search.calls - search.used())
+    if whole_s != math.inf:
+        limit_s = max(0.0, min(share * whole_s, search.deadline.left_s()))
+    with uncounted():
+        own = Search(search.evaluator.problem, "race", start.devices, calls=calls, time_limit_s=limit_s)
+        module.spend(own, seed, module.SETTINGS())
+    search.evaluator.count(own.used())
+    return own.answer()

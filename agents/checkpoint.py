@@ -213,7 +213,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "network" in config:  # version 2
         config.update(policy=BUILT_IN[0], settings=config.pop("network"))
     check_keys(config, _REQUIRED, {"weights"}, str(path))
-    if config["environment"] not in KNOWN:
+    if config["environment"] not in list(KNOWN):
         raise InputError(
             f"{path}: environment {show(config['environment'])} is none of {', '.join(KNOWN)}, where agents are trained"
         )

@@ -21,7 +21,7 @@ VERSION = 1
 Collect = Callable[..., Any]
 """Called with a case and the settings ``states``, ``moves``, ``seed``; what it returns is saved, unless it is None."""
 
-_source: CaseSource | None = None
+_given: tuple[CaseSource, Collect] | None = None
 
 
 def gather(
@@ -62,15 +62,15 @@ def gather(
     begin_s = time.monotonic()
     if wanted:
         report(f"making labels of {len(wanted)} cases with {processes} processes")
-        work = [(number, str(folder), states, moves, seed, collect) for number in wanted]
+        work = [(number, str(folder), states, moves, seed) for number in wanted]
         if processes == 1:
-            _begin(source)
+            _begin(source, collect)
             done = map(_collect, work)
             for count, _ in enumerate(done, 1):
                 _tell(count, len(wanted), begin_s, states * moves, report)
         else:
             context = multiprocessing.get_context("fork")
-            with ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(source,)) as pool:
+            with ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(source, collect)) as pool:
                 futures = [pool.submit(_collect, item) for item in work]
                 try:
                     for count, future in enumerate(as_completed(futures), 1):
@@ -103,18 +103,19 @@ def check_labels(source: CaseSource, folder: Path, *, states: int, moves: int, s
             )
 
 
-def _begin(source: CaseSource) -> None:
-    global _source
+def _begin(source: CaseSource, collect: Collect) -> None:
+    global _given
     import torch
 
     torch.set_num_threads(1)
-    _source = source
+    _given = source, collect
 
 
-def _collect(work: tuple[int, str, int, int, int, Collect]) -> int:
-    number, folder, states, moves, seed, collect = work
-    assert _source is not None
-    case = _source.case(number if _source.count is None else number % _source.count)
+def _collect(work: tuple[int, str, int, int, int]) -> int:
+    number, folder, states, moves, seed = work
+    assert _given is not None
+    source, collect = _given
+    case = source.case(number if source.count is None else number % source.count)
     labels = collect(case, states=states, moves=moves, seed=seed + number)
     if labels is None:
         _file(Path(folder), number, "none").touch()

@@ -30,8 +30,8 @@ from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.tensors import read_tensors
 
-CASES = 32
-"""Cases of a batch."""
+CASES, WINDOW = 32, 8192
+"""Cases of a batch, and files that batches are drawn from at a time."""
 
 _LAST_QUICK = "round_robin"
 
@@ -127,7 +127,7 @@ def decisions_of(instance: Instance, plan: NDArray[np.int32]) -> Decisions:
     return Decisions(*map(torch.from_numpy, graph_arrays(instance)), *columns)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=WINDOW)
 def _decisions(path: Path) -> Decisions:
     return Decisions.load(path)
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents import imitation, pretrain
+from rlplace.agents.imitation import collect_decisions
 from rlplace.agents.labels import collect_labels
 from rlplace.agents.policies import PLACEMENT, REFINEMENT, Policy
 
-WINDOW = 768  # files that batches are drawn from at a time
 _TURN = 250  # steps after which a quarter of the window is replaced
 _RATE = 2e-3
 
@@ -33,17 +33,21 @@ class Lesson(NamedTuple):
         begin: Called once before the fit.
         loss: Of a batch that it draws from some files.
         learned: What to say of files that are not fitted.
+        window: Files that batches are drawn from at a time, as many as memory holds.
     """
 
     collect: Callable[..., Any]
     begin: Callable[[Policy, Sequence[Path]], None]
     loss: Callable[[Policy, Sequence[Path], Generator], Tensor]
     learned: Callable[[Policy, Sequence[Path]], str]
+    window: int
 
 
 LESSONS: Mapping[str, Lesson] = {
-    REFINEMENT: Lesson(collect_labels, pretrain.set_standard, pretrain.ranking, pretrain.learned),
-    PLACEMENT: Lesson(imitation.collect_decisions, lambda *_: None, imitation.imitation_loss, imitation.learned),
+    REFINEMENT: Lesson(collect_labels, pretrain.set_standard, pretrain.ranking, pretrain.learned, pretrain.WINDOW),
+    PLACEMENT: Lesson(
+        imitation.collect_decisions, lambda *_: None, imitation.imitation_loss, imitation.learned, imitation.WINDOW
+    ),
 }
 """By environment."""
 
@@ -52,7 +56,7 @@ def fit(
     network: Policy,
     optimizer: torch.optim.Optimizer,
     files: Sequence[Path],
-    loss: Callable[[Policy, Sequence[Path], Generator], Tensor],
+    lesson: Lesson,
     *,
     first: int,
     last: int,
@@ -65,7 +69,7 @@ def fit(
         network: The policy, changed in place.
         optimizer: Optimizer of its parameters; the number of the step sets its learning rate.
         files: Label files.
-        loss: Of a batch that it draws from some of them.
+        lesson: What is learned from them.
         first: Number of the first step to make.
         last: Number after the last one.
         steps: Steps of the whole fit; the learning rate falls linearly to zero at the last one.
@@ -76,8 +80,8 @@ def fit(
     for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
-        some = _window(files, step, seed)
-        total += descend(network, optimizer, loss(network, some, np.random.default_rng([seed, step])))
+        some = _window(files, step, seed, lesson.window)
+        total += descend(network, optimizer, lesson.loss(network, some, np.random.default_rng([seed, step])))
     network.eval()
     return total / max(last - first, 1)
 
@@ -91,13 +95,13 @@ def descend(network: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> 
     return loss.item()
 
 
-def _window(files: Sequence[Path], step: int, seed: int) -> list[Path]:
+def _window(files: Sequence[Path], step: int, seed: int, size: int) -> list[Path]:
     """The files that a step may read; a quarter of them changes every `_TURN` steps."""
-    if len(files) <= WINDOW:
+    if len(files) <= size:
         return list(files)
-    turn, part = step // _TURN, WINDOW // 4
+    turn, part = step // _TURN, size // 4
     order = _order(len(files), seed)
-    return [files[order[(turn * part + i) % len(files)]] for i in range(WINDOW)]
+    return [files[order[(turn * part + i) % len(files)]] for i in range(size)]
 
 
 @lru_cache(maxsize=4)

@@ -19,8 +19,8 @@ from torch import Tensor
 from rlplace.agents.labels import Labels
 from rlplace.agents.policies import Policy, read_by
 
-CASES, STATES = 8, 8
-"""Cases of a batch, and states of each."""
+CASES, STATES, WINDOW = 8, 8, 768
+"""Cases of a batch, states of each, and files that batches are drawn from at a time."""
 
 _SHARPNESS = 0.003  # a move that gains 0.3 % more is e times as likely in the target
 _LOSS, _GAIN = 0.05, 0.1  # losses and gains beyond these count as these
@@ -32,7 +32,7 @@ def _labels(path: Path) -> Labels:
     return _read(path, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1152)  # one and a half windows, see `rlplace.agents.lessons`
+@lru_cache(maxsize=WINDOW + WINDOW // 2)
 def _read(path: Path, written_ns: int) -> Labels:
     return Labels.load(path)
 

@@ -147,7 +147,7 @@ class _Run:
         while self.fitted < config.fit_steps:
             done = min(config.fit_steps, self.fitted + _FIT_PART)
             steps = {"first": self.fitted, "last": done, "steps": config.fit_steps, "seed": config.seed}
-            loss = fit(self.network, optimizer, fitted, lesson.loss, **steps)
+            loss = fit(self.network, optimizer, fitted, lesson, **steps)
             self.fitted = done
             self.notes["held"] = lesson.learned(self.network, held) if held else "not measured"
             self.save(optimizer.state_dict() if done < config.fit_steps else None)

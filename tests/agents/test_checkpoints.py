@@ -73,7 +73,7 @@ def test_weights_that_lie(tmp_path, make_checkpoint, change, message):
         ({"features": None}, "other features"),
         ({"environment": "CartPole-v1"}, "where agents are trained"),
         ({"environment": ["rlplace/Refinement-v0"]}, "where agents are trained"),
-        ({"environment": "rlplace/Placement-v0"}, "where agents are trained"),
+        ({"environment": "rlplace/Placement-v0"}, "other features"),
         ({"training": "long"}, "training must be"),
         ({"training": None}, "training"),
         ({"weights": "0" * 64}, "not the weights that config.json was written with"),

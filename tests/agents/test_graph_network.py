@@ -16,7 +16,7 @@ from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.constructing import built
 from rlplace.agents.graph_network import GraphNetwork
 from rlplace.agents.imitation import Decisions, collect_decisions, decisions_of, imitation_loss
-from rlplace.agents.lessons import fit
+from rlplace.agents.lessons import LESSONS, fit
 from rlplace.agents.policies import PLACEMENT
 from rlplace.agents.ppo import EpisodeBuffer
 from rlplace.envs import PlacementEnv, make_instance
@@ -156,9 +156,9 @@ def test_imitation_ends_at_the_plan(tmp_path):
         assert torch.equal(getattr(Decisions.load(tmp_path / "a"), field.name), getattr(made, field.name))
     policy = network(hidden=16)
     optimizer = torch.optim.Adam(policy.parameters())
-    before = float(imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0)))
-    fit(policy, optimizer, [tmp_path / "a"], imitation_loss, first=0, last=300, steps=300, seed=0)
-    assert float(imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0))) < 0.1 * before
+    before = imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item()
+    fit(policy, optimizer, [tmp_path / "a"], LESSONS[PLACEMENT], first=0, last=300, steps=300, seed=0)
+    assert imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item() < 0.1 * before
     np.testing.assert_array_equal(built(policy, instance, 2), [plan, plan])
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from toys import memory_tight_pair
 
-from rlplace.agents import gather as gathering
 from rlplace.agents.cases import Case
 from rlplace.agents.gather import gather
 from rlplace.agents.labels import Labels, collect_labels
@@ -138,9 +137,9 @@ def stream(seed=0):
     return CaseSource("test stream", case, None)
 
 
-def run(folder, *, cases=5, processes=1, report=lambda line: None, source=None, seed=7):
-    source = stream() if source is None else source
-    return gather(source, folder, cases=cases, states=6, moves=8, seed=seed, processes=processes, report=report)
+def run(folder, *, cases=5, processes=1, report=lambda line: None, source=None, seed=7, collect=collect_labels):
+    sizes = {"cases": cases, "states": 6, "moves": 8, "seed": seed, "processes": processes}
+    return gather(stream() if source is None else source, folder, **sizes, report=report, collect=collect)
 
 
 def content(paths):
@@ -154,35 +153,32 @@ def assert_equal(one, two):
             np.testing.assert_array_equal(getattr(labels, field), getattr(two[name], field))
 
 
-def test_files_are_made_once(tmp_path, monkeypatch):
+def test_files_are_made_once(tmp_path):
     lines = []
     files = run(tmp_path, report=lines.append)
     assert [path.name for path in files] == ["00000.safetensors", "00001.safetensors", "00003.safetensors", "00004.safetensors"]
     assert "5/5" in lines[-1]
     before = {path: path.stat().st_mtime_ns for path in files}
-    monkeypatch.setattr(gathering, "collect_labels", lambda *args, **options: pytest.fail("made twice"))
-    assert run(tmp_path) == files and len(lines) == 2
-    assert run(tmp_path, cases=2) == files[:2]
+    never = {"collect": lambda *args, **options: pytest.fail("made twice")}
+    assert run(tmp_path, **never) == files and len(lines) == 2
+    assert run(tmp_path, cases=2, **never) == files[:2]
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_was_cut_goes_on(tmp_path, monkeypatch, error):
+def test_what_was_cut_goes_on(tmp_path, error):
     whole = run(tmp_path / "whole")
-    made = gathering.collect_labels
 
     def cut(case, **options):
         if case.name == "case-3":
             raise error("cut")
-        return made(case, **options)
+        return collect_labels(case, **options)
 
-    monkeypatch.setattr(gathering, "collect_labels", cut)
     with pytest.raises(error):
-        run(tmp_path / "cut")
+        run(tmp_path / "cut", collect=cut)
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 2
     begun = []
-    monkeypatch.setattr(gathering, "collect_labels", lambda case, **options: begun.append(case.name) or made(case, **options))
-    files = run(tmp_path / "cut")
+    files = run(tmp_path / "cut", collect=lambda case, **options: begun.append(case.name) or collect_labels(case, **options))
     assert begun == ["case-3", "case-4"]
     assert_equal(content(files), content(whole))
 
@@ -198,13 +194,12 @@ def test_two_processes_equal_one(tmp_path):
     assert_equal(content(run(tmp_path / "one")), content(run(tmp_path / "two", processes=2)))
 
 
-def test_an_error_in_a_process_is_heard(tmp_path, monkeypatch):
+def test_an_error_in_a_process_is_heard(tmp_path):
     def broken(case, **options):
         raise ValueError("broken case")
 
-    monkeypatch.setattr(gathering, "collect_labels", broken)
     with pytest.raises(ValueError, match="broken case"):
-        run(tmp_path, processes=2)
+        run(tmp_path, processes=2, collect=broken)
 
 
 def test_a_finite_source_gives_its_cases_several_times(tmp_path):

@@ -12,10 +12,11 @@ from rlplace.agents import pretrain
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.labels import Labels, collect_labels
-from rlplace.agents.lessons import fit
+from rlplace.agents.lessons import LESSONS, _window, fit
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
-from rlplace.agents.pretrain import captured_gain, ranking, ranking_loss, set_standard
+from rlplace.agents.policies import REFINEMENT
+from rlplace.agents.pretrain import captured_gain, ranking_loss, set_standard
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.problem.generate import random_problem
 
@@ -102,9 +103,9 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
 
     whole, optimizer = begin()
     for first in (0, 7, 14):
-        fit(whole, optimizer, files, ranking, first=first, last=min(first + 7, 20), steps=20, seed=5)
+        fit(whole, optimizer, files, LESSONS[REFINEMENT], first=first, last=min(first + 7, 20), steps=20, seed=5)
     cut, optimizer = begin()
-    fit(cut, optimizer, files, ranking, first=0, last=10, steps=20, seed=5)
+    fit(cut, optimizer, files, LESSONS[REFINEMENT], first=0, last=10, steps=20, seed=5)
     save_state(tmp_path / "state.safetensors", cut, optimizer.state_dict(), (10, 0, 0))
     torch.manual_seed(99)
     again = PlacerNetwork(hidden=16, second=8, features=FEATURES)
@@ -112,7 +113,7 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
     moments, progress = load_state(tmp_path / "state.safetensors", again, optimizer)
     assert progress == [10, 0, 0]
     optimizer.load_state_dict(moments)
-    fit(again, optimizer, files, ranking, first=10, last=20, steps=20, seed=5)
+    fit(again, optimizer, files, LESSONS[REFINEMENT], first=10, last=20, steps=20, seed=5)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
     assert not torch.equal(whole.residual.weight, cut.residual.weight)
@@ -123,7 +124,7 @@ def test_a_fit_learns_to_rank(files):
     network = PlacerNetwork(hidden=32, second=16, features=FEATURES)
     set_standard(network, files)
     before = captured_gain(network, files)
-    fit(network, torch.optim.Adam(network.parameters()), files, ranking, first=0, last=120, steps=120, seed=0)
+    fit(network, torch.optim.Adam(network.parameters()), files, LESSONS[REFINEMENT], first=0, last=120, steps=120, seed=0)
     after = captured_gain(network, files)
     assert after[1] > before[1] + 0.1 and after[4] > before[4]
 
@@ -138,17 +139,18 @@ def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
 
 
 def test_the_window_of_files_is_bounded_and_moves():
+    size = pretrain.WINDOW
     paths = [Path(str(number)) for number in range(2000)]
-    windows = [pretrain._window(paths, step, 3) for step in (0, 249, 250, 1000)]
+    windows = [_window(paths, step, 3, size) for step in (0, 249, 250, 1000)]
     for window in windows:
-        assert len(window) == len(set(window)) == pretrain._WINDOW
+        assert len(window) == len(set(window)) == size
     assert windows[0] == windows[1]
-    assert len(set(windows[0]) & set(windows[2])) == pretrain._WINDOW * 3 // 4
+    assert len(set(windows[0]) & set(windows[2])) == size * 3 // 4
     assert not set(windows[0]) & set(windows[3])
-    assert {path for turn in range(12) for path in pretrain._window(paths, 250 * turn, 3)} == set(paths)
-    assert pretrain._window(paths, 0, 4) != windows[0]
-    assert pretrain._window(paths[:5], 700, 3) == paths[:5]
-    assert pretrain._read.cache_info().maxsize < 2 * pretrain._WINDOW
+    assert {path for turn in range(12) for path in _window(paths, 250 * turn, 3, size)} == set(paths)
+    assert _window(paths, 0, 4, size) != windows[0]
+    assert _window(paths[:5], 700, 3, size) == paths[:5]
+    assert pretrain._read.cache_info().maxsize < 2 * size
 
 
 def test_the_shipped_agent_knows_which_moves_gain(tmp_path):

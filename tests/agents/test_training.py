@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlplace.agents import checkpoint, gather, ppo
+from rlplace.agents import checkpoint, ppo
 from rlplace.agents import train as training
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.config import TrainConfig
+from rlplace.agents.imitation import Decisions
+from rlplace.agents.labels import Labels
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.errors import InputError
@@ -76,14 +78,15 @@ def short_parts(monkeypatch):
     monkeypatch.setattr("rlplace.agents.train._FIT_PART", 8)
 
 
-def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch):
-    config, lines = tiny(steps=96), []
+@pytest.mark.parametrize("policy", ["perceptron", pytest.param("graph", marks=pytest.mark.slow)])
+def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, policy):
+    config, lines = tiny(steps=96, policy=policy), []
     assert train(stream(), config, tmp_path / "whole", report=lines.append) == 96
     told = "\n".join(lines)
     assert "labels" in told and "24/20" not in told and "20/20 steps" in told and "96/96 decisions" in told
     done = []
     for module, name, calls in (
-        (gather, "collect_labels", 1),  # while labels are collected
+        (Labels if policy == "perceptron" else Decisions, "save", 1),  # while labels are collected
         (training, "fit", 0),
         (training, "fit", 1),
         (ppo, "instances_of", 0),  # pre-trained, nothing practised

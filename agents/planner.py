@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.agents import constructing
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.constructing import built
 from rlplace.agents.first_use import compile_ahead
@@ -98,6 +99,7 @@ class Agent:
         check_possible(problem)  # no search finds what a bound rules out
         compile_ahead()
         warm_up()
+        constructing.warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         first, score, priority, reason = _start(problem, start, seed, time_limit_s)
         if problem.num_devices == 1 and not score.feasible:

@@ -75,8 +75,8 @@ class Agent:
 
     Attributes:
         checkpoint: The network and facts of its training; it builds plans or ranks moves, by its environment.
-        builder: Policy of `rlplace/Placement-v0` that builds plans to start from; a shipped one where the checkpoint is none. None
-            builds nothing.
+        builder: Policy of `rlplace/Placement-v0` that builds plans to start from; a shipped one where the checkpoint is none.
+            None builds nothing.
         guide: Policy of `rlplace/Refinement-v0` that guides the search; likewise.
     """
 

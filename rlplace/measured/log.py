@@ -135,7 +135,7 @@ class RunLog:
 
 
 def _begin(file: TextIO) -> None:
-    """Makes a file ready for a line: a half one, at whose writing a session ended, goes; the header comes where there is none."""
+    """Makes a file ready for a line: a half one goes, at whose writing a session ended; an empty file gets its header."""
     file.seek(0)
     text = file.read()
     last = text[text.rfind("\n") + 1 :]

@@ -98,15 +98,14 @@ class Belief:
         at_zero, slopes, bent = linear(pool.worlds.center, pool.log_s)
         kinds = [(kind_of(draft), draft.schedule) for draft in pool.drafts]
         same = np.array([[one == other for other in kinds] for one in kinds], dtype=np.float64)
-        cover = slopes @ slopes.T + KIND**2 * same + ALIKE**2 * self._alike(pool.features)
+        cover = slopes @ slopes.T + KIND**2 * same + ALIKE**2 * _alike(self._apart(pool.features))
         return at_zero, slopes, cover + np.diag(OWN**2 + bent**2)
 
-    def _alike(self, features: Floats) -> Floats:
-        """float64 [N, C], how like the candidates strategies of these features [N, F] are: 1 for equal ones."""
+    def _apart(self, features: Floats) -> Floats:
+        """float64 [N, C], mean square distance of features [N, F] from those of the candidates, in variances of these."""
         of_pool = self.pool.features
         scale = np.maximum(of_pool.std(axis=0), 1e-3)
-        apart = ((features[:, None] / scale - of_pool[None] / scale) ** 2).mean(axis=2)
-        found: Floats = np.exp(-apart / (2 * WIDTH**2))
+        found: Floats = ((features[:, None] / scale - of_pool[None] / scale) ** 2).mean(axis=2)
         return found
 
     @cached_property
@@ -140,11 +139,11 @@ class Belief:
         runs, pool = self.elsewhere, self.pool
         if not runs:
             return [], np.zeros(0), np.zeros((0, 0))
-        alike = self._alike(np.array([run.features for run in runs]))
-        near = alike.argmax(axis=1)
+        apart = self._apart(np.array([run.features for run in runs]))
+        near = apart.argmin(axis=1)
         wrong = np.log([float(run.median_s or 0.0) / run.predicted_s for run in runs])
         _, slopes, cover = self._prior
-        unlike = 2 * (1 - alike.max(axis=1)) * cover[near, near]
+        unlike = 2 * (1 - _alike(apart.min(axis=1))) * cover[near, near]
         there = ELSEWHERE**2 * slopes[near] @ slopes[near].T + np.diag(OWN**2 + NOISE**2 + unlike)
         return near.tolist(), np.log(pool.by_model_s[near]) + wrong, there
 
@@ -246,6 +245,12 @@ class Belief:
         """The cluster as it is believed to be."""
         grid, weight = self._slack
         return world_of(self.pool.worlds.cluster, self.axes, math.exp(float(grid @ weight)))
+
+
+def _alike(apart: Floats) -> Floats:
+    """How like strategies are at a mean square distance of features: 1 for equal ones."""
+    found: Floats = np.exp(-apart / (2 * WIDTH**2))
+    return found
 
 
 def _normal(values: NDArray[np.float64]) -> Floats:

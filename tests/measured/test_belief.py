@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from worlds import pool, question
@@ -229,3 +230,13 @@ def test_what_runs_here_weighs_more_than_any_run_elsewhere():
     belief = belief.told(Ran(2, step_s, 0.5))
     assert belief.mean[2] == pytest.approx(math.log(step_s), abs=0.02) and belief.spread[2] < 1.1 * NOISE
     assert (belief.mean < dataclasses.replace(belief, ran=()).mean).all()
+
+
+def test_a_run_elsewhere_tells_of_the_candidate_that_is_most_like_it_however_far():
+    plain, (run,) = Belief(pool()), elsewhere(0, [5], lambda draft, said: 3 * said.step_time_s)
+    same = int(plain.pool.features.std(axis=0).argmin())
+    assert len(set(plain.pool.features[:, same])) == 1  # no candidate differs by it, so a run that does is far from all
+    features = tuple(value + float(number == same) for number, value in enumerate(run.features))
+    both = run, msgspec.structs.replace(run, features=features)
+    like, far = (dataclasses.replace(plain, elsewhere=(one,)).mean - plain.mean for one in both)
+    assert like.argmax() == far.argmax() == 5 and 0 < far[5] < 0.8 * like[5]

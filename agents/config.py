@@ -34,7 +34,7 @@ class TrainConfig(Record, frozen=True):
         part: PPO decisions between saves; every part has new cases.
         part_cases: Cases of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
-        batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: Hyperparameters of PPO.
+        batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: of PPO; the learning rate falls.
         hidden, second: Sizes of the built-in policies, see `PlacerNetwork` and `GraphNetwork`.
         policy: Name of the policy, see `rlplace.agents.policies`.
         settings: Other settings of the policy.

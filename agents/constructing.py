@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlplace.agents.graph_network import GraphNetwork
 from rlplace.agents.policies import Policy
 from rlplace.envs.base import greedy_fit
-from rlplace.envs.instance import Instance, side_by_side
+from rlplace.envs.construction import CONSTRUCTION_FEATURES
+from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import graph_arrays
 from rlplace.envs.vector.construct import RUNNING, Builds, builds_for, construct, plots_of
+from rlplace.problem.generate import random_problem
 
 
 def seen_by(builds: Builds, rows: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -61,3 +65,10 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
         construct(plots, tuple(builds), rows, actions, False)
         rows = rows[builds.status[rows] == RUNNING]
     return np.where(builds.plan >= 0, builds.plan, greedy_fit(instance)).astype(np.int32)
+
+
+@cache
+def warm_up() -> None:
+    """Compiles, or loads from the cache, the kernel of construction, so that time limits do not include it."""
+    instance = make_instance(random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2), compute_floor=False)
+    built(GraphNetwork(features=CONSTRUCTION_FEATURES), instance, 2)

@@ -19,6 +19,7 @@ PLACEMENT, STRATEGY = "placement", "strategy"
 _PARTS = {
     PLACEMENT: (
         ("rlplace.agents.search", "rlplace.agents.guided:attempt"),
+        ("rlplace.agents.constructing", "rlplace.envs.vector.construct:construct"),
         ("rlplace.planners.best", "rlplace.planners.compiler.coarsen:_match"),
     ),
     STRATEGY: (

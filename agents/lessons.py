@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents import imitation, pretrain
-from rlplace.agents.imitation import collect_decisions
+from rlplace.agents.imitation import collect_decisions, imitation_loss
 from rlplace.agents.labels import collect_labels
 from rlplace.agents.policies import PLACEMENT, REFINEMENT, Policy
 
@@ -45,9 +45,7 @@ class Lesson(NamedTuple):
 
 LESSONS: Mapping[str, Lesson] = {
     REFINEMENT: Lesson(collect_labels, pretrain.set_standard, pretrain.ranking, pretrain.learned, pretrain.WINDOW),
-    PLACEMENT: Lesson(
-        imitation.collect_decisions, lambda *_: None, imitation.imitation_loss, imitation.learned, imitation.WINDOW
-    ),
+    PLACEMENT: Lesson(collect_decisions, lambda *_: None, imitation_loss, imitation.learned, imitation.WINDOW),
 }
 """By environment."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.agents import constructing
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.constructing import built
 from rlplace.agents.first_use import compile_ahead
@@ -59,7 +60,7 @@ def agent(
         time_limit_s: Wall time for floor and search; default 5 when `calls` is not given, else no limit.
         agent: Name of a shipped checkpoint, or a checkpoint folder.
         calls: Simulator calls after the floor; default no limit. With `calls` and no time limit the answer is deterministic.
-        start: Plan or assignment to start from instead of `best`.
+        start: Plan or assignment to start from instead of `best`; a built plan that is quicker takes its place.
 
     Raises:
         InputError: An argument is out of its range.
@@ -75,11 +76,12 @@ class Agent:
     Attributes:
         checkpoint: The network and facts of its training; it builds plans or ranks moves, by its environment.
         builder: Policy of `rlplace/Placement-v0` that builds plans to start from; a shipped one where the checkpoint is none.
+            None builds nothing.
         guide: Policy of `rlplace/Refinement-v0` that guides the search; likewise.
     """
 
     checkpoint: Checkpoint
-    builder: Policy
+    builder: Policy | None
     guide: Policy
 
     def place(
@@ -98,6 +100,7 @@ class Agent:
         check_possible(problem)  # no search finds what a bound rules out
         compile_ahead()
         warm_up()
+        constructing.warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         first, score, priority, reason = _start(problem, start, seed, time_limit_s)
         if problem.num_devices == 1 and not score.feasible:
@@ -105,8 +108,7 @@ class Agent:
         instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
         devices, used = greedy_fit(instance) if first is None else first, 0
         if problem.num_devices > 1 and calls != 0:
-            if start is None:
-                devices, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
+            devices, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
             search = Search(instance, self.guide, devices, seed=seed)
             search.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
             used += search.calls
@@ -126,7 +128,7 @@ class Agent:
         """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
         count = _BUILT if calls is None else min(_BUILT, calls // _BUILT)
         limit_s = min(deadline_s, time.monotonic() + _BUILT_SHARE * (deadline_s - time.monotonic()))
-        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s) if count else []
+        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s) if count and self.builder else []
         simulator, best_s = Simulator(instance.problem), score.objective_s
         for plan in plans:
             found_s = objective_s(*simulator.evaluate(plan))

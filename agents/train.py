@@ -41,6 +41,7 @@ from rlplace.files import finite_number
 
 _FIT_PART = 500  # steps of pre-training between saves
 _PPO_CASES = 1_000_000  # the stream's cases from here on are PPO's
+_LAST_RATE = 0.1  # share of PPO's learning rate, which falls linearly, below which it does not fall
 _HELD = 16  # label files that are not fitted, to show progress on
 
 
@@ -169,11 +170,12 @@ class _Run:
             quick = self.network.environment == PLACEMENT
             instances = ppo.instances_of(self.source, first, config.part_cases, quick=quick)
             ready_s = time.monotonic()
+            rate = config.learning_rate * max(_LAST_RATE, 1.0 - self.decisions / config.steps)
             part, moments = ppo.run_part(
                 self.network,
                 self._moments,
                 instances,
-                config,
+                msgspec.structs.replace(config, learning_rate=rate),
                 number=self.parts,
                 decisions=min(config.part, config.steps - self.decisions),
                 logs=self.out / "tensorboard" / f"part{self.parts}",
@@ -184,9 +186,9 @@ class _Run:
             self.parts += 1
             self.notes["episodes_vs_best"] = None if math.isnan(part.ratio) else round(part.ratio, 5)
             self.save(moments)
-            rate = part.decisions / max(time.monotonic() - ready_s, 1e-9)
+            speed = part.decisions / max(time.monotonic() - ready_s, 1e-9)
             self.report(
-                f"{self.decisions}/{config.steps} decisions, {rate:.0f} a second after {ready_s - begin_s:.0f} s for the "
+                f"{self.decisions}/{config.steps} decisions, {speed:.0f} a second after {ready_s - begin_s:.0f} s for the "
                 f"floors; step time {part.ratio:.4f} of best at the end of episodes"
             )
         bar.close()

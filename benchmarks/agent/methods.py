@@ -16,7 +16,6 @@ import torch
 from benchmarks import ils, lns
 from benchmarks.agent import race
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
-from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import Agent, load_agent
 from rlplace.errors import InputError, show, unknown_name
@@ -68,7 +67,8 @@ def rival(text: str) -> Method:
 def learned(text: str, role: str = AGENT) -> Method:
     """An agent from ``CHECKPOINT`` or ``LABEL=CHECKPOINT``, with ``,option=value`` for `Agent.place` after it.
 
-    The option ``untrained=1`` replaces the weights by those of a network that was never trained, which is the heuristic.
+    The option ``untrained=1`` replaces the weights that rank moves by those of a network that was never trained, which is the
+    heuristic; ``unbuilt=1`` leaves out the plans that the graph network builds.
     """
     first, *rest = text.split(",")
     label, _, checkpoint = first.rpartition("=")
@@ -100,7 +100,8 @@ def place_of(method: Method) -> Callable[..., PlacementPlan]:
         return partial(own[name] if name in own else get_planner(name), **method.options)
     options = dict(method.options)
     assert method.checkpoint is not None
-    return partial(_agent(method.checkpoint, bool(options.pop("untrained", False))).place, **options)
+    without = bool(options.pop("untrained", False)), bool(options.pop("unbuilt", False))
+    return partial(_agent(method.checkpoint, *without).place, **options)
 
 
 def random_search(
@@ -123,20 +124,22 @@ def random_search(
 
 def weights_fingerprint(checkpoint: str) -> str:
     """SHA-256 over the network's sizes, and names, shapes and values of its weights."""
-    network = load_checkpoint(checkpoint).network
+    agent = load_agent(checkpoint)
+    network = agent.checkpoint.network
     digest = hashlib.sha256(f"{type(network).__name__} {network.settings()}".encode())
-    for name, tensor in sorted(network.state_dict().items()):
+    parts = [part.state_dict() for part in (agent.guide, agent.builder) if part is not None]
+    for name, tensor in (item for part in parts for item in sorted(part.items())):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 @cache
-def _agent(checkpoint: str, untrained: bool) -> Agent:
+def _agent(checkpoint: str, untrained: bool, unbuilt: bool) -> Agent:
     agent = load_agent(checkpoint)
-    if not untrained:
-        return agent
-    torch.manual_seed(0)
-    trained = agent.checkpoint.network
-    network = PlacerNetwork(features=trained.features, **trained.settings()).eval()
-    return replace(agent, checkpoint=replace(agent.checkpoint, name="untrained", network=network))
+    if unbuilt:
+        agent = replace(agent, builder=None)
+    if untrained:
+        torch.manual_seed(0)
+        agent = replace(agent, guide=PlacerNetwork(features=agent.guide.features, **agent.guide.settings()).eval())
+    return agent

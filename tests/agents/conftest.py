@@ -5,8 +5,10 @@ import torch
 
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.config import TrainConfig
+from rlplace.agents.graph_network import GraphNetwork
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
+from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES
 
 
@@ -42,7 +44,10 @@ def agents(tmp_path_factory):
     """Agents by name."""
     folder = tmp_path_factory.mktemp("refinement")
     make_checkpoint(folder)
-    return {"refinement": load_agent(folder)}
+    torch.manual_seed(0)
+    builder = tmp_path_factory.mktemp("placement")
+    GraphNetwork(features=CONSTRUCTION_FEATURES, hidden=8, second=4).save(builder)
+    return {"refinement": load_agent(folder), "placement": load_agent(builder)}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from rlplace.envs import PlacementEnv, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, Construction
 from rlplace.envs.guide.features import CLIP, move_features
 from rlplace.envs.guide.guide import Guide
+from rlplace.envs.instance import side_by_side
 from rlplace.errors import InputError
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -72,6 +73,39 @@ def test_memory_is_that_of_the_mask():
             legal = np.flatnonzero(env.action_masks())
             if env.step(int(legal[seed % len(legal)]))[2]:
                 break
+
+
+def test_bytes_of_tensors_by_hand():
+    """Each of two tensors of 4 bytes is made by `a`, which holds 2; `b` and `c` hold 1 and 3; devices have 20 and 40 bytes."""
+    instance = make_instance(fork(memory_bytes=[20, 40], resident_bytes=[2, 1, 3]), compute_floor=False)
+    assert instance.made_bytes.tolist() == [10, 1, 3]
+    state = Construction(instance)
+    first, second = rows(state)
+    check(first, tensors_after=10 / 20, tensors_over_even=10 / 20 - 10 / 60, plan_tensors=14 / 60, plan_side_by_side=0.0)
+    check(second, tensors_after=10 / 40, tensors_over_even=10 / 40 - 10 / 60)
+    state.place(0)
+    own = {1: 1, 2: 3}[state.group]
+    first, second = rows(state)
+    check(first, tensors_after=(10 + own) / 20, tensors_over_even=(10 + own) / 20 - (10 + own) / 60)
+    check(second, tensors_after=own / 40, tensors_over_even=own / 40 - (10 + own) / 60)
+    (free, _) = rows(Construction(make_instance(fork(), compute_floor=False)))
+    check(free, tensors_after=0.0, tensors_over_even=0.0, plan_tensors=0.0)
+
+
+def test_branches_side_by_side():
+    """Two chains of three behind a source: one is placed after the other, or both step by step."""
+    tensors = [TensorSpec(0, 1, [1, 4]), *(TensorSpec(i, 1, [i + 1]) for i in (1, 2, 4, 5))]
+    problem = build_problem("chains", time_s=[[1.0, 1.0]] * 7, tensors=tensors, memory_bytes=[None, None])
+    one = make_instance(problem, compute_floor=False)
+    for instance, beside in ((one, False), (side_by_side(one), True)):
+        state, order = Construction(instance), []
+        while not state.done:
+            order.append(state.group)
+            assert rows(state)[0]["plan_side_by_side"] == beside
+            state.place(0)
+        chains = [group > 3 for group in order[1:]]
+        assert order[0] == 0 and sorted(order) == list(range(7))
+        assert (chains in ([True] * 3 + [False] * 3, [False] * 3 + [True] * 3)) is not beside
 
 
 def test_the_best_device_is_an_allowed_one():

@@ -141,7 +141,7 @@ def _model(options: argparse.Namespace) -> int:
     from rlplace.explaining.explain import explain
     from rlplace.planners import get_planner
 
-    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None, "residual": None}
+    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None}
     asked = argparse.Namespace(**{**vars(options), **others, "calls": None, "microbatches": None, "schedule": None})
     if placement_reason(asked) is None:
         try:

@@ -31,7 +31,6 @@ from rlplace.text import ms
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
     from rlplace.measured.log import Run
-    from rlplace.measured.residual import Residual
     from rlplace.measured.session import Session
     from rlplace.plan.plan import PlacementPlan
     from rlplace.strategy.tries import Question
@@ -55,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--space", metavar="S", help="what may be chosen, as for rlplace place")
     add("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner's first answer (5)")
     add("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    add("--residual", metavar="NAME", help="start from what is known to be wrong elsewhere: default, or a folder")
-    add("--from", dest="others", nargs="+", default=[], metavar="FILE", help="runs of others, *.runs.jsonl, to learn from")
+    add("--from", dest="others", nargs="+", metavar="FILE", help="runs elsewhere on such devices, *.runs.jsonl, count, too")
     add("--out", metavar="P.plan.json", help="where the best plan that ran goes")
     add("--export-runs", metavar="FILE", help="write the runs of --log for others: no names of machines or modules, no code")
     add_model_options(parser)
@@ -92,10 +90,11 @@ def _session(options: argparse.Namespace, log: Any) -> None:
     command = options.launch or local_command(machine, options.device)
     launch = launcher(command, machine, timeout_s=options.timeout)
     note_machine(options.cluster, machine)
+    others = _others(options, machine)
     question, plan = _planned(options, machine)
     say("choosing what may be worth a run")
     session = Session(
-        question, plan, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, residual=residual_of(options)
+        question, plan, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, elsewhere=others
     )
     if session.belief.ran:
         say(f"{len(session.belief.ran)} runs of {options.log} are known")
@@ -106,15 +105,17 @@ def _session(options: argparse.Namespace, log: Any) -> None:
     _finish(options, session, ran)
 
 
-def residual_of(options: argparse.Namespace) -> Residual | None:
-    """What corrects the cost model, by the options; None where they name nothing."""
-    if not options.residual and not options.others:
-        return None
+def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
+    """Runs elsewhere that tell of this cluster."""
+    if not options.others:
+        return ()
     from rlplace.measured.log import read_runs
-    from rlplace.measured.residual import Residual
+    from rlplace.measured.session import telling
 
-    residual = Residual.load(options.residual or "default")
-    return residual.told([run for path in options.others for run in read_runs(path)])
+    runs = [run for path in options.others for run in read_runs(path)]
+    found = telling(runs, machine)
+    say(f"{len(found)} of {len(runs)} runs elsewhere tell of this cluster: they took a time on devices of the same kinds")
+    return found
 
 
 def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:

@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="plans to simulate at most: the answer is then the same every time"
     )
-    parser.add_argument("--residual", metavar="NAME", help="correct step times by runs elsewhere: default, or a folder")
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     add_model_options(parser)
@@ -128,7 +127,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     from rlplace.comparing.measure import takes_calls
     from rlplace.placements import place_priced
 
-    for name in given(options, dict.fromkeys(("batch_curve", "microbatches", "schedule", "residual"))):
+    for name in given(options, dict.fromkeys(("batch_curve", "microbatches", "schedule"))):
         raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
     agent = options.agent or "default"
     if options.planner == "agent":

@@ -64,27 +64,11 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:
-        found = answer(
+        return answer(
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.time_limit,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress,
         )  # fmt: skip
-    return found if not options.residual else _corrected(found.strategy, captured, machine, costs, fixed, options)
-
-
-def _corrected(
-    plan: PlacementPlan, captured: Captured, machine: Cluster, costs: Any, fixed: Any, options: argparse.Namespace
-) -> Answer:
-    """The answer that a residual makes of a plan; placements, which it knows nothing of, are no rivals."""
-    from rlplace.measured.corrected import corrected
-    from rlplace.measured.residual import Residual
-    from rlplace.placing import Answer
-
-    residual = Residual.load(options.residual)
-    assert plan.strategy is not None
-    asked = {"space": options.space, "fixed": fixed, "planner": options.planner}
-    question = question_of(captured, machine, plan.strategy.batch, costs=costs, host=options.host_mode, **asked)
-    return Answer(corrected(question, plan, residual, options.residual))
 
 
 def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> Question:
@@ -156,19 +140,9 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     show_devices(predicted, machine)
     cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
     checked = "" if predicted.executor == "blocks" else ", the first ones again op by op"
-    _show_residual(predicted)
     print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):
         print(f"op times: {basis}")
-
-
-def _show_residual(predicted: Prediction) -> None:
-    """What a residual says of the step, and where it should not be relied on."""
-    if about := predicted.extra.get("residual"):
-        interval = f"{ms(about['low_s'])} to {ms(about['high_s'])} ms in nine of ten"
-        print(f"corrected by residual {about['name']}: {ms(about['step_time_s'])} ms, {interval}; the rivals are not corrected")
-        if about["strange"]:
-            print(f"rely on it little: {about['strange']}")
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:

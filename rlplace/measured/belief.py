@@ -5,10 +5,10 @@ along the axes (`rlplace.measured.world`), linear around the world that is belie
 Cathey 1993, with the unscented transform), plus what no axis explains: a kernel over features of the
 strategies, a habit of each kind, and a part of each candidate's own. So a run tells of every strategy that shares a device,
 a link or a habit with it; how long devices of one kind take for the same product tells hosts apart, and how busy its stages
-were tells their devices apart. Conditioning is
-Gaussian process regression in closed form (Rasmussen and Williams 2006, section 2.2), which also gives the axes, so that a
-search can ask the corrected model for better strategies. Memory is one unknown, the log of how much more a step takes than
-predicted, on a grid, since a run that did not fit only says "more than that".
+were tells their devices apart. Runs elsewhere tell of the candidates that are most like theirs, on axes like these.
+Conditioning is Gaussian process regression in closed form (Rasmussen and Williams 2006, section 2.2), which also gives the
+axes, so that a search can ask the corrected model for better strategies. Memory is one unknown, the log of how much more a
+step takes than predicted, on a grid, since a run that did not fit only says "more than that".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.measured.log import Run
 from rlplace.measured.pool import Pool
 from rlplace.measured.world import SLACK, SPREAD, World, axes, linear, world_of
 from rlplace.strategy.costs import Floats
@@ -38,6 +39,9 @@ PACE_NOISE = 0.03
 
 BUSY_NOISE = 0.05
 """Likewise, of the seconds of a stage's passes: blocks are mispriced, too."""
+
+ELSEWHERE = 1.0
+"""Standard deviation of what another cluster with devices of the same kinds differs by on every axis."""
 
 PEAK_NOISE = 0.03
 """Standard deviation of the log of a candidate's own memory over what the shared factor says."""
@@ -73,13 +77,12 @@ class Belief:
     Attributes:
         pool: The candidates, C of them.
         ran: Runs, in their order.
-        known: float64 [C], what is known to be wrong before any run: log of measured over predicted; see
-            `rlplace.measured.residual`.
+        elsewhere: Runs on other clusters of the same kinds of devices, each with a step time.
     """
 
     pool: Pool
     ran: tuple[Ran, ...] = ()
-    known: Floats | None = None
+    elsewhere: tuple[Run, ...] = ()
 
     def told(self, ran: Ran) -> Belief:
         """With another run."""
@@ -93,13 +96,17 @@ class Belief:
         """Mean [C], slopes by axis [C, P], and covariance [C, C] of log step times."""
         pool = self.pool
         at_zero, slopes, bent = linear(pool.worlds.center, pool.log_s)
-        mean = at_zero if self.known is None else at_zero + self.known
-        scaled = pool.features / np.maximum(pool.features.std(axis=0), 1e-3)
-        apart = ((scaled[:, None] - scaled[None]) ** 2).mean(axis=2)
         kinds = [(kind_of(draft), draft.schedule) for draft in pool.drafts]
         same = np.array([[one == other for other in kinds] for one in kinds], dtype=np.float64)
-        cover = slopes @ slopes.T + KIND**2 * same + ALIKE**2 * np.exp(-apart / (2 * WIDTH**2))
-        return mean, slopes, cover + np.diag(OWN**2 + bent**2)
+        cover = slopes @ slopes.T + KIND**2 * same + ALIKE**2 * _alike(self._apart(pool.features))
+        return at_zero, slopes, cover + np.diag(OWN**2 + bent**2)
+
+    def _apart(self, features: Floats) -> Floats:
+        """float64 [N, C], mean square distance of features [N, F] from those of the candidates, in variances of these."""
+        of_pool = self.pool.features
+        scale = np.maximum(of_pool.std(axis=0), 1e-3)
+        found: Floats = ((features[:, None] / scale - of_pool[None] / scale) ** 2).mean(axis=2)
+        return found
 
     @cached_property
     def _posterior(self) -> tuple[Floats, Floats, Floats]:
@@ -107,17 +114,38 @@ class Belief:
         mean, slopes, cover = self._prior
         timed = [ran for ran in self.ran if ran.step_s is not None]
         shown, values, spread = self._shown()
-        if not timed and not len(values):
+        if not timed and not self.elsewhere and not len(values):
             return mean, cover, np.zeros(slopes.shape[1])
-        at = [ran.candidate for ran in timed]
-        seen = np.concatenate([np.log([float(ran.step_s or 0.0) for ran in timed]) - mean[at], values])
+        near, log_s, apart = self._told_elsewhere()
+        at, here = [*(ran.candidate for ran in timed), *near], len(timed)
+        seen = np.concatenate([np.log([float(ran.step_s or 0.0) for ran in timed]), log_s]) - mean[at]
+        seen = np.concatenate([seen, values])
         by_axis = np.concatenate([slopes[at], shown])  # what was seen, by axis
         beside = np.concatenate([cover[at], shown @ slopes.T])  # and its covariance with all candidates
-        noise = np.concatenate([np.full(len(at), NOISE), spread]) ** 2
-        inner = by_axis @ by_axis.T + np.diag(noise)
-        inner[: len(at), : len(at)] = cover[np.ix_(at, at)] + np.diag(noise[: len(at)])
+        noise = np.diag(np.concatenate([np.full(here, NOISE), np.zeros(len(near)), spread]) ** 2)
+        noise[here : len(at), here : len(at)] = apart
+        inner = by_axis @ by_axis.T + noise
+        inner[: len(at), : len(at)] = cover[np.ix_(at, at)] + noise[: len(at), : len(at)]
         gain, weights = np.linalg.solve(inner, beside).T, np.linalg.solve(inner, seen)
         return mean + beside.T @ weights, cover - gain @ beside, by_axis.T @ weights
+
+    def _told_elsewhere(self) -> tuple[list[int], Floats, Floats]:
+        """What N runs elsewhere tell of the candidates most like theirs.
+
+        Returns:
+            The candidate of each; log of its step time if it is mispriced as that run was [N]; and the covariance of what
+            else there is to them [N, N]: their cluster is another one, and their strategy may be unlike.
+        """
+        runs, pool = self.elsewhere, self.pool
+        if not runs:
+            return [], np.zeros(0), np.zeros((0, 0))
+        apart = self._apart(np.array([run.features for run in runs]))
+        near = apart.argmin(axis=1)
+        wrong = np.log([float(run.median_s or 0.0) / run.predicted_s for run in runs])
+        _, slopes, cover = self._prior
+        unlike = 2 * (1 - _alike(apart.min(axis=1))) * cover[near, near]
+        there = ELSEWHERE**2 * slopes[near] @ slopes[near].T + np.diag(OWN**2 + NOISE**2 + unlike)
+        return near.tolist(), np.log(pool.by_model_s[near]) + wrong, there
 
     def _shown(self) -> tuple[Floats, Floats, Floats]:
         """What runs show beside step times: slopes by axis [N, P], values over what was expected [N], and their spread [N]."""
@@ -217,6 +245,12 @@ class Belief:
         """The cluster as it is believed to be."""
         grid, weight = self._slack
         return world_of(self.pool.worlds.cluster, self.axes, math.exp(float(grid @ weight)))
+
+
+def _alike(apart: Floats) -> Floats:
+    """How like strategies are at a mean square distance of features: 1 for equal ones."""
+    found: Floats = np.exp(-apart / (2 * WIDTH**2))
+    return found
 
 
 def _normal(values: NDArray[np.float64]) -> Floats:

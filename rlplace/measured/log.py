@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import msgspec
 from msgspec import Meta
@@ -104,6 +104,7 @@ class RunLog:
             InputError: The file is no log.
         """
         self._path = None if path is None else Path(path)
+        self._begun = False
         self.runs: list[Run] = []
         if self._path is not None and self._path.exists():
             cut = Ended(status="crashed", reason="the session ended while it ran")
@@ -124,13 +125,35 @@ class RunLog:
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._path is None:
             return
-        new = not self._path.exists()
-        with self._path.open("a", encoding="utf-8") as file:
-            if new:
-                file.write(json.dumps({"format": FORMAT, "version": VERSION}) + "\n")
+        with self._path.open("a+", encoding="utf-8", newline="") as file:
+            if not self._begun:
+                _begin(file)
+                self._begun = True
             file.write(json.dumps(entry) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _begin(file: TextIO) -> None:
+    """Makes a file ready for a line: a half one goes, at whose writing a session ended; an empty file gets its header."""
+    file.seek(0)
+    text = file.read()
+    last = text[text.rfind("\n") + 1 :]
+    if last and _is_json(last):
+        file.write("\n")
+    elif last:
+        text = text.removesuffix(last)
+        file.truncate(len(text.encode()))
+    if not text:
+        file.write(json.dumps({"format": FORMAT, "version": VERSION}) + "\n")
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_runs(path: str | Path) -> list[Run]:

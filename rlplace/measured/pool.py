@@ -16,7 +16,6 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
 from rlplace.measured.world import SLACK, World, Worlds, evaluator_in, world_of
-from rlplace.plan.prediction import Prediction
 from rlplace.schedule import SCHEDULES
 from rlplace.strategy.costs import FULL, SELECTIVE, Floats
 from rlplace.strategy.drafts import Draft
@@ -38,10 +37,6 @@ CHOICES = (
 
 FEATURES = (*CHOICES, *PARTS)
 """Of a candidate; parts are shares of the step by the cost model."""
-
-
-Said = Evaluation | Prediction
-"""Step time, parts and memory of a strategy: as the executor says them, or as a plan holds them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +135,7 @@ def candidates(question: Question, calls: int, count: int) -> list[Draft]:
     return [tried.draft for tried in dict.fromkeys([*unlike(answer.ranked, count), *kinds[:count]])]
 
 
-def fullest(said: Said, cluster: Cluster) -> float:
+def fullest(said: Evaluation, cluster: Cluster) -> float:
     """Share of the fullest device's memory beyond what is reserved."""
     shares = [0.0]
     for peak, device in zip(said.peak_memory_bytes, cluster.devices, strict=True):
@@ -149,10 +144,9 @@ def fullest(said: Said, cluster: Cluster) -> float:
     return max(shares)
 
 
-def features(draft: Draft, said: Said) -> Floats:
+def features(draft: Draft, said: Evaluation) -> Floats:
     """float64 [F] by `FEATURES`."""
-    parts, step_s = said.parts or {}, said.step_time_s or math.inf
-    return np.array([*choices(draft), *(parts.get(name, 0.0) / step_s for name in PARTS)])
+    return np.array([*choices(draft), *(said.parts.get(name, 0.0) / said.step_time_s for name in PARTS)])
 
 
 def choices(draft: Draft) -> list[float]:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
+from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measured.belief import Belief, Ran
 from rlplace.measured.choose import RULES
-from rlplace.measured.corrected import run_of
 from rlplace.measured.log import Ended, Run, RunLog
-from rlplace.measured.pool import Pool, asked_in, candidates, first_pool
+from rlplace.measured.pool import FEATURES, Pool, asked_in, candidates, features, first_pool, fullest
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.drafts import draft_of_strategy
+from rlplace.strategy.drafts import Draft, draft_of_strategy
+from rlplace.strategy.evaluate import Evaluation
 from rlplace.strategy.plan import prediction
 from rlplace.strategy.tries import Question
-
-if TYPE_CHECKING:
-    from rlplace.measured.residual import Residual
 
 AGAIN_CALLS, AGAIN_MOST = 200, 3
 """Evaluations of the search of the corrected model after every run, and strategies of its answer that join the candidates."""
@@ -51,7 +49,7 @@ class Session:
         rule: Chooses what runs next, a name of `rlplace.measured.choose.RULES`.
         seed: Of the worlds.
         site: What tells clusters apart that are planned for alike.
-        residual: What is known to be wrong from runs elsewhere; None: nothing.
+        elsewhere: Runs of others that tell of this cluster (`telling`).
         belief: What is known.
     """
 
@@ -63,7 +61,7 @@ class Session:
     rule: str = "improvement"
     seed: int = 0
     site: str = ""
-    residual: Residual | None = None
+    elsewhere: tuple[Run, ...] = ()
     belief: Belief = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class Session:
         drafts = [draft_of_strategy(Strategy.from_dict(run.strategy), names) for run in known]
         assert self.plan.strategy is not None
         pool = pool.with_drafts([draft_of_strategy(self.plan.strategy, names), *drafts], self.question)
-        self.belief = self._with(Belief(pool), pool)
+        self.belief = Belief(pool, elsewhere=self.elsewhere)
         for run, draft in zip(known, drafts, strict=True):
             if draft in pool.drafts:
                 self._tell(run, pool.drafts.index(draft))
@@ -103,7 +101,7 @@ class Session:
             ended = self.launch(plan)
             run = self.log.end(number, ended)
             self._tell(run, chosen)
-            self.belief = self._with(self.belief, planned_again(self.belief, self.question))
+            self.belief = dataclasses.replace(self.belief, pool=planned_again(self.belief, self.question))
             yield plan, run
 
     def plan_of(self, number: int) -> PlacementPlan:
@@ -142,13 +140,51 @@ class Session:
         busy_s = run.stage_busy_s if len(run.stage_busy_s) == stages else ()
         self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s, busy_s))
 
-    def _with(self, belief: Belief, pool: Pool) -> Belief:
-        """With these candidates, and what is known of them from elsewhere."""
-        known, names, machine = None, self.question.costs.names, self.question.cluster
-        if self.residual is not None:
-            pairs = zip(pool.drafts, pool.said, strict=True)
-            known = self.residual.of([run_of(draft, said, names, machine) for draft, said in pairs])[0]
-        return dataclasses.replace(belief, pool=pool, known=known)
+
+def run_of(draft: Draft, said: Evaluation, names: Sequence[str], cluster: Cluster, **more: Any) -> Run:
+    """A run that has not begun.
+
+    Args:
+        draft: The strategy.
+        said: What the cost model says of it.
+        names: Of the blocks.
+        cluster: Its devices.
+        **more: Further fields of `rlplace.measured.log.Run`.
+    """
+    fields: dict[str, Any] = {"question": "", "site": "", "expected_s": said.step_time_s, "fits": 1.0, **more}
+    return Run(
+        strategy=draft.strategy(names).to_dict(),
+        kinds=tuple(kind.name for kind in cluster.kinds),
+        hosts=cluster.hosts,
+        features=tuple(features(draft, said).tolist()),
+        predicted_s=said.step_time_s,
+        predicted_share=fullest(said, cluster),
+        **fields,
+    )
+
+
+def telling(runs: Iterable[Run], cluster: Cluster) -> tuple[Run, ...]:
+    """Those of runs elsewhere that tell of a cluster: they took a time on devices of the same kinds.
+
+    Raises:
+        InputError: None does, or one was written by a version with other features.
+    """
+    kinds = {kind.name for kind in cluster.kinds}
+    done = [run for run in runs if run.median_s is not None]
+    found = tuple(run for run in done if set(run.kinds) == kinds)
+    if not found:
+        others = ", ".join(sorted({"+".join(sorted(set(run.kinds))) for run in done})) or "nothing that worked"
+        raise InputError(
+            f"runs elsewhere tell nothing of {'+'.join(sorted(kinds))}: they hold {others}; "
+            "leave them out, or name files with runs on devices of these kinds"
+        )
+    for run in found:
+        if len(run.features) != len(FEATURES):
+            raise InputError(
+                f"a run elsewhere has {len(run.features)} features of its strategy, this version {len(FEATURES)}; "
+                "leave out its file, or export it with this version"
+            )
+    return found
 
 
 def planned_again(belief: Belief, question: Question) -> Pool:

@@ -61,6 +61,24 @@ def test_a_session_and_the_next_one(words, tmp_path, capsys):
     assert len(read_runs("shared.runs.jsonl")) == 4 and "layers" not in (tmp_path / "shared.runs.jsonl").read_text()
 
 
+def test_runs_of_others_count(words, tmp_path, capsys):
+    """What another session exported, of a model with other names: every step took twice what was priced."""
+    elsewhere = [word.replace("layers=4", "layers=6").replace("lab", "theirs") for word in words]
+    code, _, err = command(capsys, *elsewhere, "--runs", "3", "--export-runs", "shared.runs.jsonl")
+    assert code == 0, err
+    for log, more in (("plain", ()), ("mine", ("--from", "shared.runs.jsonl"))):
+        code, _, err = command(capsys, *[word.replace("lab", log) for word in words], *more, "--runs", "1")
+        assert code == 0 and ("runs elsewhere tell of this cluster" in err) == bool(more), err
+    plain, mine = (read_runs(f"{name}.runs.jsonl")[0] for name in ("plain", "mine"))  # before anything ran here
+    ratio = (mine.expected_s / mine.predicted_s) / (plain.expected_s / plain.predicted_s)
+    assert ratio > 1.2 and mine.expected_s < mine.median_s  # half way: another cluster may be another
+    (tmp_path / "bad.runs.jsonl").write_text("{}\n")
+    for file, cluster, said in (("bad", "a100-40g:2", "header"), ("shared", "l4:2", "nothing of l4: they hold a100-40g")):
+        changed = [cluster if word == "a100-40g:2" else word for word in words]
+        code, _, err = command(capsys, *changed, "--from", f"{file}.runs.jsonl")
+        assert code == 2 and said in err
+
+
 def test_where_nothing_works(words, capsys):
     code, _, err = command(capsys, *[word.replace("worker.py", "nothing.py") for word in words], "--runs", "2")
     assert code == 3 and "none of 2 strategies worked" in err.splitlines()[-1]

@@ -14,7 +14,7 @@ from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import InputError
 from rlplace.measured.choose import LOST
-from rlplace.measured.corrected import run_of
+from rlplace.measured.session import run_of
 from rlplace.measured.truths import Truth
 
 

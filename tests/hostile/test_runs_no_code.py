@@ -33,7 +33,6 @@ ALLOWED = {
         "rlplace/graph/scan.py",  # names of a literal table
         "rlplace/runtime/native/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
-        "rlplace/measured/residual.py",  # importlib.resources
         "agents/config.py",
         "agents/first_use.py",  # names of a literal table
         "agents/problems/sources.py",  # importlib.metadata

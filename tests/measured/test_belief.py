@@ -3,14 +3,15 @@
 import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from worlds import pool, question
 
-from rlplace.measured.belief import NOISE, PACE_NOISE, Belief, Ran
+from rlplace.measured.belief import ELSEWHERE, NOISE, OWN, PACE_NOISE, Belief, Ran
 from rlplace.measured.choose import LEAST_CHANCE, RULES, gain_of
 from rlplace.measured.pool import asked_in, first_pool, pool_of
-from rlplace.measured.session import planned_again
+from rlplace.measured.session import planned_again, run_of
 from rlplace.measured.truths import Truth
 from rlplace.measured.world import BENDS, SPREAD, World, Worlds, axes, linear
 from rlplace.strategy.drafts import Place, plain_draft
@@ -177,3 +178,65 @@ def test_sigma_points_have_mean_and_spread_of_a_square():
     drawn = center + rng.normal(size=(400_000, 4))
     assert at_zero[0] + center @ slope == pytest.approx(figure(drawn).mean() - (1 - BENDS) * bend.sum(), abs=0.02)
     assert left[0] == pytest.approx((figure(drawn)[:, 0] - drawn @ slope).std(), rel=0.02)
+
+
+def elsewhere(seed, numbers, seconds):
+    """Runs of candidates of a model, by number, that took so long."""
+    asked, here = question(seed), pool(seed)
+    return tuple(
+        run_of(
+            here.drafts[number], here.said[number], asked.costs.names, asked.cluster, status="done",
+            step_s=(seconds(here.drafts[number], here.said[number]),),
+        )
+        for number in numbers
+    )  # fmt: skip
+
+
+def test_a_run_elsewhere_is_one_whose_axes_are_off():
+    """The same strategies of the same model ran on another cluster: conditioning by precisions, as for runs here."""
+    plain, at = Belief(pool()), [0, 3]
+    runs = elsewhere(0, at, lambda draft, said: 1.5 * said.step_time_s)
+    told = dataclasses.replace(plain, elsewhere=runs)
+    worlds = plain.pool.worlds
+    slopes = linear(worlds.center, plain.pool.log_s)[1][at]
+    noise = ELSEWHERE**2 * slopes @ slopes.T + (OWN**2 + NOISE**2) * np.eye(2)
+    precision = np.linalg.inv(plain.cover)
+    precision[np.ix_(at, at)] += np.linalg.inv(noise)
+    shifts = np.zeros(len(plain.mean))
+    shifts[at] = np.linalg.solve(noise, math.log(1.5) + np.log(plain.pool.by_model_s[at]) - plain.mean[at])
+    np.testing.assert_allclose(told.mean, plain.mean + np.linalg.solve(precision, shifts), atol=1e-5)
+    np.testing.assert_allclose(told.cover, np.linalg.inv(precision), atol=1e-5)
+    assert told.left.all() and told.best is None  # nothing ran here
+
+
+def test_runs_of_other_models_tell_of_this_one_where_the_cluster_is_alike():
+    before, after = [], []
+    for seed in range(4):
+        truth = Truth.drawn(question(), seed)
+        other = Truth.drawn(question(1), seed)
+        runs = elsewhere(1, range(0, 12, 2), lambda draft, _, other=other: other.step_s(draft))
+        log_s = np.log([truth.step_s(draft) for draft in pool().drafts])
+        for errors, belief in ((before, Belief(pool())), (after, Belief(pool(), elsewhere=runs))):
+            errors.append(np.abs(belief.mean - log_s).mean())
+            assert (np.abs(belief.mean - log_s) / belief.spread < 4).all()
+    assert np.mean(after) < 0.75 * np.mean(before)
+
+
+def test_what_runs_here_weighs_more_than_any_run_elsewhere():
+    slow = elsewhere(1, range(8), lambda draft, said: 2 * said.step_time_s)
+    belief = Belief(pool(), elsewhere=slow)
+    assert (belief.mean > Belief(pool()).mean + 0.1).all()
+    step_s = float(belief.pool.by_model_s[2])
+    belief = belief.told(Ran(2, step_s, 0.5))
+    assert belief.mean[2] == pytest.approx(math.log(step_s), abs=0.02) and belief.spread[2] < 1.1 * NOISE
+    assert (belief.mean < dataclasses.replace(belief, ran=()).mean).all()
+
+
+def test_a_run_elsewhere_tells_of_the_candidate_that_is_most_like_it_however_far():
+    plain, (run,) = Belief(pool()), elsewhere(0, [5], lambda draft, said: 3 * said.step_time_s)
+    same = int(plain.pool.features.std(axis=0).argmin())
+    assert len(set(plain.pool.features[:, same])) == 1  # no candidate differs by it, so a run that does is far from all
+    features = tuple(value + float(number == same) for number, value in enumerate(run.features))
+    both = run, msgspec.structs.replace(run, features=features)
+    like, far = (dataclasses.replace(plain, elsewhere=(one,)).mean - plain.mean for one in both)
+    assert like.argmax() == far.argmax() == 5 and 0 < far[5] < 0.8 * like[5]

@@ -46,6 +46,28 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path):
     assert [run.status for run in RunLog(path).runs] == ["crashed"]
 
 
+@pytest.mark.parametrize("cut", [1, 2, 20])
+@pytest.mark.parametrize("lines", [1, 2, 3])
+def test_a_session_goes_on_behind_a_line_that_was_cut_off(tmp_path, lines, cut):
+    """With one line it is the header, with two a begin, with three an end; cut by 1 only the end of the line is missing."""
+    path = tmp_path / "a.runs.jsonl"
+    log = RunLog(path)
+    log.end(log.begin(begun()), Ended(status="done", step_s=(1.0,)))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines])[:-cut])
+    found = read_runs(path)
+    again = RunLog(path)
+    again.end(again.begin(begun(fits=0.1)), Ended(status="done", step_s=(2.0,)))
+    assert read_runs(path) == [*found, again.runs[-1]] and len(found) == (lines - (cut > 1) >= 2)
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_file_that_was_only_made_gets_its_header(tmp_path):
+    path = tmp_path / "a.runs.jsonl"
+    path.touch()
+    RunLog(path).begin(begun())
+    assert len(read_runs(path)) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [

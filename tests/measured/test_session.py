@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from worlds import question
@@ -10,7 +11,7 @@ from worlds import question
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measured.log import Ended, RunLog
 from rlplace.measured.pool import first_pool
-from rlplace.measured.session import Session
+from rlplace.measured.session import Session, run_of, telling
 from rlplace.measured.truths import Truth
 from rlplace.plan.plan import PlacementPlan
 from rlplace.strategy.drafts import draft_of_strategy
@@ -66,6 +67,40 @@ def test_a_session_goes_on_where_it_ended(tmp_path):
     assert counts.runs == 2 and not {repr(one.strategy) for _, one in first} & {repr(one.strategy) for _, one in more}
     elsewhere = Session(asked, plan, again, log=RunLog(path), site="another")
     assert not elsewhere.belief.ran
+
+
+def runs_elsewhere(asked, factor):
+    """Every candidate, so many times as long as predicted."""
+    here = first_pool(asked, calls=120)
+    return [
+        run_of(draft, said, asked.costs.names, asked.cluster, status="done", step_s=(factor * said.step_time_s,))
+        for draft, said in zip(here.drafts, here.said, strict=True)
+    ]
+
+
+def test_a_session_begins_with_what_runs_elsewhere_tell():
+    asked = question()
+    plan, (run, _) = planned(asked), cluster_of(Truth.drawn(asked, 5))
+    others = telling(runs_elsewhere(question(3), 2.0), asked.cluster)
+    _, plain = next(Session(asked, plan, run).runs(1))
+    session = Session(asked, plan, run, elsewhere=others)
+    _, first = next(session.runs(1))
+    assert first.expected_s / first.predicted_s > 1.3 * plain.expected_s / plain.predicted_s
+    assert session.belief.elsewhere == others and len(session.belief.ran) == 1
+
+
+def test_runs_that_tell_nothing_of_a_cluster_are_refused():
+    asked, mixed = question(), question(0, "a100-80g:2+t4:2")
+    runs = runs_elsewhere(asked, 1.2)
+    lost = msgspec.structs.replace(runs[0], status="crashed", step_s=())
+    elsewhere = runs_elsewhere(mixed, 1.2)
+    assert telling([*runs, lost, *elsewhere], asked.cluster) == tuple(runs)
+    with pytest.raises(InputError, match=r"nothing of a100-80g: they hold a100-80g\+t4; leave them out"):
+        telling([lost, *elsewhere], asked.cluster)
+    with pytest.raises(InputError, match="nothing that worked"):
+        telling([lost], asked.cluster)
+    with pytest.raises(InputError, match="1 features of its strategy, this version 21"):
+        telling([msgspec.structs.replace(runs[0], features=(1.0,))], asked.cluster)
 
 
 def test_where_nothing_works_it_says_so():

@@ -45,8 +45,8 @@ def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
         f"- on cases not fitted: {notes.get('held', 'not measured')}",
         f"- PPO: {training['steps_done']} decisions in {training['parts']} parts of {settings['part_cases']} cases",
         f"- seconds: {notes['seconds']:.0f}",
-        f"- reproduce: `rlplace train --policy {settings['policy']} --problems {training['problem_set']} --seed {training['seed']}`, "
-        "settings in config.json",
+        f"- reproduce: `rlplace train --policy {settings['policy']} --problems {training['problem_set']} "
+        f"--seed {training['seed']}`, with the settings in config.json",
         f"- versions: {versions}",
         "- license: Apache-2.0",
         "",

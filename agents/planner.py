@@ -128,7 +128,9 @@ class Agent:
         """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
         count = _BUILT if calls is None else min(_BUILT, calls // _BUILT)
         limit_s = min(deadline_s, time.monotonic() + _BUILT_SHARE * (deadline_s - time.monotonic()))
-        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s) if count and self.builder else []
+        if not count or self.builder is None:
+            return devices, 0
+        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s)
         simulator, best_s = Simulator(instance.problem), score.objective_s
         for plan in plans:
             found_s = objective_s(*simulator.evaluate(plan))

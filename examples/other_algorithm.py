@@ -54,7 +54,7 @@ full = RefinementEnv(instances, start="greedy", max_moves=12, observation="full"
 learn("PPO, SB3's policy", PPO("MultiInputPolicy", full, n_steps=512, learning_rate=1e-3, seed=0), full)
 
 with TemporaryDirectory() as folder:
-    save_checkpoint(folder, trpo.policy.network, environment="rlplace/Refinement-v0", training={}, card="Trained with TRPO.")
+    save_checkpoint(folder, trpo.policy.network, training={}, card="Trained with TRPO.")
     plan = rlplace.load_agent(folder).place(problems[0], calls=256)
 best = instances[0].reference_step_time_s
 print(f"agent: step of {1e3 * plan.predicted.step_time_s:.2f} ms, best classical plan {1e3 * best:.2f} ms")

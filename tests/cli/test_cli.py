@@ -29,7 +29,7 @@ def agent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent")
     torch.manual_seed(0)
     network = PlacerNetwork(hidden=16, second=8, features=FEATURES)
-    save_checkpoint(folder, network, environment="rlplace/Refinement-v0", training={"steps_done": 0}, card="# test\n")
+    save_checkpoint(folder, network, training={"steps_done": 0}, card="# test\n")
     return str(folder)
 
 

@@ -18,8 +18,7 @@ PLACEMENT, STRATEGY = "placement", "strategy"
 # What has a function `warm_up` that compiles, and the kernel that it compiles last.
 _PARTS = {
     PLACEMENT: (
-        ("rlplace.agents.search", "rlplace.agents.guided:attempt"),
-        ("rlplace.agents.constructing", "rlplace.envs.vector.construct:construct"),
+        ("rlplace.agents.planner", "rlplace.envs.vector.construct:construct"),
         ("rlplace.planners.best", "rlplace.planners.compiler.coarsen:_match"),
     ),
     STRATEGY: (

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents import constructing
+from rlplace.agents import constructing, search
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
 from rlplace.agents.constructing import built
 from rlplace.agents.first_use import compile_ahead
 from rlplace.agents.policies import PLACEMENT, Policy
-from rlplace.agents.search import Search, warm_up
+from rlplace.agents.search import Search
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
@@ -69,6 +69,12 @@ def agent(
     return load_agent(agent).place(problem, seed=seed, time_limit_s=time_limit_s, calls=calls, start=start)
 
 
+def warm_up() -> None:
+    """Compiles, or loads from the cache, all kernels of the agent, once a process; time limits do not include it."""
+    search.warm_up()
+    constructing.warm_up()
+
+
 @dataclass(frozen=True, eq=False)
 class Agent:
     """A loaded checkpoint that places problems.
@@ -100,7 +106,6 @@ class Agent:
         check_possible(problem)  # no search finds what a bound rules out
         compile_ahead()
         warm_up()
-        constructing.warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         first, score, priority, reason = _start(problem, start, seed, time_limit_s)
         if problem.num_devices == 1 and not score.feasible:
@@ -108,12 +113,14 @@ class Agent:
         instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
         devices, used = greedy_fit(instance) if first is None else first, 0
         if problem.num_devices > 1 and calls != 0:
-            devices, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
-            search = Search(instance, self.guide, devices, seed=seed)
-            search.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
-            used += search.calls
-            if search.best.objective_s < score.objective_s:
-                devices, priority = search.best_plan, None
+            quickest, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
+            if quickest is not devices:
+                devices, priority = quickest, None
+            looking = Search(instance, self.guide, devices, seed=seed)
+            looking.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
+            used += looking.calls
+            if looking.best.objective_s < score.objective_s:
+                devices, priority = looking.best_plan, None
         Evaluator(problem).count(used)
         line = simulate(problem, devices, priority=priority)
         if not line.feasible:

@@ -51,7 +51,7 @@ def started(monkeypatch):
 
 
 def test_what_is_cold_is_started_once(started, monkeypatch):
-    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "attempt")
+    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "construct")
     assert first_use.compile_ahead() and first_use.compile_ahead()
     assert started == ["from rlplace.planners.best import warm_up; warm_up()"]
     assert first_use.compile_ahead(first_use.STRATEGY)

@@ -99,3 +99,21 @@ def test_the_page_of_baselines_is_that_of_its_rows():
 
     over = [None if value == np.inf else value for value in zoo.played("Toy", choose)]
     assert over == pytest.approx(rows["Toy", "maskable_ppo", 0]["over"], abs=1e-6)
+
+
+def test_what_the_graph_network_builds():
+    """The table is that of the rows, and the shipped network still builds the plans of one of them."""
+    from benchmarks import built
+    from rlplace.agents.checkpoint import load_checkpoint
+    from rlplace.agents.problems.training import training_case
+    from rlplace.envs import PlacementEnv, make_instance
+
+    assert built.table() in (ROOT / "docs/agent.md").read_text()
+    known = {(row["agent"], row["case"], row["seed"]): row["over"] for row in built.rows()}
+    assert len(known) == len(built.rows()) and all(len(over) == built.PLANS for over in known.values())
+    number = next(n for n in range(200) if ("graph", f"train-0-{built.FIRST_HELD + n}", 0) in known)
+    case = training_case(0, built.FIRST_HELD + number, refresh=200)
+    env = PlacementEnv([make_instance(case.problem)])
+    plans = built.built(load_checkpoint("graph").network, env.instances[0], built.PLANS, seed=0)
+    logs = np.array([-env.finish(0, plan, stuck=False)[1] for plan in plans])
+    assert logs.mean() == pytest.approx(np.log(known["graph", case.name, 0]).mean(), abs=0.02)  # other processors break ties

@@ -50,7 +50,7 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
     plots, builds = tuple(plots_of(both)), builds_for(count, *instance.allowed.shape)
     builds.instance[:] = np.arange(count) % 2
     every = np.arange(count)
-    random, actions = torch.Generator().manual_seed(seed), np.zeros(count, dtype=np.int64)
+    random, actions = torch.Generator().manual_seed(seed % (1 << 63)), np.zeros(count, dtype=np.int64)
     construct(plots, tuple(builds), every, actions, True)
     rows = every
     while len(rows):

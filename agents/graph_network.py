@@ -95,6 +95,7 @@ class GraphNetwork(Policy):
                 start_at_zero.zero_()
             self.linear.weight[0, len(self.features) + _TIMES.index("finish_delay")] = _EARLIEST
         self._known: list[GraphArrays] = []
+        self._places = torch.zeros(0, dtype=torch.int64)  # of every number in `_known`
         self._kept: tuple[Any, Any] = (None, None)
 
     def settings(self) -> dict[str, Any]:
@@ -102,9 +103,12 @@ class GraphNetwork(Policy):
         return dict(self._sizes)
 
     def know(self, graphs: Sequence[GraphArrays]) -> None:
-        """Keeps these graphs, tensors or arrays."""
+        """Keeps these graphs, tensors or arrays; one that stands there twice is encoded once."""
+        distinct = {id(graph): graph for graph in graphs}
+        places = {key: place for place, key in enumerate(distinct)}
         self._kept = (None, None)
-        self._known = [GraphArrays(*map(torch.as_tensor, graph)) for graph in graphs]
+        self._known = [GraphArrays(*map(torch.as_tensor, graph)) for graph in distinct.values()]
+        self._places = torch.tensor([places[id(graph)] for graph in graphs])
 
     def _groups(self) -> tuple[_Graphs, Tensor, Tensor]:
         """All known graphs, the vectors of their groups and the mean vector of each; kept while weights and graphs stay."""
@@ -120,7 +124,7 @@ class GraphNetwork(Policy):
 
     def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits [B, D] and values [B, 1]."""
-        devices, number = observation["candidate_group"], observation["graph"][:, 0].long()
+        devices, number = observation["candidate_group"], self._places[observation["graph"][:, 0].long()]
         graphs, groups, means = self._groups()
         rows = groups[graphs.first[number] + devices.amax(dim=1).long().clamp(min=0)]
         table = observation["candidates"].reshape(*devices.shape, -1)

@@ -19,7 +19,7 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import GraphArrays
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.extensions import POLICIES, find, names, wrong
 
 PLACEMENT, REFINEMENT = "rlplace/Placement-v0", "rlplace/Refinement-v0"
@@ -56,7 +56,7 @@ class Policy(nn.Module):
     """Id of the environment in which it is trained; one of `PLACEMENT` builds plans, one of `REFINEMENT` ranks moves."""
 
     def know(self, graphs: Sequence[GraphArrays]) -> None:
-        """Told which graphs the numbers ``graph`` of observations stand for, before it is asked."""
+        """Told in `PLACEMENT` which graphs the numbers ``graph`` of observations stand for, before it is asked."""
 
     def settings(self) -> dict[str, Any]:
         """Plain data: the arguments beside `features` that make such a policy."""
@@ -151,6 +151,8 @@ def policy_class(name: str) -> type[Policy]:
     found = extension.load()
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise wrong(extension, f"is {found!r:.80}, not a class of rlplace.agents.policies.Policy")
+    if found.environment not in KNOWN:
+        raise wrong(extension, f"names the environment {show(found.environment)}, not one of {', '.join(KNOWN)}")
     return found
 
 

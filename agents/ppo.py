@@ -27,7 +27,7 @@ from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.vecenv import PlacerVecEnv
 from rlplace.envs.instance import Instance, make_instance, side_by_side
-from rlplace.envs.observation import graph_arrays
+from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.envs.vector.base import PlacerVectorEnv
 from rlplace.envs.vector.placement import PlacementVectorEnv
 from rlplace.envs.vector.refinement import RefinementVectorEnv
@@ -104,7 +104,9 @@ def instances_of(source: CaseSource, first: int, count: int, *, quick: bool = Fa
 def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
     """A `MaskablePPO` whose policy holds a copy of the network."""
     games: PlacerVectorEnv
+    graphs: list[GraphArrays] = []
     if network.environment == PLACEMENT:
+        graphs = [graph_arrays(instance) for instance in instances] * 2
         instances = [*instances, *map(side_by_side, instances)]
         games = PlacementVectorEnv(config.envs, problems=instances, autoreset_mode="SameStep")
     else:
@@ -129,7 +131,7 @@ def make_model(network: Policy, instances: Sequence[Instance], config: TrainConf
     policy = model.policy
     assert isinstance(policy, PlacerPolicy)
     policy.network.load_state_dict(network.state_dict())
-    policy.network.know([graph_arrays(instance) for instance in instances])
+    policy.network.know(graphs)
     return model
 
 

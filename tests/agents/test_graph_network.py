@@ -130,6 +130,7 @@ def test_what_is_built_is_what_the_environment_plays(seed, memory):
             assert steps_s[0] == pytest.approx(steps_s[1], rel=1e-9)
     assert instance.allowed[np.arange(plans.shape[1]), plans].all()
     np.testing.assert_array_equal(plans, built(policy, instance, 6, seed=seed))
+    assert built(policy, instance, 2, seed=seed + (1 << 80)).shape == (2, plans.shape[1])  # as large as other seeds may be
     assert built(policy, instance, 6, seed=seed, deadline_s=0.0).shape == (0, instance.problem.num_groups)
 
 
@@ -144,6 +145,13 @@ def test_graphs_beside_one_another_change_nothing():
             policy.know([graph_arrays(instances[number])])
             alone = policy.look(observed(env, seen))
         torch.testing.assert_close(among, alone, atol=1e-6, rtol=1e-5)
+
+
+def test_a_graph_of_two_orders_is_encoded_once():
+    policy, graphs = network(), [graph_arrays(instance_of(seed)) for seed in range(2)]
+    policy.know(graphs * 2)
+    assert len(policy._groups()[1]) == sum(len(graph.nodes) for graph in graphs)
+    assert policy._places.tolist() == [0, 1, 0, 1]
 
 
 def test_imitation_ends_at_the_plan(tmp_path):

@@ -150,6 +150,16 @@ def test_names_lead_to_classes_and_back(outside):
         outside.AttentionPolicy.load("default")
 
 
+def test_a_policy_of_another_environment_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extensions.forget()
+    text = "from rlplace.agents.policies import Policy\n\nclass Lost(Policy):\n    environment = 'rlplace/Strategy-v0'\n"
+    plugin_site.install(tmp_path, "lost-policy", "lost_policy", text, {"rlplace.policies": {"lost": "lost_policy:Lost"}})
+    with pytest.raises(InputError, match="names the environment 'rlplace/Strategy-v0', not one of rlplace/Placement-v0"):
+        policy_class("lost")
+    extensions.forget()
+
+
 def test_what_is_no_policy_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     extensions.forget()

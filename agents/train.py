@@ -189,7 +189,7 @@ class _Run:
             speed = part.decisions / max(time.monotonic() - ready_s, 1e-9)
             self.report(
                 f"{self.decisions}/{config.steps} decisions, {speed:.0f} a second after {ready_s - begin_s:.0f} s for the "
-                f"floors; step time {part.ratio:.4f} of best at the end of episodes"
+                f"floors; step time {part.ratio:.4f} of the {'quick planners' if quick else 'best plan'} at the end of episodes"
             )
         bar.close()
 

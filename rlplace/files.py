@@ -30,9 +30,11 @@ MAX_FILE_BYTES = limits.FILE_BYTES
 _CHUNK_BYTES = 1 << 20
 
 
-def cache_folder() -> Path:
-    """Where results are kept between commands: ``$RLPLACE_CACHE``, else ``rlplace`` in the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where results are kept between commands: ``$RLPLACE_CACHE`` (0: None, nowhere) or ``rlplace`` in the user's cache."""
     named = os.environ.get("RLPLACE_CACHE")
+    if named == "0":
+        return None
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlplace"
 
 

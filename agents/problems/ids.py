@@ -5,6 +5,7 @@ Problems and floors are made on first use, which takes minutes, and kept in the 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import cache
 from typing import Any
@@ -51,17 +52,18 @@ def instances_of(split: str) -> tuple[Instance, ...]:
     if split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
     cases = _CASES[split](progress=lambda line: print(f"rlplace: {line}", file=sys.stderr))
-    path = set_folder("floors") / f"{'test' if split == 'branchy' else split}.json"
-    try:
-        kept = read_json(path, FORMAT, VERSION)
-    except InputError:
-        kept = {}
+    folder, kept = set_folder("floors"), {}
+    path = None if folder is None else folder / f"{'test' if split == 'branchy' else split}.json"
+    if path is not None:
+        with contextlib.suppress(InputError):
+            kept = read_json(path, FORMAT, VERSION)
     if kept.get("made_by") != made_by():
-        print(f"rlplace: planning {len(cases)} floors of {split} (minutes); they are kept in {path}", file=sys.stderr)
+        print(f"rlplace: planning {len(cases)} floors of {split} (minutes), kept in {path or 'no file'}", file=sys.stderr)
         floors = {case.problem.fingerprint: make_instance(case.problem).floor for case in cases}
         kept = {"made_by": made_by(), "floors": {key: None if plan is None else plan.tolist() for key, plan in floors.items()}}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"format": FORMAT, "version": VERSION, **kept})
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"format": FORMAT, "version": VERSION, **kept})
     chosen = [case.problem for case in cases if split != "branchy" or case.branchy]
     plans = [kept["floors"][problem.fingerprint] for problem in chosen]
     return tuple(

@@ -91,9 +91,10 @@ def load_cases(folder: str | Path) -> tuple[list[Case], dict[str, str]]:
     return cases, index.made_by
 
 
-def set_folder(name: str) -> Path:
-    """Folder of a named set: ``cases/<name>`` in `rlplace.files.cache_folder`."""
-    return cache_folder() / "cases" / name
+def set_folder(name: str) -> Path | None:
+    """Folder of a named set: ``cases/<name>`` in `rlplace.files.cache_folder`, None where nothing is kept."""
+    folder = cache_folder()
+    return None if folder is None else folder / "cases" / name
 
 
 @cache

@@ -125,15 +125,21 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
     by = made_by()
+    if path is None:
+        return _made(name)
     with contextlib.suppress(InputError):  # there is none, or one that cannot be read
         cases, kept_by = load_cases(path)
         if kept_by == by:
             return cases
         tell(f"{path} was made by other sources or versions; making it anew")
     tell(f"making the {name} split (about a minute); it is kept in {path}")
-    cases = [training_case(0, number) for number in range(TRAIN_CASES)] if name == "train" else build(SPLITS[name])
+    cases = _made(name)
     save_cases(cases, path, made_by=by)
     return cases
+
+
+def _made(name: str) -> list[Case]:
+    return [training_case(0, number) for number in range(TRAIN_CASES)] if name == "train" else build(SPLITS[name])
 
 
 @dataclass(frozen=True)

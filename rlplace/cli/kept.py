@@ -35,10 +35,11 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
         asked: Everything else that decides the result; plain values.
         make: Makes it; the result must pickle.
     """
-    if not model.startswith(("hf:", "zoo:")) or os.environ.get("RLPLACE_CACHE") == "0":
+    folder = cache_folder()
+    if not model.startswith(("hf:", "zoo:")) or folder is None:
         return make()
     key = json.dumps([what, model, sorted(asked.items()), _versions()])
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
     with contextlib.suppress(Exception):  # an entry that cannot be read is made again
         if all(at.stat().st_uid == os.geteuid() and not at.stat().st_mode & 0o022 for at in (path, path.parent)):
             found: T = pickle.loads(path.read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import print_json, say, seconds
+from rlplace.cli.common import natural, print_json, say, seconds
 from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 from rlplace.text import ms
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--planners", default=",".join(DEFAULT_PLANNERS), metavar="A,B",
         help=f"planners to compare with, or {NONE} ({','.join(DEFAULT_PLANNERS)})",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the planners (0)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the planners (0)")
     parser.add_argument("--time-limit", type=seconds, default=2.0, metavar="S", help="seconds per planner (2)")
     parser.add_argument(
         "--measurements", metavar="FILE", action="append",

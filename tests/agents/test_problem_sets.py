@@ -215,6 +215,11 @@ def test_a_split_is_read_from_its_folder_and_made_anew_by_other_sources(tmp_path
     problems.validation_cases()
     assert made[-1] == "validation"
     assert (tmp_path / "cache" / "cases" / "validation" / "cases.json").is_file()
+    monkeypatch.setenv("RLPLACE_CACHE", "0")  # keeps nothing
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert problems.validation_cases() and made[-1] == "validation"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_closing_cases_without_transformers_are_those_that_need_none(monkeypatch):

@@ -28,19 +28,19 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Evaluator, Score
-from rlplace.planners.common.objective import objective_s
-from rlplace.planners.common.repair import legalize
+from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
+from rlplace.planners.common.repair import legalize, repair_answer
 from rlplace.planners.common.search import Start, start_devices
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.simulator import Simulator, simulate
+from rlplace.simulator import simulate
 
 _FLOOR_SHARE = 0.4
 """Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
 
-_BUILT, _BUILT_SHARE = 8, 0.2
-"""Plans that the builder makes at most, at most an eighth of the calls, and its share of the time that is left."""
+_BUILT, _MENDING, _BUILT_SHARE = 8, 48, 0.35
+"""Plans that the builder makes at most, simulations that may make one of them fit, an eighth of the calls in all, and its share
+of the time that is left."""
 
 
 def agent(
@@ -118,10 +118,10 @@ class Agent:
                 devices, priority = quickest, None
             looking = Search(instance, self.guide, devices, seed=seed)
             looking.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
+            Evaluator(problem).count(looking.calls)
             used += looking.calls
             if looking.best.objective_s < score.objective_s:
                 devices, priority = looking.best_plan, None
-        Evaluator(problem).count(used)
         line = simulate(problem, devices, priority=priority)
         if not line.feasible:
             raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
@@ -133,17 +133,23 @@ class Agent:
         self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, deadline_s: float
     ) -> tuple[NDArray[np.int32], int]:
         """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
-        count = _BUILT if calls is None else min(_BUILT, calls // _BUILT)
-        limit_s = min(deadline_s, time.monotonic() + _BUILT_SHARE * (deadline_s - time.monotonic()))
-        if not count or self.builder is None:
+        most = calls // _BUILT if calls is not None else _BUILT * (1 + _MENDING)
+        left_s = _BUILT_SHARE * (deadline_s - time.monotonic())
+        if not most or self.builder is None:
             return devices, 0
-        plans = built(self.builder, instance, count, seed=seed, deadline_s=limit_s)
-        simulator, best_s = Simulator(instance.problem), score.objective_s
-        for plan in plans:
-            found_s = objective_s(*simulator.evaluate(plan))
-            if found_s < best_s:
-                devices, best_s = plan, found_s
-        return devices, len(plans)
+        limit_s = time.monotonic() + left_s
+        plans = built(self.builder, instance, min(_BUILT, most), seed=seed, deadline_s=limit_s)
+        problem, best_s = instance.problem, score.objective_s
+        evaluator, deadline = Evaluator(problem), Deadline(left_s if left_s < math.inf else None)
+        deadline.secured = score.feasible
+        answers = map(evaluator.answer, {plan.tobytes(): plan for plan in plans}.values())
+        for answer in sorted(answers, key=lambda answer: answer.score.step_time_s):
+            left = min(_MENDING, most - evaluator.calls)
+            if not answer.score.feasible and answer.score.step_time_s < best_s and left > 0:
+                answer = repair_answer(problem, answer.devices, evaluator, deadline, max_calls=left)
+            if answer.score.objective_s < best_s:
+                devices, best_s = answer.devices, answer.score.objective_s
+        return devices, evaluator.calls
 
 
 def _start(

@@ -28,6 +28,7 @@ from rlplace.planners import get_planner
 from rlplace.planners.common.bounds import largest_op_bytes, lower_bounds
 from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.planners.common.objective import UNFIT_S, objective_s
+from rlplace.planners.common.oparrays import upward_rank
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, Problem
 from rlplace.problem.order import longest_ways, reach
@@ -126,8 +127,10 @@ def make_instance(
 
 
 def side_by_side(instance: Instance) -> Instance:
-    """The same instance, whose groups construction places in the order of the step: branches beside one another."""
-    return dataclasses.replace(instance, order=instance.graph.order)
+    """The same instance, whose groups construction places by falling upward rank, as `heft` does: branches side by side."""
+    rank = np.full(instance.problem.num_groups, -np.inf)
+    np.maximum.at(rank, instance.problem.op_group, upward_rank(instance.problem, communication=True))
+    return dataclasses.replace(instance, order=np.argsort(-rank, kind="stable").astype(np.int32))
 
 
 def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -67,7 +67,7 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls):
     with count_calls() as counter:
         plan = agents[name].place(problem, start=start, calls=calls)
     told = plan.predicted.search_calls
-    assert told == sum(made) + min(8, calls // 8) == calls  # nothing of the budget is left on a problem of this size
+    assert told == calls >= sum(made) >= calls - calls // 8  # nothing of the budget is left on a problem of this size
     assert counter.calls == told  # what `rlplace compare` shows
 
 
@@ -80,7 +80,7 @@ def test_an_eighth_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, a
     def build(policy, instance, count, **_):
         counts.append(count)
         assert policy is agents["placement"].builder
-        return np.array([toy.optimal_device_of_group] * count)
+        return np.array([toy.optimal_device_of_group] * count)  # equal plans are simulated once
 
     monkeypatch.setattr(planner, "built", build)
     monkeypatch.setattr(Search, "run", lambda self, **_: self._round(1, 0.0, 0.0))
@@ -89,7 +89,24 @@ def test_an_eighth_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, a
     assert counts == [asked] * (asked > 0)
     if asked:
         assert step_s(toy.problem, plan.device_of_group) == pytest.approx(toy.optimal_step_s)
-        assert plan.predicted.search_calls == asked + 1
+        assert plan.predicted.search_calls == 2
+
+
+@pytest.mark.parametrize(("calls", "mended"), [(8, False), (24, True), (400, True)])
+def test_a_built_plan_that_does_not_fit_is_mended(agents, monkeypatch, calls, mended):
+    """Within the same eighth of the calls; both groups on one device are quicker than the optimum and too large."""
+    toy = memory_tight_pair()
+    monkeypatch.setattr(planner, "built", lambda policy, instance, count, **_: np.zeros((count, 2), dtype=np.int32))
+    monkeypatch.setattr(Search, "run", lambda self, **_: None)
+    monkeypatch.setattr(planner, "get_planner", lambda name: worse_than_the_optimum)
+    with count_calls() as counter:
+        if not mended:
+            with pytest.raises(InfeasibleError):
+                agents["placement"].place(toy.problem, calls=calls)
+        else:
+            plan = agents["placement"].place(toy.problem, calls=calls)
+            assert step_s(toy.problem, plan.device_of_group) == pytest.approx(toy.optimal_step_s)
+    assert counter.calls == (3 if mended else 1)  # equal plans are mended once, too
 
 
 def worse_than_the_optimum(problem, **_):

@@ -12,6 +12,7 @@ from rlplace.envs.guide.features import CLIP, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import side_by_side
 from rlplace.errors import InputError
+from rlplace.planners.common.oparrays import by_rank, upward_rank
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 
@@ -106,6 +107,22 @@ def test_branches_side_by_side():
         chains = [group > 3 for group in order[1:]]
         assert order[0] == 0 and sorted(order) == list(range(7))
         assert (chains in ([True] * 3 + [False] * 3, [False] * 3 + [True] * 3)) is not beside
+
+
+def test_the_longest_way_to_the_end_goes_first():
+    """Behind a source a chain of 1 + 5 s and an op of 3 s: the order is that of the seconds to the end, 9, 6, 5, 3."""
+    tensors = [TensorSpec(0, 0, [1, 2]), TensorSpec(2, 0, [3])]
+    time_s = [[seconds] * 2 for seconds in (3.0, 3.0, 1.0, 5.0)]
+    problem = build_problem("fork", time_s=time_s, tensors=tensors, memory_bytes=[None, None])
+    assert side_by_side(make_instance(problem, compute_floor=False)).order.tolist() == [0, 2, 3, 1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_side_by_side_is_the_order_of_heft(seed):
+    problem = random_problem(seed, 24, 3, shape=("layered", "branchy", "towers")[seed % 3], hosts=1 + seed % 2)
+    taken = problem.op_group[by_rank(problem, upward_rank(problem, communication=True))]
+    assert side_by_side(make_instance(problem, compute_floor=False)).order.tolist() == list(dict.fromkeys(taken.tolist()))
 
 
 def test_the_best_device_is_an_allowed_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from functools import cache
@@ -19,6 +20,9 @@ from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import graph_arrays
 from rlplace.envs.vector.construct import RUNNING, Builds, builds_for, construct, plots_of
 from rlplace.problem.generate import random_problem
+
+_PROBE, _HOPE = 64, 0.7
+"""Groups after which the pace is known, and the share of that pace at which the others are hoped to take."""
 
 
 def seen_by(builds: Builds, rows: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -39,7 +43,7 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
         instance: What to place.
         count: N, number of plans.
         seed: Of the draws.
-        deadline_s: Moment on the monotonic clock at which nothing is built any more.
+        deadline_s: Moment on the monotonic clock by which the plans are needed; it gives up as soon as they would be late.
 
     Returns:
         int32 [N, G], or [0, G] where the time was too short; what no legal device was left for sits where it fills
@@ -52,9 +56,15 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
     every = np.arange(count)
     random, actions = torch.Generator().manual_seed(seed % (1 << 63)), np.zeros(count, dtype=np.int64)
     construct(plots, tuple(builds), every, actions, True)
-    rows = every
-    while len(rows):
-        if time.monotonic() > deadline_s:
+    rows, begin_s, groups = every, time.monotonic(), instance.problem.num_groups
+    for placed in itertools.count():
+        if not len(rows):
+            break
+        now_s = time.monotonic()
+        if placed <= 1:  # the first decision pays for the messages
+            begin_s = now_s
+        left_s = _HOPE * (groups - placed) * (now_s - begin_s) / (placed - 1) if placed >= _PROBE else 0.0
+        if now_s + left_s > deadline_s:
             return builds.plan[:0]
         with torch.inference_mode():
             logits = policy.look(seen_by(builds, rows))[0]

@@ -35,13 +35,13 @@ def random_cases(count: int = 6, seed: int = 700_000) -> list[Case]:
     return cases
 
 
-def dear_cases() -> list[Case]:
-    """Random graphs of 60,000 ops in 20,000 groups, on which a simulation takes 8 to 19 ms; nothing is tuned on them."""
+def large_cases(name: str, groups: int) -> list[Case]:
+    """Random graphs of three ops a group, on which nothing is tuned; with 20,000 groups a simulation takes 8 to 19 ms."""
     cases = []
     for number, shape in enumerate(("branchy", "layered", "towers", "wavefront")):
         for devices, more in ((8, {}), (16, {"hosts": 4, "unlike": True, "memory_factor": 1.4}), (64, {"hosts": 8})):
-            problem = random_problem(900_000 + number, 20_000, devices, shape=shape, width=16, **more)
-            cases.append(Case(f"dear-{shape}-{devices}", f"synthetic:{shape}", problem, is_branchy(problem), True))
+            problem = random_problem(900_000 + number, groups, devices, shape=shape, width=16, **more)
+            cases.append(Case(f"{name}-{shape}-{devices}", f"synthetic:{shape}", problem, is_branchy(problem), True))
     return cases
 
 
@@ -49,7 +49,8 @@ SETS = {
     "test": partial(test_cases, progress=tell),
     "validation": partial(validation_cases, progress=tell),
     "random": random_cases,
-    "dear": dear_cases,
+    "large": partial(large_cases, "large", 2_000),
+    "dear": partial(large_cases, "dear", 20_000),
 }
 
 

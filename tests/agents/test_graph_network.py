@@ -1,6 +1,7 @@
 """The graph network: what it starts as, what it reads, and that building, imitating and training agree with the environment."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlplace.agents import ppo
+from rlplace.agents import constructing, ppo
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.constructing import built
@@ -132,6 +133,17 @@ def test_what_is_built_is_what_the_environment_plays(seed, memory):
     np.testing.assert_array_equal(plans, built(policy, instance, 6, seed=seed))
     assert built(policy, instance, 2, seed=seed + (1 << 80)).shape == (2, plans.shape[1])  # as large as other seeds may be
     assert built(policy, instance, 6, seed=seed, deadline_s=0.0).shape == (0, instance.problem.num_groups)
+
+
+@pytest.mark.parametrize(("deadline_s", "looks"), [(70.0, 64), (101.0, 100)])
+def test_building_gives_up_once_it_would_be_late(monkeypatch, deadline_s, looks):
+    """By a clock that goes on by a second whenever it is read, which is once a decision."""
+    instance, policy, seen = instance_of(1, groups=100), network(), []
+    seconds, look = itertools.count(), policy.look
+    monkeypatch.setattr(constructing, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(policy, "look", lambda shown: seen.append(1) or look(shown))
+    assert len(built(policy, instance, 2, deadline_s=deadline_s)) == (2 if looks == 100 else 0)
+    assert len(seen) == looks
 
 
 def test_graphs_beside_one_another_change_nothing():

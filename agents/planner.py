@@ -38,9 +38,9 @@ from rlplace.simulator import simulate
 _FLOOR_SHARE = 0.4
 """Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
 
-_BUILT, _MENDING, _BUILT_SHARE = 8, 48, 0.35
-"""Plans that the builder makes at most, simulations that may make one of them fit, an eighth of the calls in all, and its share
-of the time that is left."""
+_BUILT, _MENDING, _BUILT_CALLS, _BUILT_TIME = 8, 48, 0.25, 0.35
+"""Plans that the builder makes at most, simulations that may make one of them fit, and the shares of the calls and of the time
+that are for both. A quarter of these calls is for plans, the others for what does not fit."""
 
 
 def agent(
@@ -133,12 +133,12 @@ class Agent:
         self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, deadline_s: float
     ) -> tuple[NDArray[np.int32], int]:
         """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
-        most = calls // _BUILT if calls is not None else _BUILT * (1 + _MENDING)
-        left_s = _BUILT_SHARE * (deadline_s - time.monotonic())
-        if not most or self.builder is None:
+        most = int(_BUILT_CALLS * calls) if calls is not None else _BUILT * (1 + _MENDING)
+        left_s = _BUILT_TIME * (deadline_s - time.monotonic())
+        if most < 2 or self.builder is None:
             return devices, 0
         limit_s = time.monotonic() + left_s
-        plans = built(self.builder, instance, min(_BUILT, most), seed=seed, deadline_s=limit_s)
+        plans = built(self.builder, instance, min(_BUILT, max(2, most // 4)), seed=seed, deadline_s=limit_s)
         problem, best_s = instance.problem, score.objective_s
         evaluator, deadline = Evaluator(problem), Deadline(left_s if left_s < math.inf else None)
         deadline.secured = score.feasible

@@ -21,7 +21,7 @@ class PlacementEnv(PlacerEnv):
 
     ## Description
     Each episode draws a problem, or takes ``options={"problem": i}``. Groups come in
-    the instance's order: depth-first, or as `rlplace.envs.instance.side_by_side` has it.
+    the instance's order: depth-first, or by falling upward rank (`rlplace.envs.instance.side_by_side`).
 
     ## Action space
     ``Discrete(max_devices)``: the device of the current group. `action_masks` marks the legal ones: devices that exist, on

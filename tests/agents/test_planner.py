@@ -67,12 +67,12 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls):
     with count_calls() as counter:
         plan = agents[name].place(problem, start=start, calls=calls)
     told = plan.predicted.search_calls
-    assert told == calls >= sum(made) >= calls - calls // 8  # nothing of the budget is left on a problem of this size
+    assert told == calls >= sum(made) >= calls - calls // 4  # nothing of the budget is left on a problem of this size
     assert counter.calls == told  # what `rlplace compare` shows
 
 
-@pytest.mark.parametrize(("calls", "asked"), [(0, 0), (7, 0), (8, 1), (40, 5), (1000, 8), (None, 8)])
-def test_an_eighth_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, asked):
+@pytest.mark.parametrize(("calls", "asked"), [(0, 0), (7, 0), (8, 2), (48, 3), (1000, 8), (None, 8)])
+def test_a_quarter_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, asked):
     """What the builder finds counts, whatever else happens: here one of its plans is the optimum, and nothing is searched."""
     toy = memory_tight_pair()
     counts = []
@@ -92,9 +92,9 @@ def test_an_eighth_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, a
         assert plan.predicted.search_calls == 2
 
 
-@pytest.mark.parametrize(("calls", "mended"), [(8, False), (24, True), (400, True)])
+@pytest.mark.parametrize(("calls", "mended"), [(8, False), (12, True), (400, True)])
 def test_a_built_plan_that_does_not_fit_is_mended(agents, monkeypatch, calls, mended):
-    """Within the same eighth of the calls; both groups on one device are quicker than the optimum and too large."""
+    """Within the same quarter of the calls; both groups on one device are quicker than the optimum and too large."""
     toy = memory_tight_pair()
     monkeypatch.setattr(planner, "built", lambda policy, instance, count, **_: np.zeros((count, 2), dtype=np.int32))
     monkeypatch.setattr(Search, "run", lambda self, **_: None)
@@ -106,7 +106,7 @@ def test_a_built_plan_that_does_not_fit_is_mended(agents, monkeypatch, calls, me
         else:
             plan = agents["placement"].place(toy.problem, calls=calls)
             assert step_s(toy.problem, plan.device_of_group) == pytest.approx(toy.optimal_step_s)
-    assert counter.calls == (3 if mended else 1)  # equal plans are mended once, too
+    assert counter.calls == min(3, calls // 4)  # equal plans are mended once, too
 
 
 def worse_than_the_optimum(problem, **_):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.agents.cases import is_branchy
 from rlplace.agents.problems.questions import strategy_questions
 from rlplace.agents.problems.sources import made_by, set_folder
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
@@ -26,8 +27,8 @@ from rlplace.envs.vector.refinement import RefinementVectorEnv
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import read_json, write_json
 
-_CASES = {"train": train_cases, "val": validation_cases, "test": test_cases, "branchy": test_cases}
-SPLITS = tuple(_CASES)
+_CASES = {"train": train_cases, "val": validation_cases, "test": test_cases}
+SPLITS = (*_CASES, "branchy")
 """Splits by the name in an id; *branchy* is the part of *test* whose graphs offer parallel work."""
 
 _KINDS: dict[str, tuple[type[PlacerEnv], type[PlacerVectorEnv]]] = {
@@ -51,9 +52,11 @@ def instances_of(split: str) -> tuple[Instance, ...]:
     """
     if split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
+    if split == "branchy":
+        return tuple(instance for instance in instances_of("test") if is_branchy(instance.problem))
     cases = _CASES[split](progress=lambda line: print(f"rlplace: {line}", file=sys.stderr))
     folder, kept = set_folder("floors"), {}
-    path = None if folder is None else folder / f"{'test' if split == 'branchy' else split}.json"
+    path = None if folder is None else folder / f"{split}.json"
     if path is not None:
         with contextlib.suppress(InputError):
             kept = read_json(path, FORMAT, VERSION)
@@ -64,11 +67,10 @@ def instances_of(split: str) -> tuple[Instance, ...]:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"format": FORMAT, "version": VERSION, **kept})
-    chosen = [case.problem for case in cases if split != "branchy" or case.branchy]
-    plans = [kept["floors"][problem.fingerprint] for problem in chosen]
+    plans = [kept["floors"][case.problem.fingerprint] for case in cases]
     return tuple(
-        make_instance(problem, floor=None if plan is None else np.array(plan, dtype=np.int32), compute_floor=False)
-        for problem, plan in zip(chosen, plans, strict=True)
+        make_instance(case.problem, floor=None if plan is None else np.array(plan, dtype=np.int32), compute_floor=False)
+        for case, plan in zip(cases, plans, strict=True)
     )
 
 

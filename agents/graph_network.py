@@ -94,6 +94,7 @@ class GraphNetwork(Policy):
             for start_at_zero in (self.linear.weight, self.score.weight, self.chosen.weight, self.chosen.bias):
                 start_at_zero.zero_()
             self.linear.weight[0, len(self.features) + _TIMES.index("finish_delay")] = _EARLIEST
+        self._weights = tuple(self.parameters())  # asked for at every look, where walking through the modules takes longest
         self._known: list[GraphArrays] = []
         self._places = torch.zeros(0, dtype=torch.int64)  # of every number in `_known`
         self._kept: tuple[Any, Any] = (None, None)
@@ -112,7 +113,7 @@ class GraphNetwork(Policy):
 
     def _groups(self) -> tuple[_Graphs, Tensor, Tensor]:
         """All known graphs, the vectors of their groups and the mean vector of each; kept while weights and graphs stay."""
-        version = sum(parameter._version for parameter in self.parameters())
+        version = sum(weight._version for weight in self._weights)
         if torch.is_grad_enabled() or self._kept[0] != version:
             graphs = _Graphs(self._known)
             groups = torch.relu(self.nodes(graphs.nodes))

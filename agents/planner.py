@@ -38,7 +38,7 @@ from rlplace.simulator import simulate
 _FLOOR_SHARE = 0.4
 """Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
 
-_BUILT, _MENDING, _BUILT_CALLS, _BUILT_TIME = 8, 48, 0.25, 0.35
+_BUILT, _MENDING, _BUILT_CALLS, _BUILT_TIME = 8, 48, 0.25, 0.5
 """Plans that the builder makes at most, simulations that may make one of them fit, and the shares of the calls and of the time
 that are for both. A quarter of these calls is for plans, the others for what does not fit."""
 

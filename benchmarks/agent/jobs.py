@@ -50,6 +50,7 @@ SETS = {
     "validation": partial(validation_cases, progress=tell),
     "random": random_cases,
     "large": partial(large_cases, "large", 2_000),
+    "larger": partial(large_cases, "larger", 6_667),
     "dear": partial(large_cases, "dear", 20_000),
 }
 

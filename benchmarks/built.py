@@ -1,19 +1,22 @@
-"""Plans that a graph network builds, beside `best`: one training each, whole and without one of its parts.
+"""Plans that graph networks build, beside `best`: several trainings of the whole one and of those without a part.
 
-    python -m benchmarks.built --agents graph,imitation=runs/imitation,silent=runs/silent
+    python -m benchmarks.built --agents graph=runs/0,graph=runs/1,imitation=runs/0-fit,silent=runs/silent-0
     python -m benchmarks.built                                                                the table again
 
 `imitation` had `rlplace train --policy graph --steps 0`, `silent` (no messages) ``rounds = 0`` in the policy's settings. Cases:
-the validation split, whose families are in no training, and held-out numbers of the training stream. Plans that do not fit are
-mended as the environment mends them. The committed rows are of checkpoints that are not, but for the shipped one.
+the validation split, whose families are in no training, held-out numbers of the training stream, and random graphs of 6,000
+ops, ten times what it was trained on. Plans that do not fit are mended as the environment mends them. The committed rows are
+of checkpoints that are not, but for one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.agent.jobs import large_cases
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.constructing import built
 from rlplace.agents.graph_network import GraphNetwork
+from rlplace.agents.policies import Policy
 from rlplace.agents.problems import validation_cases
 from rlplace.agents.problems.training import training_case
 from rlplace.envs import Instance, PlacementEnv, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 
-ROWS = Path(__file__).with_suffix(".rows.jsonl")
-HELD, FIRST_HELD = 256, 2_000_000  # cases of the training stream, from a number that no training reaches
+ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")
+HELD, FIRST_HELD = 128, 2_000_000  # cases of the training stream, from a number that no training reaches
 PLANS, SEEDS, RESAMPLES = 16, (0, 1), 4000
+SETS = {"validation": "unseen families", "held out": "known families", "large": "6,000 ops"}
 COLUMNS = ("likeliest plan of either order", "best of 16", "best of 16 and `best`")
 
 
@@ -49,68 +55,75 @@ def instances() -> Iterator[tuple[str, str, Instance]]:
         if instance.floor is not None and instance.problem.num_devices > 1:
             found += 1
             yield "held out", case.name, instance
+    for case in large_cases("large", 2_000):
+        yield "large", case.name, make_instance(case.problem)
 
 
 def make(agents: list[str]) -> None:
-    """Adds rows of these agents, LABEL=CHECKPOINT or CHECKPOINT, and of an untrained one, to the file."""
+    """Writes the rows of these agents, LABEL=CHECKPOINT, and of an untrained one."""
     torch.set_num_threads(1)
-    networks = {"untrained": GraphNetwork(features=CONSTRUCTION_FEATURES).eval()}
+    networks: list[tuple[str, Policy]] = [("untrained", GraphNetwork(features=CONSTRUCTION_FEATURES).eval())]
     for text in agents:
         label, _, where = text.rpartition("=")
-        networks[label or where] = load_checkpoint(where).network
-    kept = [row for row in rows() if row["agent"] not in networks] if ROWS.exists() else []
-    for which, name, instance in instances():
-        env = PlacementEnv([instance])
-        for agent, network in networks.items():
-            for seed in SEEDS:
-                plans = built(network, instance, PLANS, seed=seed)
-                over = [round(float(np.exp(-env.finish(0, plan, stuck=False)[1])), 6) for plan in plans]
-                kept.append({"set": which, "case": name, "agent": agent, "seed": seed, "over": over})
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        networks.append((label, load_checkpoint(where).network))
+    with gzip.open(ROWS, "wt") as out:
+        for which, name, instance in instances():
+            env = PlacementEnv([instance])
+            for number, (agent, network) in enumerate(networks):
+                for seed in SEEDS:
+                    plans = built(network, instance, PLANS, seed=seed)
+                    over = [round(float(np.exp(-env.finish(0, plan, stuck=False)[1])), 4) for plan in plans]
+                    row = {"set": which, "case": name, "agent": agent, "training": number, "seed": seed, "over": over}
+                    out.write(json.dumps(row) + "\n")
 
 
+@cache
 def rows() -> list[dict[str, Any]]:
     """All rows: `over` is the step time of every plan over that of `best`; the first two are the likeliest of either order."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()]
+    with gzip.open(ROWS, "rt") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def figures(which: str, agent: str) -> NDArray[np.float64]:
-    """float64 [cases, 3], logarithms of the columns of the table, means over seeds."""
-    over = np.array([row["over"] for row in rows() if (row["set"], row["agent"]) == (which, agent)])
-    columns = np.log([over[:, :2].min(1), over.min(1), np.minimum(over.min(1), 1.0)])
-    return columns.reshape(3, -1, len(SEEDS)).mean(2).T
+    """float64 [trainings, cases, 3], logarithms of the columns of the table, means over draws."""
+    found: dict[int, dict[str, list[list[float]]]] = {}
+    for row in rows():
+        if (row["set"], row["agent"]) == (which, agent):
+            found.setdefault(row["training"], {}).setdefault(row["case"], []).append(row["over"])
+    over = np.array([list(cases.values()) for cases in found.values()])  # [trainings, cases, draws, plans]
+    columns = [over[..., :2].min(-1), over.min(-1), np.minimum(over.min(-1), 1.0)]
+    logs: NDArray[np.float64] = np.log(columns).mean(-1)
+    return logs.transpose(1, 2, 0)
 
 
 def table() -> str:
-    """Markdown: every agent over `best`, and the shipped one over the others with intervals of 95 % over cases."""
+    """Markdown: every agent over `best` with the least and the largest training, and the whole one over the others."""
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
     agents = sorted({row["agent"] for row in rows()})
-    for which in ("validation", "held out"):
-        cases = len(figures(which, "graph"))
+    for which, known in SETS.items():
         for agent in agents:
-            lines.append(
-                f"| {which}, {cases} cases: {agent} | "
-                + " | ".join(f"{v:.4f}" for v in np.exp(figures(which, agent).mean(0)))
-                + " |"
-            )
+            logs = figures(which, agent)
+            ends = np.exp([logs.mean((0, 1)), *np.sort(logs.mean(1), axis=0)[[0, -1]]]).T
+            cells = [f"{mean:.3f} ({least:.3f} to {most:.3f})" for mean, least, most in ends]
+            lines.append(f"| {known}, {logs.shape[1]} cases: {agent} | {' | '.join(cells)} |")
         for agent in agents:
             if agent != "graph":
-                cells = map(interval, (figures(which, "graph") - figures(which, agent)).T)
-                lines.append(f"| {which}: graph over {agent} | {' | '.join(cells)} |")
+                cells = map(interval, (figures(which, "graph").mean(0) - figures(which, agent).mean(0)).T)
+                lines.append(f"| {known}: graph over {agent} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def interval(logs: NDArray[np.float64]) -> str:
-    """The geometric mean with its interval."""
+    """The geometric mean with its interval over cases."""
     rng = np.random.default_rng(0)
     means = [logs[rng.integers(len(logs), size=len(logs))].mean() for _ in range(RESAMPLES)]
     low, high = np.exp(np.percentile(means, [2.5, 97.5]))
-    return f"{np.exp(logs.mean()):.4f} [{low:.4f}, {high:.4f}]"
+    return f"{np.exp(logs.mean()):.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="", help="checkpoints, NAME or LABEL=FOLDER, with commas")
+    parser.add_argument("--agents", default="", help="LABEL=CHECKPOINT with commas; a label stands once for every training")
     if asked := parser.parse_args().agents:
         make(asked.split(","))
     print(table())

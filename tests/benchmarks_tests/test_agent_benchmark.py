@@ -291,3 +291,20 @@ def test_the_published_tables_of_the_agent_are_those_of_the_rows(tmp_path: Path)
         named = part.split(" | ")[0].removeprefix("| the agent over, ")
         lines = [line for line in part.splitlines() if re.match(r"\| (annealing|ablation: untrained|the best rival) \|", line)]
         assert len(lines) == 3 and all(f"| {named}: {line[2:]}\n" in page for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "budgets"),
+    [
+        ("large", "6,000", ["64 calls", "256 calls", "1024 calls", "5 s"]),
+        ("larger", "20,000", ["5 s"]),
+        ("dear", "60,000", ["16 calls", "64 calls", "256 calls"]),
+    ],
+)
+def test_the_published_tables_of_large_graphs_are_those_of_the_rows(
+    tmp_path: Path, name: str, ops: str, budgets: list[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(gzip.decompress((ROOT / f"benchmarks/agent/{name}.rows.jsonl.gz").read_bytes()))
+    table = tables.rival_tables(Store({}, path, report=True), budgets)[0]
+    assert table.replace("all, 12 cases", f"{ops} ops, 12 cases") in (ROOT / "docs/agent.md").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from functools import cache
@@ -57,7 +56,7 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
     random, actions = torch.Generator().manual_seed(seed % (1 << 63)), np.zeros(count, dtype=np.int64)
     construct(plots, tuple(builds), every, actions, True)
     rows, begin_s, groups = every, time.monotonic(), instance.problem.num_groups
-    for placed in itertools.count():
+    for placed in range(groups):
         if not len(rows):
             break
         now_s = time.monotonic()

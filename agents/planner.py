@@ -137,10 +137,9 @@ class Agent:
         left_s = _BUILT_TIME * (deadline_s - time.monotonic())
         if most < 2 or self.builder is None:
             return devices, 0
-        limit_s = time.monotonic() + left_s
-        plans = built(self.builder, instance, min(_BUILT, max(2, most // 4)), seed=seed, deadline_s=limit_s)
-        problem, best_s = instance.problem, score.objective_s
-        evaluator, deadline = Evaluator(problem), Deadline(left_s if left_s < math.inf else None)
+        deadline = Deadline(left_s if left_s < math.inf else None)
+        plans = built(self.builder, instance, min(_BUILT, max(2, most // 4)), seed=seed, deadline_s=deadline.end_s)
+        problem, best_s, evaluator = instance.problem, score.objective_s, Evaluator(instance.problem)
         deadline.secured = score.feasible
         answers = map(evaluator.answer, {plan.tobytes(): plan for plan in plans}.values())
         for answer in sorted(answers, key=lambda answer: answer.score.step_time_s):

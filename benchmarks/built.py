@@ -3,11 +3,10 @@
     python -m benchmarks.built --agents graph=runs/0,graph=runs/1,imitation=runs/0-fit,silent=runs/silent-0
     python -m benchmarks.built                                                                the table again
 
-`imitation` had `rlplace train --policy graph --steps 0`, `untaught` had
-``--fit-steps 0``, `silent` (no messages) ``rounds = 0`` in the policy's settings. Cases:
-the validation split, whose families are in no training, held-out numbers of the training stream, and random graphs of 6,000
-ops, ten times what it was trained on. Plans that do not fit are mended as the environment mends them. The committed rows are
-of checkpoints that are not, but for one.
+`imitation` had `rlplace train --policy graph --steps 0`, `untaught` had ``--fit-steps 0``, `silent` (no messages)
+``rounds = 0`` in the policy's settings. Cases: the validation split, whose families are in no training, held-out numbers of
+the training stream, and random graphs of 6,000 ops, ten times what it was trained on. Plans that do not fit are mended as the
+environment mends them. The committed rows are of checkpoints that are not, but for one.
 """
 
 from __future__ import annotations

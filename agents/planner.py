@@ -33,14 +33,17 @@ from rlplace.planners.common.repair import legalize, repair_answer
 from rlplace.planners.common.search import Start, start_devices
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.simulator import simulate
+from rlplace.simulator import Simulator, simulate
 
-_FLOOR_SHARE = 0.4
-"""Of a time limit, the share after which classical planners that have not begun are left out: the search gains more by then."""
+_SHARES = {False: (0.4, 0.5), True: (0.5, 0.9)}
+"""Share of a time limit after which classical planners that have not begun are left out, and the share of what is left that the
+builder may take; the second pair where fewer than `_FEW` simulations fit into the limit, with which no search finds much."""
 
-_BUILT, _MENDING, _BUILT_CALLS, _BUILT_TIME = 8, 48, 0.25, 0.5
-"""Plans that the builder makes at most, simulations that may make one of them fit, and the shares of the calls and of the time
-that are for both. A quarter of these calls is for plans, the others for what does not fit."""
+_FEW = 512
+
+_BUILT, _MENDING, _BUILT_CALLS = 8, 48, 0.25
+"""Plans that the builder makes at most, simulations that may make one of them fit, and the share of the calls that is for both.
+A quarter of these calls is for plans, the others for what does not fit."""
 
 
 def agent(
@@ -107,13 +110,18 @@ class Agent:
         compile_ahead()
         warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-        first, score, priority, reason = _start(problem, start, seed, time_limit_s)
+        floor_share, built_share = _SHARES[time_limit_s is not None and _FEW * _simulation_s(problem) > time_limit_s]
+        first, score, priority, reason = _start(
+            problem, start, seed, None if time_limit_s is None else floor_share * time_limit_s
+        )
         if problem.num_devices == 1 and not score.feasible:
             raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
         instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
         devices, used = greedy_fit(instance) if first is None else first, 0
         if problem.num_devices > 1 and calls != 0:
-            quickest, used = self._best_built(instance, devices, score, calls, seed, deadline_s)
+            quickest, used = self._best_built(
+                instance, devices, score, calls, seed, built_share * (deadline_s - time.monotonic())
+            )
             if quickest is not devices:
                 devices, priority = quickest, None
             looking = Search(instance, self.guide, devices, seed=seed)
@@ -130,11 +138,10 @@ class Agent:
         return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
 
     def _best_built(
-        self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, deadline_s: float
+        self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, left_s: float
     ) -> tuple[NDArray[np.int32], int]:
         """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
         most = int(_BUILT_CALLS * calls) if calls is not None else _BUILT * (1 + _MENDING)
-        left_s = _BUILT_TIME * (deadline_s - time.monotonic())
         if most < 2 or self.builder is None:
             return devices, 0
         deadline = Deadline(left_s if left_s < math.inf else None)
@@ -151,14 +158,21 @@ class Agent:
         return devices, evaluator.calls
 
 
+def _simulation_s(problem: Problem) -> float:
+    """Seconds that a simulation takes."""
+    simulator, devices = Simulator(problem), np.arange(problem.num_groups, dtype=np.int32) % problem.num_devices
+    begin_s = time.perf_counter()
+    simulator.evaluate(legalize(problem, devices))
+    return time.perf_counter() - begin_s
+
+
 def _start(
-    problem: Problem, start: Start, seed: int, time_limit_s: float | None
+    problem: Problem, start: Start, seed: int, limit_s: float | None
 ) -> tuple[NDArray[np.int32] | None, Score, Any, InfeasibleError | None]:
     """Plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
     unknown = Score(math.inf, 0.0)
     if start is None:
         try:
-            limit_s = None if time_limit_s is None else _FLOOR_SHARE * time_limit_s
             best = get_planner("best")(problem, seed=seed, time_limit_s=limit_s)
         except InfeasibleError as error:
             return None, unknown, None, error

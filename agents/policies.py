@@ -45,7 +45,8 @@ class Looked(NamedTuple):
 class Policy(nn.Module):
     """Base of policies: a torch module that is made by ``cls(features=names, **settings)``.
 
-    A subclass defines `look`, from which everything else follows; `scores` may be defined beside it where that is quicker.
+    A subclass defines `look`, from which everything else follows; `decide` or `scores` may be defined beside it where that is
+    quicker.
 
     Attributes:
         features: Names of the columns of a candidate that it reads: some of the environment's, in any order.
@@ -70,6 +71,10 @@ class Policy(nn.Module):
                 `features` alone, in their order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define look(observation)")
+
+    def decide(self, observation: Mapping[str, Tensor]) -> Tensor:
+        """What building asks: logits [B, D] of observations of the one problem that it knows, without room for more devices."""
+        return self.look(observation)[0]
 
     def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
         """What the search asks, once for many moves: their logits [K].

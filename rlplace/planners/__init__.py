@@ -41,9 +41,9 @@ PLANNERS: dict[str, str] = {
 """Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
 
 ONE_SHOT = (
-    "single", "m_etf", "heft", "balanced", "metis", "critical_path", "m_topo", "round_robin", "pardnn", "compiler",
+    "single", "round_robin", "heft", "m_etf", "critical_path", "pardnn", "metis", "balanced", "m_topo", "compiler",
 )  # fmt: skip
-"""Planners that build plans without search, strong and quick ones first; `best` is the best of these."""
+"""Planners that build plans without search, quick and strong ones first; `best` is the best of these."""
 
 NEEDS_SPLIT = frozenset({"bipartition"})
 """Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""

@@ -7,6 +7,8 @@ worse than any of them. Without a time limit it is deterministic and does not de
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -48,13 +50,20 @@ def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> A
 def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
     """The name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
 
+    With a deadline, plans that do not fit and are slower than one that is known are not repaired.
+
     The problem must have passed `rlplace.planners.common.shortage.check_possible`.
     """
+    known_s, begin_s = math.inf, time.monotonic()
     for name in ONE_SHOT:
+        if name == "compiler" and deadline.left_s() < 0.5 * (time.monotonic() - begin_s):
+            return  # its first partition takes about half as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)
-        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs)
+        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs, known_s=known_s)
         if answer is not None:
             yield name, answer
+            if deadline.end_s < math.inf and answer.score.feasible:
+                known_s = min(known_s, answer.score.step_time_s)
         if deadline.passed():
             return

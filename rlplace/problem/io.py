@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, show
 from rlplace.files import check_header, read_record
+from rlplace.interrupts import without_collections
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import check_counts
 from rlplace.problem.fabric import fabrics_from_list
@@ -24,6 +25,7 @@ FORMAT = "rlplace.problem"
 VERSION = 1
 
 
+@without_collections()
 def load_problem(path: str | Path) -> Problem:
     """Reads a problem file.
 
@@ -38,6 +40,7 @@ def problem_from_dict(data: dict[str, Any]) -> Problem:
     return _parse(check_header(data, FORMAT, VERSION, where="problem"))
 
 
+@without_collections()
 def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
     links = problem.links

@@ -1,7 +1,7 @@
 """The graph network: what it starts as, what it reads, and that building, imitating and training agree with the environment."""
 
 import dataclasses
-import itertools
+import unittest.mock
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,15 +135,51 @@ def test_what_is_built_is_what_the_environment_plays(seed, memory):
     assert built(policy, instance, 6, seed=seed, deadline_s=0.0).shape == (0, instance.problem.num_groups)
 
 
-@pytest.mark.parametrize(("deadline_s", "looks"), [(70.0, 64), (101.0, 100)])
-def test_building_gives_up_once_it_would_be_late(monkeypatch, deadline_s, looks):
-    """By a clock that goes on by a second whenever it is read, which is once a decision."""
-    instance, policy, seen = instance_of(1, groups=100), network(), []
-    seconds, look = itertools.count(), policy.look
-    monkeypatch.setattr(constructing, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    monkeypatch.setattr(policy, "look", lambda shown: seen.append(1) or look(shown))
-    assert len(built(policy, instance, 2, deadline_s=deadline_s)) == (2 if looks == 100 else 0)
-    assert len(seen) == looks
+@pytest.mark.parametrize(("deadline_s", "plans", "decisions"), [(600.0, 4, 100), (280.0, 2, 100), (200.0, 0, 44), (-1.0, 0, 0)])
+def test_building_makes_the_plans_that_are_in_time(monkeypatch, deadline_s, plans, decisions):
+    """By a clock that goes on by a second for each plan that is asked about."""
+    monkeypatch.setattr(constructing, "_PROBE", 16)
+    instance, policy, seen, now_s = instance_of(1, groups=100), network(), [], [0.0]
+    decide = policy.decide
+
+    def slowly(shown):
+        now_s[0] += len(shown["candidates"])
+        seen.append(len(shown["candidates"]))
+        return decide(shown)
+
+    monkeypatch.setattr(constructing, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(policy, "decide", slowly)
+    found = built(policy, instance, 4, deadline_s=deadline_s)
+    assert (len(found), len(seen)) == (plans, decisions)
+    if plans == 2:
+        assert sorted(set(seen)) == [2, 4]
+        np.testing.assert_array_equal(found, built(policy, instance, 2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5), st.integers(0, 3), st.booleans())
+def test_building_asks_for_the_logits_of_looks(seed, devices, rounds, unlike):
+    instance, policy, steps = instance_of(seed % 60, devices=devices, unlike=unlike), network(seed, rounds=rounds), []
+    decide = policy.decide
+
+    def checked(shown):
+        logits = decide(shown)
+        torch.testing.assert_close(logits, policy.look(shown)[0], atol=1e-5, rtol=1e-4)
+        steps.append(len(logits))
+        return logits
+
+    with unittest.mock.patch.object(policy, "decide", checked):
+        built(policy, instance, 3, seed=seed)
+    assert steps == [3] * instance.problem.num_groups
+
+
+def test_building_follows_the_weights():
+    instance, policy = instance_of(3, groups=30, devices=4), network()
+    before = built(policy, instance, 2)
+    with torch.no_grad():
+        policy.linear.weight.neg_()
+        policy.score.weight.neg_()
+    assert (built(policy, instance, 2) != before).any()
 
 
 def test_graphs_beside_one_another_change_nothing():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from toys import memory_tight_chain, memory_tight_pair
 from rlplace.compiled import entry
 from rlplace.envs.instance import infeasible_reward, log_ratio, score
 from rlplace.planners import ONE_SHOT, get_planner
+from rlplace.planners.common import evaluate
 from rlplace.planners.common.bounds import lower_bounds
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
+from rlplace.planners.common.floor import best_of
 from rlplace.planners.common.objective import objective_s
 from rlplace.planners.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
@@ -41,6 +44,33 @@ def test_repair_on_random_problems(seed):
     assert fixed is not None
     assert simulate(problem, fixed).feasible
     assert 0 < simulator.calls <= 200
+
+
+def test_what_is_slower_than_a_known_plan_is_not_repaired():
+    problem = memory_tight_chain().problem
+    start = np.zeros(problem.num_groups, dtype=np.int32)
+    step_s = simulate(problem, start).step_time_s
+    for known_s, feasible in ((math.inf, True), (1.01 * step_s, True), (0.99 * step_s, False)):
+        evaluator = Evaluator(problem)
+        answer = best_of(problem, [start], evaluator, Deadline(None), known_s=known_s)
+        assert answer.score.feasible is feasible
+        assert (evaluator.calls > 1) is feasible
+
+
+@pytest.mark.parametrize(("limit_s", "made"), [(10.0, 4), (3.6, 4), (3.4, 3), (2.4, 2), (0.5, 1)])
+def test_candidates_end_before_one_that_would_be_late(monkeypatch, limit_s, made):
+    """A candidate takes a second; the last may be half a second late."""
+    problem, now_s, yielded = random_problem(1, 12, 2), [0.0], []
+    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def candidates():
+        for device in range(4):
+            now_s[0] += 1.0
+            yielded.append(device)
+            yield np.arange(12, dtype=np.int32) // (device + 1) % 2
+
+    best_of(problem, candidates(), Evaluator(problem), Deadline(limit_s))
+    assert len(yielded) == made
 
 
 def test_repair_leaves_feasible_assignments_alone():

@@ -6,6 +6,7 @@ best feasible one becomes the plan. Nothing here searches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
@@ -25,7 +26,13 @@ Candidates = Callable[[Problem, int], Iterable[Assignment]]
 
 
 def best_of(
-    problem: Problem, candidates: Iterable[Assignment], evaluator: Evaluator, deadline: Deadline, *, repairs: int = REPAIRS
+    problem: Problem,
+    candidates: Iterable[Assignment],
+    evaluator: Evaluator,
+    deadline: Deadline,
+    *,
+    repairs: int = REPAIRS,
+    known_s: float = math.inf,
 ) -> Answer | None:
     """Simulates candidates, repairs the most promising infeasible ones and returns the best answer.
 
@@ -33,28 +40,32 @@ def best_of(
         problem: The problem.
         candidates: Assignments; groups on devices that are not allowed are moved first.
         evaluator: Counts the simulations.
-        deadline: When passed, the candidates known by then are ranked; at least one is always simulated.
+        deadline: When passed, or when another candidate would take twice what is left, the candidates known by then are ranked;
+            at least one is always simulated.
         repairs: Number of infeasible candidates to repair.
+        known_s: Step time of a feasible plan that is known; what is slower is not repaired.
 
     Returns:
         The best answer, feasible if any is, or None when there was no candidate.
     """
     answers: list[Answer] = []
     seen: set[bytes] = set()
+    left_s = deadline.left_s()
     for devices in candidates:
         legal = legalize(problem, devices)
         if legal.tobytes() not in seen:
             seen.add(legal.tobytes())
             answers.append(evaluator.answer(legal))
             deadline.secured |= answers[-1].score.feasible
-        if deadline.passed():
+        before_s, left_s = left_s, deadline.left_s()
+        if deadline.passed() or (deadline.secured and before_s - left_s > 2.0 * left_s):
             break
     if not answers:
         return None
     answers.sort(key=lambda a: a.score.objective_s)
     best = answers[0]
     # A repaired plan is rarely faster than it was before, so candidates that are already slower are not worth the calls.
-    limit_s = best.score.step_time_s if best.score.feasible else float("inf")
+    limit_s = min(known_s, best.score.step_time_s if best.score.feasible else math.inf)
     open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < limit_s]
     open_.sort(key=lambda a: a.score.descent_s)
     for answer in open_[:repairs]:

@@ -38,6 +38,7 @@ class TrainConfig(Record, frozen=True):
         hidden, second: Sizes of the built-in policies, see `PlacerNetwork` and `GraphNetwork`.
         policy: Name of the policy, see `rlplace.agents.policies`.
         settings: Other settings of the policy.
+        features: Columns of a candidate that the policy reads; none: all of its environment.
         seed: Seed of all random choices.
         device: torch device of PPO, or ``auto``.
         processes: Number of processes that collect labels; 0: one a core.
@@ -64,6 +65,7 @@ class TrainConfig(Record, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     policy: str = BUILT_IN[0]
     settings: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    features: tuple[str, ...] = ()
     device: str = "auto"
     processes: _Steps = 0
 

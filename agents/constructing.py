@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents.graph_network import GraphNetwork
-from rlplace.agents.policies import Policy
+from rlplace.agents.policies import Policy, narrowed
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
@@ -66,7 +66,7 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
                 noise = _gumbel(_PROBE, builds.legal.shape, random)
             now = slice(None) if len(rows) == count else torch.from_numpy(rows)  # all at once need no copies
             shown_now = {name: value[now] for name, value in seen.items()}
-            logits = policy.decide(shown_now) + noise[placed % _PROBE, now]
+            logits = policy.decide(narrowed(shown_now, policy.features, CONSTRUCTION_FEATURES)) + noise[placed % _PROBE, now]
             actions[rows] = logits.masked_fill_(~shown_now["legal"], -torch.inf).argmax(dim=1).numpy()
             construct(plots, tuple(builds), rows, actions, False)
             rows = rows[builds.status[rows] == RUNNING]

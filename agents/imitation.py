@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from rlplace.agents.cases import Case
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import Policy
+from rlplace.agents.policies import Policy, narrowed
 from rlplace.agents.search import Search
-from rlplace.envs.construction import NUM_CONSTRUCTION
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
@@ -145,7 +145,7 @@ def imitation_loss(network: Policy, files: Sequence[Path], rng: np.random.Genera
     groups_of_devices = torch.cat([pad(group, (0, n), value=-1) for group, n in zip(groups, room, strict=True)])
     legal = torch.cat([pad(one.legal, (0, n)) for one, n in zip(chosen, room, strict=True)])
     seen = {"graph": number, "candidates": candidates.float(), "candidate_group": groups_of_devices}
-    logits = network.look(seen)[0]
+    logits = network.look(narrowed(seen, network.features, CONSTRUCTION_FEATURES))[0]
     weight = torch.cat([torch.full((len(one.group),), 1.0 / len(one.group)) for one in chosen]) / len(chosen)
     device = torch.cat([one.device for one in chosen])
     apart = nn.functional.cross_entropy(logits.masked_fill(~legal, -1e9), device, reduction="none")

@@ -119,7 +119,7 @@ class Policy(nn.Module):
         return policy
 
 
-def columns_of(features: Sequence[str], known: Sequence[str] = FEATURES) -> NDArray[np.int64] | None:
+def columns_of(features: Sequence[str], known: Sequence[str]) -> NDArray[np.int64] | None:
     """Where a policy's features stand in a table of `known` ones; None where they are the whole table.
 
     Raises:
@@ -135,8 +135,17 @@ def columns_of(features: Sequence[str], known: Sequence[str] = FEATURES) -> NDAr
 
 def read_by(policy: Policy, table: NDArray[Any]) -> Tensor:
     """float32 [..., F], the columns of a table of moves [..., `FEATURES`] that a policy reads."""
-    columns = columns_of(policy.features)
+    columns = columns_of(policy.features, FEATURES)
     return torch.from_numpy(np.asarray(table if columns is None else table[..., columns], dtype=np.float32))
+
+
+def narrowed(observation: Mapping[str, Tensor], features: Sequence[str], known: Sequence[str]) -> Mapping[str, Tensor]:
+    """An observation whose candidates have `known` columns, with `features` of them alone."""
+    columns = columns_of(features, known)
+    if columns is None:
+        return observation
+    table = observation["candidates"].reshape(*observation["candidate_group"].shape, -1)[..., torch.from_numpy(columns)]
+    return {**observation, "candidates": table.flatten(1)}
 
 
 def policy_class(name: str) -> type[Policy]:

@@ -17,8 +17,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import Policy, columns_of
-from rlplace.envs.guide.features import FEATURES
+from rlplace.agents.policies import KNOWN, Policy, columns_of, narrowed
 from rlplace.errors import InputError
 
 
@@ -33,21 +32,17 @@ class PolicyExtractor(BaseFeaturesExtractor):
         wide = table[0] // candidates[0]
         super().__init__(observation_space, candidates[0] + 1)
         self.network = network(features=tuple(features), **settings)
-        chosen = columns_of(features) if wide == len(FEATURES) else None
-        if chosen is None and len(features) != wide:
+        self._known = next((names for names in KNOWN.values() if len(names) == wide), tuple(features))
+        columns_of(features, self._known)
+        if len(self._known) != wide:
             raise InputError(
                 f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
                 f"{wide} numbers; pass FEATURES of its class"
             )
-        self._columns = None if chosen is None else torch.from_numpy(chosen)
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Returns float32 [B, K + 1]."""
-        if self._columns is not None:
-            groups = observations["candidate_group"].shape
-            table = observations["candidates"].reshape(*groups, -1)[..., self._columns]
-            observations = {**observations, "candidates": table.reshape(groups[0], -1)}
-        return torch.cat(self.network.look(observations), dim=1)
+        return torch.cat(self.network.look(narrowed(observations, self.network.features, self._known)), dim=1)
 
 
 class _Split(nn.Module):

@@ -101,7 +101,8 @@ class _Run:
         self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
-        make = maker(config.policy, config.settings_of(), KNOWN[policy_class(config.policy).environment], out)
+        features = config.features or KNOWN[policy_class(config.policy).environment]
+        make = maker(config.policy, config.settings_of(), features, out)
         if resume:  # before anything is as large as a config says
             check_sizes(make, out / "policy.safetensors")
         self.network = make()

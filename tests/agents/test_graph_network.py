@@ -19,6 +19,7 @@ from rlplace.agents.graph_network import GraphNetwork
 from rlplace.agents.imitation import Decisions, collect_decisions, decisions_of, imitation_loss
 from rlplace.agents.lessons import LESSONS, fit
 from rlplace.agents.policies import PLACEMENT
+from rlplace.agents.policy import PolicyExtractor
 from rlplace.agents.ppo import EpisodeBuffer
 from rlplace.envs import PlacementEnv, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
@@ -171,6 +172,40 @@ def test_building_asks_for_the_logits_of_looks(seed, devices, rounds, unlike):
     with unittest.mock.patch.object(policy, "decide", checked):
         built(policy, instance, 3, seed=seed)
     assert steps == [3] * instance.problem.num_groups
+
+
+def test_columns_are_read_by_name_where_it_builds_imitates_and_trains(tmp_path):
+    """Other columns in another order, with the weights of the same names, decide the same."""
+    instance, policy = instance_of(5, groups=20, devices=3), network(1)
+    unread = [CONSTRUCTION_FEATURES.index(name) for name in ("depth", "affinity")]
+    kept = [column for column in reversed(range(len(CONSTRUCTION_FEATURES))) if column not in unread]
+    times = range(len(CONSTRUCTION_FEATURES), len(CONSTRUCTION_FEATURES) + 4)
+    fewer = GraphNetwork(features=[CONSTRUCTION_FEATURES[column] for column in kept], hidden=12, second=8).eval()
+    weights = policy.state_dict()
+    with torch.no_grad():
+        for name in ("own.weight", "others.weight", "linear.weight"):
+            weights[name][:, unread] = 0.0
+        weights["chosen.weight"][unread] = weights["chosen.bias"][unread] = 0.0
+        weights["value.0.weight"][:, [12 + column for column in unread]] = 0.0
+    policy.load_state_dict(weights)
+    columns = [*kept, *times]
+    for name in ("own.weight", "others.weight", "linear.weight"):
+        weights[name] = weights[name][:, columns]
+    weights["chosen.weight"], weights["chosen.bias"] = weights["chosen.weight"][columns], weights["chosen.bias"][columns]
+    weights["value.0.weight"] = weights["value.0.weight"][:, [*range(12), *(12 + column for column in columns)]]
+    fewer.load_state_dict(weights)
+    np.testing.assert_array_equal(built(fewer, instance, 4), built(policy, instance, 4))
+    decisions_of(instance, built(policy, instance, 1)[0]).save(tmp_path / "one")
+    losses = [imitation_loss(each, [tmp_path / "one"], np.random.default_rng(0)).item() for each in (policy, fewer)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    env, found = PlacementEnv([instance]), []
+    seen = {name: torch.as_tensor(value)[None] for name, value in env.reset(seed=0)[0].items()}
+    for each in (policy, fewer):
+        extractor = PolicyExtractor(env.observation_space, each.features, GraphNetwork, each.settings())
+        extractor.network.load_state_dict(each.state_dict())
+        extractor.network.know([graph_arrays(instance)])
+        found.append(extractor({**seen, "graph": torch.zeros(1, 1)}).detach())
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
 def test_building_follows_the_weights():

@@ -188,6 +188,6 @@ def test_columns_are_found_by_name():
     policy = nn.Module()
     policy.features = (FEATURES[5], FEATURES[0])
     assert read_by(policy, table).tolist() == [[5.0, 0.0], [5.0 + len(FEATURES), float(len(FEATURES))]]
-    assert columns_of(FEATURES) is None
+    assert columns_of(FEATURES, FEATURES) is None
     with pytest.raises(InputError, match=f"did you mean '{FEATURES[0]}'"):
-        columns_of((FEATURES[0] + "s",))
+        columns_of((FEATURES[0] + "s",), FEATURES)

@@ -30,14 +30,14 @@ from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.planners import get_planner
 from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
 from rlplace.planners.common.repair import legalize, repair_answer
-from rlplace.planners.common.search import Start, start_devices
+from rlplace.planners.common.search import FLOOR_SHARE, Start, start_devices
 from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate
 
-_SHARES = {False: (0.4, 0.5), True: (0.5, 0.9)}
-"""Share of a time limit after which classical planners that have not begun are left out, and the share of what is left that the
-builder may take; the second pair where fewer than `_FEW` simulations fit into the limit, with which no search finds much."""
+_SHARES = {False: (FLOOR_SHARE, 0.5), True: (0.5, 0.9)}
+"""Shares of a time limit for classical planners, and of what they leave for the builder; the second pair where fewer than
+`_FEW` simulations fit into the limit, with which no search finds much."""
 
 _FEW = 512
 

@@ -4,9 +4,10 @@
     python -m benchmarks.built                                                                the table again
 
 `imitation` had `rlplace train --policy graph --steps 0`, `untaught` had ``--fit-steps 0``, `silent` (no messages)
-``rounds = 0`` in the policy's settings. Cases: the validation split, whose families are in no training, held-out numbers of
-the training stream, and random graphs of 6,000 ops, ten times what it was trained on. Plans that do not fit are mended as the
-environment mends them. The committed rows are of checkpoints that are not, but for one.
+``rounds = 0`` in the policy's settings, `fewer` the features `FEWER` in `TrainConfig`. Cases: the validation split, whose
+families are in no training, held-out numbers of the training stream, and random graphs of 6,000 ops, ten times what it was
+trained on. Plans that do not fit are mended as the environment mends them. The committed rows are of checkpoints that are
+not, but for one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")
 HELD, FIRST_HELD = 128, 2_000_000  # cases of the training stream, from a number that no training reaches
 PLANS, SEEDS, RESAMPLES = 16, (0, 1), 4000
+FEWER = (
+    "finish_delay", "load_after", "imbalance_change", "work", "slowdown", "communication_after", "plan_devices", "plan_groups",
+    "plan_side_by_side",
+)  # fmt: skip
 SETS = {"validation": "unseen families", "held out": "known families", "large": "6,000 ops"}
 COLUMNS = ("likeliest plan of either order", "best of 16", "best of 16 and `best`")
 

@@ -56,7 +56,7 @@ def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) ->
     """
     known_s, begin_s = math.inf, time.monotonic()
     for name in ONE_SHOT:
-        if name == "compiler" and deadline.left_s() < 0.5 * (time.monotonic() - begin_s):
+        if name == "compiler" and known_s < math.inf and deadline.left_s() < 0.5 * (time.monotonic() - begin_s):
             return  # its first partition takes about half as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)

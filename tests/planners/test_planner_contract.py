@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, get_planner, run_planner
+from rlplace.planners import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, best, get_planner, run_planner
+from rlplace.planners.common import evaluate
+from rlplace.planners.common.evaluate import Answer, Evaluator, Score
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -127,6 +130,28 @@ def test_time_limit_ends_the_search(name):
     # Far above any scheduling noise and far below what an unlimited search of this size takes.
     assert time.perf_counter() - start_s < 20
     assert plan.predicted.feasible
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "fits", "last"), [(20.0, True, "compiler"), (12.0, True, "m_topo"), (12.0, False, "compiler")]
+)
+def test_the_dearest_planner_does_not_begin_late_where_a_plan_is_known(monkeypatch, limit_s, fits, last):
+    """Every planner takes a second."""
+    problem, now_s = random_problem(1, 10, 2), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(best, "time", clock)
+    monkeypatch.setattr(evaluate, "time", clock)
+
+    def answered(*args, known_s, **options):
+        now_s[0] += 1.0
+        known.append(known_s)
+        return Answer(np.zeros(10, dtype=np.int32), Score(10.0 - len(known), 0.0 if fits else 1.0), np.zeros(2, dtype=np.int64))
+
+    known = []
+    monkeypatch.setattr(best, "best_of", answered)
+    names = [name for name, _ in best.floor_answers(problem, Evaluator(problem), evaluate.Deadline(limit_s))]
+    assert names == list(ONE_SHOT[: ONE_SHOT.index(last) + 1])
+    assert known == [np.inf, *(10.0 - n if fits else np.inf for n in range(1, len(names)))]
 
 
 def test_no_time_still_gives_a_feasible_plan():

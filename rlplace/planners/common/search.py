@@ -31,6 +31,9 @@ from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator.inputs import check_devices
 
+FLOOR_SHARE = 0.4
+"""Of a time limit, the share after which one-shot planners that have not begun are left out: a search gains more by then."""
+
 
 class MoveMaker:
     """Draws random moves for one problem; a move is a list of (group, device).
@@ -113,7 +116,7 @@ class Search:
         warm_up()
         self.deadline = Deadline(time_limit_s)
         self.evaluator = Evaluator(problem)
-        self.starts = self._start(problem, start, planner)
+        self.starts = self._start(problem, start, planner, time_limit_s)
         answer = self.starts[0]
         self.calls = CALLS if calls is None and time_limit_s is None else calls
         self._first = self.evaluator.calls
@@ -122,9 +125,11 @@ class Search:
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
 
-    def _start(self, problem: Problem, start: Start, planner: str) -> list[Answer]:
+    def _start(self, problem: Problem, start: Start, planner: str, limit_s: float | None) -> list[Answer]:
         if start is None:  # the first candidate is always looked at
-            answers = [answer for _, answer in floor_answers(problem, self.evaluator, self.deadline)]
+            deadline = Deadline(None if limit_s is None else FLOOR_SHARE * limit_s)
+            answers = [answer for _, answer in floor_answers(problem, self.evaluator, deadline)]
+            self.deadline.secured = deadline.secured
             return sorted(answers, key=lambda answer: answer.score.objective_s)
         return [self.evaluator.answer(legalize(problem, start_devices(problem, start, planner)))]
 

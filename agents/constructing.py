@@ -43,8 +43,8 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
     policy.know([graph_arrays(instance)] * 2)
     plots, builds = tuple(plots_of(both)), builds_for(count, *instance.allowed.shape)
     builds.instance[:] = np.arange(count) % 2
-    rows, actions = np.arange(count), np.zeros(count, dtype=np.int64)
-    construct(plots, tuple(builds), rows, actions, True)
+    rows, actions, state = np.arange(count), np.zeros(count, dtype=np.int64), tuple(builds)
+    construct(plots, state, rows, actions, True)
     shown = {"candidates": builds.table, "candidate_group": builds.group, "context": builds.context, "legal": builds.legal}
     seen = {name: torch.from_numpy(value) for name, value in shown.items()}  # they follow what `construct` writes
     seen["graph"] = torch.from_numpy(builds.instance)[:, None]
@@ -62,13 +62,15 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
                 rows, made, begin_s, since = rows[rows < 2], 2, now_s, placed
             if not len(rows):
                 break
-            if placed % _PROBE == 0:
+            if placed % _PROBE == 0 and made > 2:
                 noise = _gumbel(_PROBE, builds.legal.shape, random)
-            now = slice(None) if len(rows) == count else torch.from_numpy(rows)  # all at once need no copies
-            shown_now = {name: value[now] for name, value in seen.items()}
-            logits = policy.decide(narrowed(shown_now, policy.features, CONSTRUCTION_FEATURES)) + noise[placed % _PROBE, now]
-            actions[rows] = logits.masked_fill_(~shown_now["legal"], -torch.inf).argmax(dim=1).numpy()
-            construct(plots, tuple(builds), rows, actions, False)
+            now = slice(None) if len(rows) == count else torch.from_numpy(rows)
+            shown_now = seen if len(rows) == count else {name: value[now] for name, value in seen.items()}
+            logits = policy.decide(narrowed(shown_now, policy.features, CONSTRUCTION_FEATURES))
+            if made > 2:
+                logits = logits + noise[placed % _PROBE, now]
+            actions[rows] = torch.where(shown_now["legal"], logits, -torch.inf).argmax(dim=1).numpy()
+            construct(plots, state, rows, actions, False)
             rows = rows[builds.status[rows] == RUNNING]
     return np.where(builds.plan >= 0, builds.plan, greedy_fit(instance))[:made].astype(np.int32)
 

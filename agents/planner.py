@@ -35,11 +35,9 @@ from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate
 
-_SHARES = {False: (FLOOR_SHARE, 0.5), True: (0.5, 0.9)}
-"""Shares of a time limit for classical planners, and of what they leave for the builder; the second pair where fewer than
-`_FEW` simulations fit into the limit, with which no search finds much."""
-
-_FEW = 512
+_BUILT_TIME, _FEW = (0.5, 0.9), 512
+"""Share of the time after the floor that the builder may take; the second where fewer than `_FEW` simulations fit into the time
+limit, with which no search finds much."""
 
 _BUILT, _MENDING, _BUILT_CALLS = 8, 48, 0.25
 """Plans that the builder makes at most, simulations that may make one of them fit, and the share of the calls that is for both.
@@ -110,10 +108,8 @@ class Agent:
         compile_ahead()
         warm_up()
         deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-        floor_share, built_share = _SHARES[time_limit_s is not None and _FEW * _simulation_s(problem) > time_limit_s]
-        first, score, priority, reason = _start(
-            problem, start, seed, None if time_limit_s is None else floor_share * time_limit_s
-        )
+        built_share = _BUILT_TIME[time_limit_s is not None and _FEW * _simulation_s(problem) > time_limit_s]
+        first, score, priority, reason = _start(problem, start, seed, time_limit_s)
         if problem.num_devices == 1 and not score.feasible:
             raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
         instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
@@ -167,12 +163,13 @@ def _simulation_s(problem: Problem) -> float:
 
 
 def _start(
-    problem: Problem, start: Start, seed: int, limit_s: float | None
+    problem: Problem, start: Start, seed: int, time_limit_s: float | None
 ) -> tuple[NDArray[np.int32] | None, Score, Any, InfeasibleError | None]:
     """Plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
     unknown = Score(math.inf, 0.0)
     if start is None:
         try:
+            limit_s = None if time_limit_s is None else FLOOR_SHARE * time_limit_s
             best = get_planner("best")(problem, seed=seed, time_limit_s=limit_s)
         except InfeasibleError as error:
             return None, unknown, None, error

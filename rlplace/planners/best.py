@@ -56,8 +56,8 @@ def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) ->
     """
     known_s, begin_s = math.inf, time.monotonic()
     for name in ONE_SHOT:
-        if name == "compiler" and known_s < math.inf and deadline.left_s() < 0.5 * (time.monotonic() - begin_s):
-            return  # its first partition takes about half as long as all others together
+        if name == "compiler" and known_s < math.inf and deadline.left_s() < time.monotonic() - begin_s:
+            return  # its first partition takes up to as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)
         answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs, known_s=known_s)

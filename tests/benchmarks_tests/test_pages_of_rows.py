@@ -101,6 +101,14 @@ def test_the_page_of_baselines_is_that_of_its_rows():
     assert over == pytest.approx(rows["Toy", "maskable_ppo", 0]["over"], abs=1e-6)
 
 
+def test_answers_within_a_time_limit():
+    from benchmarks import anytime
+
+    rows = {anytime.key_of(row): row for row in anytime.rows()}
+    assert len(rows) == len(anytime.rows()) == 36 * 2 * 7
+    assert anytime.table() in (ROOT / "docs/agent.md").read_text()
+
+
 def test_what_the_graph_network_builds():
     """The table is that of the rows, and the shipped network still builds the plans of one of them."""
     from benchmarks import built

@@ -17,7 +17,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import KNOWN, Policy, columns_of, narrowed
+from rlplace.agents.policies import KNOWN, Policy, narrowed
 from rlplace.errors import InputError
 
 
@@ -33,11 +33,10 @@ class PolicyExtractor(BaseFeaturesExtractor):
         super().__init__(observation_space, candidates[0] + 1)
         self.network = network(features=tuple(features), **settings)
         self._known = next((names for names in KNOWN.values() if len(names) == wide), tuple(features))
-        columns_of(features, self._known)
-        if len(self._known) != wide:
+        if len(self._known) != wide or not set(features) <= set(self._known):
             raise InputError(
-                f"policy_kwargs['features'] has {len(features)} names, the environment describes a candidate by "
-                f"{wide} numbers; pass FEATURES of its class"
+                f"policy_kwargs['features'] are not of the environment, which describes a candidate by {wide} numbers; pass "
+                "FEATURES of its class, or some of them"
             )
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:

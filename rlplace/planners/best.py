@@ -50,20 +50,20 @@ def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> A
 def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
     """The name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
 
-    With a deadline, plans that do not fit and are slower than one that is known are not repaired.
+    Once a quarter of the time is gone, plans that do not fit and are slower than one that is known are not repaired.
 
     The problem must have passed `rlplace.planners.common.shortage.check_possible`.
     """
-    known_s, begin_s = math.inf, time.monotonic()
+    known_s, begin_s, whole_s = math.inf, time.monotonic(), deadline.left_s()
     for name in ONE_SHOT:
         if name == "compiler" and known_s < math.inf and deadline.left_s() < time.monotonic() - begin_s:
             return  # its first partition takes up to as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)
-        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs, known_s=known_s)
+        slower_s = known_s if deadline.left_s() < 0.75 * whole_s else math.inf
+        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs, known_s=slower_s)
         if answer is not None:
             yield name, answer
-            if deadline.end_s < math.inf and answer.score.feasible:
-                known_s = min(known_s, answer.score.step_time_s)
+            known_s = min(known_s, answer.score.step_time_s) if answer.score.feasible else known_s
         if deadline.passed():
             return

@@ -82,8 +82,7 @@ class GraphNetwork(Policy):
         super().__init__()
         self.features = tuple(features)
         self._sizes = {"hidden": hidden, "second": second, "rounds": rounds}
-        self._times = [self.features.index(name) for name in _TIMES]
-        self._times_at = torch.tensor(self._times)
+        self._times = torch.tensor([self.features.index(name) for name in _TIMES])
         self._groups_at, self._devices_at = self.features.index("plan_groups"), self.features.index("plan_devices")
         wide = len(self.features) + len(_TIMES)
         self.nodes = nn.Linear(NUM_NODE_FEATURES, hidden)
@@ -159,7 +158,7 @@ class GraphNetwork(Policy):
             mean_groups = torch.exp2(8.0 * table[0, 0, self._groups_at]) / (8.0 * table[0, 0, self._devices_at]).clamp(min=1.0)
             self._told = mean_groups, own, chosen, *weights
         mean_groups, told, chosen, own, others, second, bias, score = self._told
-        table = torch.cat([table, torch.asinh(table.index_select(2, self._times_at) * mean_groups)], dim=-1)
+        table = torch.cat([table, torch.asinh(table.index_select(2, self._times) * mean_groups)], dim=-1)
         told = torch.addmm(told.index_select(0, rows), table.mean(dim=1), others)
         seen = torch.relu(torch.matmul(table, own) + told[:, None])
         linear = torch.matmul(table, chosen.index_select(0, rows)[..., None])[..., 0]

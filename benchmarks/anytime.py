@@ -28,13 +28,14 @@ import numpy as np
 import torch
 
 from benchmarks.agent.jobs import CLUSTERS, SHAPES, large_case
+from benchmarks.built import interval
 from rlplace.agents.planner import load_agent, warm_up
 from rlplace.planners import get_planner
 from rlplace.simulator import simulate
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")
 GROUPS = {"larger": 6_667, "dear": 20_000, "huge": 33_334}
-LIMITS_S, METHODS, SEEDS, RESAMPLES = (5, 10), ("best", "unbuilt", "agent"), (0, 1, 2), 4000
+LIMITS_S, METHODS, SEEDS = (5, 10), ("best", "unbuilt", "agent"), (0, 1, 2)
 
 Key = tuple[str, int, str, int]
 """Case, limit, method and seed."""
@@ -112,16 +113,9 @@ def table() -> str:
     lines = [f"| | {' | '.join(f'over {name}' for name in others)} |", "|---|" + "---|" * len(others)]
     for name, groups in GROUPS.items():
         for limit_s in LIMITS_S:
-            cells = [_interval(list(ratios(name, limit_s, (other, limit_s)))) for other in others]
+            cells = [interval(np.array(list(ratios(name, limit_s, (other, limit_s))))) for other in others]
             lines.append(f"| {3 * groups // 1000 * 1000:,} ops, {limit_s} s | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _interval(logs: list[float]) -> str:
-    rng, values = np.random.default_rng(0), np.array(logs)
-    means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
-    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
-    return f"{np.exp(values.mean()):.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

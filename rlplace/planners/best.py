@@ -8,7 +8,6 @@ worse than any of them. Without a time limit it is deterministic and does not de
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -54,9 +53,9 @@ def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) ->
 
     The problem must have passed `rlplace.planners.common.shortage.check_possible`.
     """
-    known_s, begin_s, whole_s = math.inf, time.monotonic(), deadline.left_s()
+    known_s, whole_s = math.inf, deadline.left_s()
     for name in ONE_SHOT:
-        if name == "compiler" and known_s < math.inf and deadline.left_s() < time.monotonic() - begin_s:
+        if name == "compiler" and known_s < math.inf and deadline.left_s() < 0.5 * whole_s:
             return  # its first partition takes up to as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)

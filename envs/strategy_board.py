@@ -19,6 +19,7 @@ from rlplace.envs import cluster_view
 from rlplace.envs.guide.features import CLIP
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measured.pool import CHOICES, choices
+from rlplace.plan.rivals import too_large
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy import moves
 from rlplace.strategy.cuts import Balance
@@ -101,7 +102,7 @@ class Board:
             tried = self._tries.score(draft_of_strategy(strategy, names))
             if tried.fits:
                 return tried
-            why = tried.reason or f"this one is {tried.over_bytes / 1e9:.2f} GB over"
+            why = tried.reason or f"this one is {too_large(tried.over_bytes, len(tried.draft.devices))}"
         raise InputError(f"options['strategy'] must be a pipeline of the question's blocks, a batch of {batch}, and fit: {why}")
 
     def moves(self, draft: Draft, room: int, rng: Generator) -> list[tuple[str, Draft, Tried | None]]:

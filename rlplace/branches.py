@@ -16,6 +16,7 @@ from rlplace.placements import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.rivals import rivals_of
 from rlplace.strategy.kinds import KINDS
+from rlplace.strategy.simpler import NEAR as NO_GAIN
 
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 """Rates of a device, to weigh ops against each other."""
@@ -35,7 +36,7 @@ def quicker_placement(
     calls: int | None = None,
     **pricing: Any,
 ) -> Placed | None:
-    """A placement of the whole batch as one micro-batch that is quicker than a strategy; None where there is none.
+    """A placement of the whole batch as one micro-batch that is quicker than a strategy by more than 1 %, else None.
 
     It is searched only where branches could make it quicker: the longest chain of ops takes less than the strategy's step.
     The model must fit on one device, whose step gives the time of all ops. Where the best one-shot placement comes near the
@@ -73,7 +74,7 @@ def quicker_placement(
         ask("agent", **({} if calls is None else {"calls": calls}))
         ask("bipartition")
     placed = min(found, key=_step_s, default=None)
-    return placed if placed is not None and _step_s(placed) < step_s else None
+    return placed if placed is not None and NO_GAIN * _step_s(placed) < step_s else None
 
 
 def _step_s(placed: Placed) -> float:

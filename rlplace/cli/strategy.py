@@ -24,9 +24,9 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
-from rlplace.plan.rivals import BatchTried, Rival, batches_of, rivals_of
+from rlplace.plan.rivals import BatchTried, Rival, batches_of, quickest_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.text import gb, ms
+from rlplace.text import gb, ms, percent
 
 if TYPE_CHECKING:
     from rlplace.placing import Answer, Captured
@@ -67,7 +67,8 @@ def place_strategy(options: argparse.Namespace) -> Answer:
         return answer(
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.time_limit,
-            seed=options.seed, costs=costs, host=options.host_mode, progress=progress,
+            seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
+            buffers=options.buffers,
         )  # fmt: skip
 
 
@@ -131,6 +132,10 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
             "plan: it does not say what its step and its rivals take on this cluster; plan again with 'rlplace place'"
         )
     show_step(plan.strategy, predicted)
+    quickest = quickest_of(rivals)
+    if quickest is not rivals[0] and quickest.step_time_s is not None:
+        takes = f"{ms(quickest.step_time_s)} ms ({percent(1.0 - quickest.step_time_s / predicted.step_s)} less)"
+        print(f"the simplest within 1 % of the quickest, which takes {takes}: {quickest.words}")
     print()
     print_table(["kind", "step ms", "samples/s", "times", "<its best"], list(_rivals(rivals)))
     if batches:
@@ -143,6 +148,8 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):
         print(f"op times: {basis}")
+    for note in predicted.extra.get("notes", ()):
+        print(f"note: {note}")
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
@@ -155,14 +162,14 @@ def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
             shown.setdefault(entry.kind, entry)
         if entry.uniform:
             shown.setdefault("best uniform", entry)
-    quickest_s = entries[0].step_time_s or 1.0
+    chosen_s = entries[0].step_time_s or 1.0
     ordered = sorted(shown.items(), key=lambda item: (item[1] is not entries[0], item[1].step_time_s or math.inf))
     for kind, entry in ordered:
-        figures = ["-", "-", "-", entry.reason or f"{gb(entry.over_bytes)} GB too large: {entry.words}"]
+        figures = ["-", "-", "-"]
         if entry.step_time_s is not None:
-            rate, times = entry.samples_per_s or 0.0, entry.step_time_s / quickest_s
-            figures = [ms(entry.step_time_s), f"{rate:.2f}", f"{times:.2f}", entry.words]
-        yield [kind, *figures]
+            rate, times = entry.samples_per_s or 0.0, entry.step_time_s / chosen_s
+            figures = [ms(entry.step_time_s), f"{rate:.2f}", f"{times:.2f}"]
+        yield [kind, *figures, entry.remark]
 
 
 def _show_batches(entries: Sequence[BatchTried]) -> None:

@@ -188,10 +188,8 @@ def _rivals(asked: Asked, result: Evaluation) -> tuple[PlannerRow, ...]:
     own = strategy.to_dict()
     for entry in rivals_of(plan.predicted):
         if entry.strategy != own:
-            step_s, note = entry.step_time_s, entry.words
-            if step_s is None:
-                note = entry.reason or f"{bytes_text(entry.over_bytes)} too large: {entry.words}"
-            rows.append(_rival(entry.kind, False, strategy.batch, step_s, step_s is not None, entry.devices, note))
+            step_s = entry.step_time_s
+            rows.append(_rival(entry.kind, False, strategy.batch, step_s, step_s is not None, entry.devices, entry.remark))
     return tuple(sorted(rows, key=lambda row: (not row.feasible, -(row.samples_per_s or 0.0))))
 
 

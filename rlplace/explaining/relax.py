@@ -53,7 +53,9 @@ class Relaxations:
         lines = [f"{self.shortage.constraint}: {self.shortage.message}"]
         if self.shortage.proven:
             least = self.shortage.proven_bytes
-            lines.append(f"every plan lacks at least {least} bytes ({bytes_text(least)})" if least else "no plan can meet it")
+            size = f"{least} bytes ({bytes_text(least)})"
+            size += " on all devices together" if self.shortage.constraint == TOTAL else ""
+            lines.append(f"every plan lacks at least {size}" if least else "no plan can meet it")
         if self.fitting:
             rows = [[t.relaxation, ms(t.step_time_s), str(t.samples), gb(t.peak_bytes), t.how] for t in self.fitting]
             lines += ["", *table(["makes it fit", "step ms", "samples", "peak GB", "<simulated plan"], rows)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
+from rlplace.plan.rivals import too_large
 from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.strategy.beside import side_by_side
 from rlplace.strategy.drafts import Draft
@@ -18,6 +19,7 @@ from rlplace.strategy.expand import ExpandedDraft, expand_draft, tasks_of
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.op_costs import OpCosts
 from rlplace.strategy.search import Answer
+from rlplace.strategy.simpler import NEAR, simpler
 from rlplace.strategy.traffic import Traffic
 from rlplace.strategy.tries import Question, Tried
 
@@ -29,6 +31,9 @@ TASKS_OF_RIVALS = 300_000
 
 LEADERS = 4
 """Drafts that fit op by op, of which the quickest is chosen."""
+
+SIMPLER = 4
+"""Simpler drafts that are looked at, of which the simplest that comes near the quickest is answered."""
 
 
 def evaluate_ops(
@@ -106,17 +111,19 @@ class OpLevel:
     def checked(self, answer: Answer) -> Answer:
         """The same answer with the figures of the first of its drafts, and of its rivals; none announced that does not fit.
 
-        What is not checked is never before the best of what is.
+        What is not checked is never before the best of what is. The first is the simplest that is near the quickest
+        (`rlplace.strategy.simpler`), the others follow by their step time.
 
         Raises:
             InfeasibleError: Nothing fits.
         """
         leaders = self._fitting(answer.ranked, LEADERS)
         if not leaders:
-            short = min(self._known[draft].over_bytes for draft in self._known)
+            nearest = min(self._known, key=lambda draft: self._known[draft].over_bytes)
+            short = self._known[nearest].over_bytes
             raise InfeasibleError(
-                f"no strategy fits op by op: the nearest is {short / 1e9:.2f} GB over the devices' memory, though it fits "
-                "block by block; use more or larger devices, a smaller batch, or a wider space",
+                f"no strategy fits op by op: the nearest is {too_large(short, len(nearest.devices))}, though it "
+                "fits block by block; use more or larger devices, a smaller batch, or a wider space",
                 short_bytes=int(short),
             )
         ranked = [*leaders, *(tried for tried in answer.ranked if tried.draft not in self._known)]
@@ -126,11 +133,28 @@ class OpLevel:
             for kind, tried in sorted(answer.of_kinds.items(), key=lambda item: item[1].key)
         }
         uniform = None if answer.uniform is None else self._rival(answer.uniform, ())
-        checked = [self._tried(tried) for tried in answer.ranked if tried.draft in self._known]
-        checked = sorted((tried for tried in checked if tried.fits), key=lambda tried: tried.key)
+        first = self._simplest(answer.ranked)
+        checked = self._checked(answer.ranked)
         others = [tried for tried in answer.ranked if tried.draft not in self._known and tried.step_s >= checked[0].step_s]
-        ranked = sorted([*checked, *others], key=lambda tried: tried.key)
+        ranked = sorted([*checked, *others], key=lambda tried: (tried != first, tried.key))
         return dataclasses.replace(answer, ranked=tuple(ranked), uniform=uniform, of_kinds=of_kinds)
+
+    def _checked(self, ranked: Iterable[Tried]) -> list[Tried]:
+        """Those that were checked and fit, the quickest first, with the figures of the check."""
+        checked = [self._tried(tried) for tried in ranked if tried.draft in self._known]
+        return sorted((tried for tried in checked if tried.fits), key=lambda tried: tried.key)
+
+    def _simplest(self, ranked: Sequence[Tried]) -> Tried:
+        """The simplest near the quickest that was checked, which it is itself where no simpler one is; checks a few more."""
+        by_blocks = {tried.draft: tried.step_s for tried in ranked}
+        quickest = self._checked(ranked)[0]
+        known = [tried for tried in self._checked(ranked) if tried.step_s <= NEAR * quickest.step_s]
+        behind = [tried for tried in ranked if tried.draft not in self._known]
+        others = simpler(behind, quickest, NEAR * by_blocks[quickest.draft])[:SIMPLER]
+        if time.monotonic() <= self._ends_s:
+            known += self._fitting(others, SIMPLER)
+        quickest = min(known, key=lambda tried: tried.key)
+        return next(iter(simpler(sorted(known, key=lambda tried: tried.key), quickest, NEAR * quickest.step_s)), quickest)
 
     def _rival(self, tried: Tried, others: Iterable[Tried]) -> Tried:
         """The best of a kind, as far as tasks are left."""

@@ -82,7 +82,8 @@ def plan_strategy(
         progress: Told how far the search is.
 
     Returns:
-        A plan whose prediction lists its rivals (``predicted.strategies``): the next best, and the best of each kind.
+        A plan whose prediction lists its rivals (``predicted.strategies``): the next best, the quickest where a simpler one is
+        the answer, and the best of each kind.
 
     Raises:
         InputError: Nothing is left to choose from.
@@ -146,7 +147,9 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
     """What the best draft takes by the finest executor, with its rivals; `extra` is told beside."""
     best = answer.ranked[0]
     kinds = sorted(answer.of_kinds.values(), key=lambda tried: tried.key)
-    chosen = dict.fromkeys([*unlike(answer.ranked, 1 + RANKED), *filter(None, [answer.uniform]), *kinds])
+    quickest = min(answer.ranked, key=lambda tried: tried.key)
+    near = sorted(unlike(answer.ranked, 1 + RANKED), key=lambda tried: (tried != best, tried.key))
+    chosen = dict.fromkeys([*near, quickest, *filter(None, [answer.uniform]), *kinds])
     return prediction(finer.evaluate(best.draft), question.batch).told(
         search_calls=answer.calls,
         extra={"complete": answer.complete, **extra},

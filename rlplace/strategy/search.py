@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.plan.rivals import too_large
 from rlplace.records import plain
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
@@ -232,7 +233,7 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)
         return InfeasibleError(
-            f"no strategy fits: the nearest ({kind_of(best.draft)}) is {short / 1e9:.2f} GB over the devices' memory; "
+            f"no strategy fits: the nearest ({kind_of(best.draft)}) is {too_large(short, len(best.draft.devices))}; "
             + ("use" if complete else f"only {tries.calls} were evaluated: allow more calls or time, or use")
             + " more or larger devices, a smaller batch, or a wider space",
             short_bytes=short,

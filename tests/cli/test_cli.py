@@ -165,7 +165,7 @@ def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path
     asked = ("place", big, "--cluster", "t4:2", "--seq", "16", "--out", str(plan_file))
     code, out, err = run(capsys, *asked)
     assert code == 3 and out == "" and not plan_file.exists()
-    assert "GB over the devices' memory" in last_line(err)
+    assert "GB on 2 devices together" in last_line(err)
     code, out, err = run(capsys, *asked, "--space", "placement", "--planner", "best")
     assert code == 3 and out == "" and not plan_file.exists()
     line = last_line(err)

@@ -41,7 +41,7 @@ def test_total_says_bytes_short_and_devices_needed(name):
         get_planner(name)(problem)
     message = str(error.value)
     assert error.value.short_bytes == 160 and error.value.device is None
-    assert "groups need 400 bytes resident, 2 devices offer 240 bytes" in message
+    assert "groups need 400 bytes resident, 2 devices together offer 240 bytes" in message
     assert "160 bytes" in message and "short" in message
     assert "at least 4 devices of a100-80g (2 given)" in message
     assert "frees 200 bytes of optimizer state, enough" in message

@@ -44,7 +44,8 @@ def test_the_figures_are_those_of_the_ops(asked):
     question, costs, answer = asked
     finer = OpLevel(question)
     checked = finer.checked(answer)
-    assert [tried.step_s for tried in checked.ranked] == sorted(tried.step_s for tried in checked.ranked)
+    others = [tried.step_s for tried in checked.ranked[1:]]
+    assert others == sorted(others) and checked.ranked[0].step_s <= 1.01 * others[0]
     assert set(checked.of_kinds) == set(answer.of_kinds)
     blocks = {tried.draft: tried.step_s for tried in answer.ranked}
     by_ops = [tried for tried in checked.ranked if tried.step_s != blocks[tried.draft]]
@@ -66,7 +67,7 @@ def test_what_does_not_fit_op_by_op_is_not_announced(asked, monkeypatch):
     assert checked.ranked[0].draft != best.draft and best.draft not in {tried.draft for tried in checked.ranked}
     assert all(tried.draft != best.draft or not tried.fits for tried in checked.of_kinds.values())
     forbidding({tried.draft for tried in answer.ranked}, monkeypatch)
-    with pytest.raises(InfeasibleError, match=r"no strategy fits op by op: the nearest is 1\.00 GB over"):
+    with pytest.raises(InfeasibleError, match=r"op by op: the nearest is too large by 1 GB on \d devices together, though"):
         OpLevel(question).checked(answer)
 
 
@@ -74,5 +75,6 @@ def test_drafts_of_too_many_ops_keep_the_figures_of_blocks(asked, monkeypatch):
     question, _, answer = asked
     monkeypatch.setattr(op_level, "MOST_TASKS", 0)
     finer = OpLevel(question)
-    assert finer.checked(answer).ranked == answer.ranked and math.isfinite(answer.ranked[0].step_s)
+    checked = finer.checked(answer)
+    assert sorted(checked.ranked, key=lambda tried: tried.key) == list(answer.ranked) and math.isfinite(answer.ranked[0].step_s)
     assert finer.evaluate(answer.ranked[0].draft).executor == "blocks"

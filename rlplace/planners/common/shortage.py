@@ -137,7 +137,7 @@ def _check_total(problem: Problem) -> None:
     else:
         short = resident - int(capacity)
     count = len(problem.devices)
-    offer = f"{count} devices offer" if count > 1 else f"{problem.devices[0].name} offers"
+    offer = f"{count} devices together offer" if count > 1 else f"{problem.devices[0].name} offers"
     raise InfeasibleError(
         f"the model does not fit: {what}, {offer} {bytes_text(capacity)}: {bytes_text(short)} ({short} bytes) short; "
         f"try {_more_devices(problem, resident + live)}, or {_relaxations(problem, short, batch=resident <= capacity)}",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -63,6 +64,8 @@ def place(
     groups: int = 200,
     costs: Any = None,
     host: str = "eager",
+    couple: str = "replica",
+    buffers: str = "whole",
     **options: Any,
 ) -> PlacementPlan:
     """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of one pass run.
@@ -92,6 +95,8 @@ def place(
         groups: Target number of groups of a placement.
         costs: A cost table, file, or name of a cost model, laid over the coefficients that come with rlplace.
         host: How ops are issued: "eager", or "compiled" for a compiled graph.
+        couple: What a loss that couples samples is computed over: ``"replica"`` or ``"gather"`` (`rlplace.plan.strategy`).
+        buffers: ``"replica"`` lets replicas and micro-batches write buffers by their own samples, ``"whole"`` does not.
         **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
             of the planner of placements.
 
@@ -124,6 +129,7 @@ def place(
             return answer(
                 captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
                 began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
+                couple=couple, buffers=buffers,
             ).plan  # fmt: skip
         if batch_curve is not None:
             raise InputError(
@@ -214,6 +220,9 @@ def answer(
     began_s: float | None = None,
     groups: int = 200,
     progress: Callable[[int, float], None] | None = None,
+    couple: str = "replica",
+    buffers: str = "whole",
+    memory: bool = False,
     **limits: Any,
 ) -> Answer:
     """The whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
@@ -230,6 +239,9 @@ def answer(
         began_s: Moment on the monotonic clock from which the time limit counts.
         groups: Target number of groups of a placement.
         progress: Called with the evaluations of the search so far and the seconds of the best.
+        couple: See `place`; so is `buffers`.
+        buffers: See `couple`.
+        memory: Whether the strategy's prediction says what fills the devices.
         **limits: Seed, time limit, costs and host, for both the strategy and the placement.
     """
     from rlplace.branches import quicker_placement
@@ -240,8 +252,9 @@ def answer(
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
     strategy = plan_strategy(
         cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
-        **what_may_be(captured, space=space, fixed=fixed, planner=planner), **limits,
+        memory=memory, **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers), **limits,
     )  # fmt: skip
+    strategy = _settled(strategy, captured, couple, buffers)
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
@@ -249,7 +262,29 @@ def answer(
     return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
 
-def what_may_be(captured: Captured, *, space: Space | str | None, fixed: Mapping[str, Any], planner: str) -> dict[str, Any]:
+def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str) -> PlacementPlan:
+    """The plan with how its parts make up the loss of the model, and notes on what that means."""
+    from rlplace.runtime.native.conduct import MEAN, Conduct
+    from rlplace.runtime.native.notes import notes_of
+
+    assert plan.strategy is not None
+    facts = captured.facts() if captured.facts is not None else None
+    conduct = (facts.conduct if facts is not None else None) or Conduct()
+    strategy = replace(plan.strategy, reduction=conduct.reduction or MEAN, couple=couple, buffers=buffers)
+    notes = () if facts is None else notes_of(strategy, facts)
+    extra = {**plan.predicted.extra, **({"notes": list(notes)} if notes else {})}
+    return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra))
+
+
+def what_may_be(
+    captured: Captured,
+    *,
+    space: Space | str | None,
+    fixed: Mapping[str, Any],
+    planner: str,
+    couple: str | None = None,
+    buffers: str | None = None,
+) -> dict[str, Any]:
     """Arguments of `rlplace.strategy.plan.ask` that the model and the space give; those of `answer`."""
     from rlplace.graph.rescale import two_captures
 
@@ -257,7 +292,7 @@ def what_may_be(captured: Captured, *, space: Space | str | None, fixed: Mapping
     if space != EVERYTHING:
         from rlplace.runtime.native.why_not import judge
 
-        why_not, only = judge(captured.facts() if captured.facts is not None else None)
+        why_not, only = judge(captured.facts() if captured.facts is not None else None, couple, buffers)
     graph, capture_at = captured.graph, captured.capture_at
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     allowed = allowed_space(space, fixed, planner)
@@ -307,4 +342,4 @@ def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], An
     def capture_at(samples: int) -> OpGraph:
         return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer, like=whole)
 
-    return Captured(whole, capture_at, partial(facts_of, target, inputs))
+    return Captured(whole, capture_at, cache(partial(facts_of, target, inputs, loss, float(whole.op_flops.sum()))))

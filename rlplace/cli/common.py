@@ -186,17 +186,21 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
         with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
             return dataclasses.replace(kept("graph", model, source, made))
 
-    def build(batch: int) -> LoadedModel:
+    def build(batch: int, device: str = "meta") -> LoadedModel:
         from rlplace.zoo import load_model
 
-        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype)
+        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype, device=device)
 
+    @cache
     def facts() -> ModelFacts:
         def made() -> ModelFacts:
             from rlplace.runtime.native.facts import facts_of
+            from rlplace.runtime.native.rehearsal import affordable
 
-            loaded = build(samples)
-            return facts_of(loaded.module, loaded.example_inputs)
+            loaded, flops = build(samples), float(capture_at(samples).op_flops.sum())
+            if model.startswith(("hf:", "zoo:")) and affordable(loaded.module, flops) is None:
+                loaded = build(samples, "cpu")
+            return facts_of(loaded.module, loaded.example_inputs, loaded.loss, flops)
 
         with contextlib.redirect_stdout(sys.stderr):
             return kept("facts", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)

@@ -62,6 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=positive, metavar="N", help="plans to simulate at most: the answer is then the same every time"
     )
+    parser.add_argument(
+        "--couple",
+        choices=("replica", "gather"),
+        default="replica",
+        help="a loss that couples samples is computed over those of a replica (default), or of the whole batch",
+    )
+    parser.add_argument(
+        "--buffers",
+        choices=("whole", "replica"),
+        default="whole",
+        help="where a forward writes buffers by its samples: keep batches whole (default), or let every replica write its own",
+    )
     add_memory_options(parser)
     parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
     add_model_options(parser)

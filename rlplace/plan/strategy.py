@@ -32,6 +32,10 @@ Recompute = Literal["selective", "full"]
 Offload = Literal["optimizer", "all"]
 """Parts of a block in host memory: the optimizer state, or parameters, gradients and optimizer state."""
 
+Couple = Literal["replica", "gather"]
+Buffers = Literal["whole", "replica"]
+"""What a loss that couples samples is computed over, and who writes buffers by samples; see `Strategy`."""
+
 _Device = Annotated[int, Meta(ge=0, lt=DEVICES)]
 _Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
 
@@ -124,6 +128,13 @@ class Strategy(Record, frozen=True):
         batch: Samples a step, over all pipelines.
         pipelines: Usually one. Several are replicas that are unlike in cut, depth or degrees; each shards inside itself, and
             the gradients of a block are summed over all that hold it.
+        reduction: How the loss of a batch comes from those of its micro-batches: ``"mean"`` over samples, ``"sum"``, or a mean
+            weighted by what each counts: ``"targets"`` (of cross-entropies, those ignored left out), or an input, such as
+            ``"sum:mask"``, ``"valid:labels"`` or ``"nonzero:ids"``.
+        couple: What a loss that couples samples is computed over: the samples of each pass of a ``"replica"``, or
+            ``"gather"``, those of the whole batch, whose embeddings or outputs replicas exchange.
+        buffers: Where a forward writes buffers by its samples: ``"whole"`` keeps batches in one piece, ``"replica"`` lets every
+            replica and micro-batch write by its own samples.
 
     Raises:
         InputError: It contradicts itself; the message says where and how.
@@ -131,6 +142,9 @@ class Strategy(Record, frozen=True):
 
     batch: Count
     pipelines: Annotated[tuple[Pipeline, ...], Meta(min_length=1)]
+    reduction: Text = "mean"
+    couple: Couple = "replica"
+    buffers: Buffers = "whole"
 
     def __post_init__(self) -> None:
         check_record(self, "strategy")
@@ -153,7 +167,7 @@ class Strategy(Record, frozen=True):
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data; one pipeline stands without its list."""
-        data: dict[str, Any] = {"batch": self.batch}
+        data = {key: value for key, value in plain(self).items() if key != "pipelines"}
         if len(self.pipelines) > 1:
             return data | {"pipelines": [_written(pipeline) for pipeline in self.pipelines]}
         return data | _written(self.pipelines[0])
@@ -166,10 +180,15 @@ class Strategy(Record, frozen=True):
             InputError: Malformed, or it contradicts itself.
         """
         if isinstance(data, Mapping) and "batch" in data and "pipelines" not in data:
-            batch = build(Count, data["batch"], f"{where}: batch")
-            return Strategy(batch, (build(Pipeline, {key: item for key, item in data.items() if key != "batch"}, where),))
-        several = build(_File, data, where)
-        return Strategy(several.batch, several.pipelines)
+            own = {key: item for key, item in data.items() if key not in _OF_STEP}
+            data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
+            build(Pipeline, own, where)  # whose messages name its fields without a list
+        made = build(_File, data, where)
+        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.buffers)
+
+
+_OF_STEP = ("batch", "reduction", "couple", "buffers")
+"""Keys of a file that belong to the step, where those of its one pipeline stand beside them."""
 
 
 class _File(Record, frozen=True):
@@ -177,6 +196,9 @@ class _File(Record, frozen=True):
 
     batch: Count
     pipelines: tuple[Pipeline, ...]
+    reduction: Text = "mean"
+    couple: Couple = "replica"
+    buffers: Buffers = "whole"
 
 
 def _written(pipeline: Pipeline) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.environment import own_device
+from rlplace.runtime.native.conduct import MEAN, SUM, TARGETS
 from rlplace.runtime.native.gradients import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def distribute(
     example_target: Any = None,
     device: torch.device | str | None = None,
     share: str = "global",
-    reduction: str = "mean",
+    reduction: str | None = None,
     whole: Collection[str] = (),
     seed: int = 0,
     graphs: Graphs | None = None,
@@ -59,7 +60,8 @@ def distribute(
         device: Where this process computes; default the CUDA device of its local rank, or the CPU.
         share: ``"global"``: every rank is called with the batch of all replicas and takes its share; ``"replica"``: with the
             batch of its own replica.
-        reduction: ``"mean"`` or ``"sum"``: how the loss of a batch comes from those of its samples.
+        reduction: How the loss of a batch comes from those of its parts, see `rlplace.plan.strategy.Strategy`; None: as the
+            plan says, and ``"mean"`` where it does not.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
         seed: Seed of dropout and other random ops.
         graphs: Keeps what was traced, for callers that distribute one model by many plans.
@@ -74,8 +76,12 @@ def distribute(
     """
     if share not in ("global", "replica"):
         raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"distribute: reduction is {reduction!r}; it must be 'mean' or 'sum', as the loss is made")
+    if reduction is None:
+        reduction = MEAN if plan.strategy is None else plan.strategy.reduction
+    if reduction not in (MEAN, SUM, TARGETS) and ":" not in reduction:
+        raise InputError(
+            f"distribute: reduction is {reduction!r}; it must be 'mean', 'sum', 'targets', or count an input as 'sum:mask' does"
+        )
     if not dist.is_initialized():
         raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
     where = own_device(device, "distribute")

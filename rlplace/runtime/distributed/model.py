@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -36,14 +36,21 @@ class Stash:
     As a context it clears the gradients that engines add to, takes those that they made, and puts back what was there.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, copy: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        copy: bool = False,
+        after: Callable[[str, nn.Parameter], None] | None = None,
+    ) -> None:
         """Starts empty.
 
         Args:
             parameters: What gets gradients, by name.
             copy: What runs the step writes into the memory of gradients of earlier ones.
+            after: Called with every parameter that has got its gradient, and its name.
         """
-        self._parameters = parameters
+        self._parameters, self._after = parameters, after
         self._copy = copy
         self._before: dict[str, torch.Tensor | None] = {}
         self._gradients: dict[str, torch.Tensor] | None = {}
@@ -79,6 +86,8 @@ class Stash:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
+            if self._after is not None:
+                self._after(name, parameter)
         self._gradients = None
 
 

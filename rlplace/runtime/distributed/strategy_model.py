@@ -26,7 +26,9 @@ from rlplace.runtime.measure import loss_of
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
-from rlplace.runtime.native.gradients import Ties, average_left_out, sum_parts
+from rlplace.runtime.native.conduct import MEAN, SUM
+from rlplace.runtime.native.counting import Targets
+from rlplace.runtime.native.gradients import ParameterHooks, Ties, average_left_out, sum_parts
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
 
@@ -55,6 +57,7 @@ class StrategyModel(DistributedModel):
         seed: Of what the model draws.
         ties: Of parameters that stages share.
         tied: Names of parameters that are one tensor, for every such tensor.
+        hooks: Those of the parameters.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class StrategyModel(DistributedModel):
         seed: int,
         ties: Ties | None = None,
         tied: Sequence[Sequence[str]] = (),
+        hooks: ParameterHooks,
     ) -> None:
         self._pipeline = strategy.pipelines[0]
         if self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
@@ -82,7 +86,7 @@ class StrategyModel(DistributedModel):
         super().__init__(meta, ranks, batching, seed, NATIVE)
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
-        self._ties, self._tied = ties, tied
+        self._ties, self._tied, self._hooks = ties, tied, hooks
         self._latest: weakref.ref[Stash] | None = None
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
@@ -105,19 +109,32 @@ class StrategyModel(DistributedModel):
         earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
-        with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients) as stash:
+        with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients, after=self._hooks.run_after) as stash:
             with step_stream(self.random_state, self.place):
-                total = self.runner.step(passes, loss)
+                sums = self.runner.step(passes, loss)
             for parameter in self.parameters():
                 average_left_out(parameter, self.place)
                 sum_parts(parameter)
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)
+            sums = sums.double() if self.place.device.type == "cpu" else sums.float()
+            dist.all_reduce(sums)
+            last = self._pipeline.stages[-1]
+            total, counted = sums / (last.data_degree * last.axis("tensor"))
+            if self._counts is not None:
+                total = total / counted
+                for parameter in self.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(float(1.0 / counted))
+            self._hooks.run(dict(self.trained()))
         self._latest = weakref.ref(stash)
-        total = total.double() if self.place.device.type == "cpu" else total.float()
-        dist.all_reduce(total)
-        last = self._pipeline.stages[-1]
-        return total / (last.data_degree * last.axis("tensor")), stash
+        return total, stash
+
+    @property
+    def _counts(self) -> str | None:
+        """What weights losses in place of samples; None: samples do."""
+        reduction = self.batching.reduction
+        return None if reduction in (MEAN, SUM) else reduction
 
     def train(self, mode: bool = True) -> StrategyModel:
         """Sets the mode of all modules; a pipeline records its forward again for it."""
@@ -155,23 +172,30 @@ class StrategyModel(DistributedModel):
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
             if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
-                outputs = [self._loss_of(o, one.part.get(TARGET)) for o, one in zip(outputs, passes, strict=True)]
+                outputs = [self._loss_and_count(output, one) for (output, _), one in zip(outputs, passes, strict=True)]
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
             module.reshard()  # without a backward nothing else does
         if outputs is not None and together > 1:
             outputs = [
-                _part(output, one.samples, n, together)
+                (_part(output, one.samples, n, together), count / together)
                 for n in range(together)
-                for output, one in zip(outputs, passes, strict=True)
+                for (output, count), one in zip(outputs, passes, strict=True)
             ]
         mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
         gathered = gather_values(mine, self.place.device, everywhere=True)
         wanted = [own] if self.batching.share == "replica" else list(range(len(replicas)))
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
-        spec = pytree.tree_structure(parts[0])
-        joined = join_leaves([pytree.tree_leaves(part) for part in parts], sizes, self.batching.reduction == "mean")
+        spec = pytree.tree_structure(parts[0][0])
+        counted = sum(count for _, count in parts)
+        weights = [1.0 if self.batching.reduction == SUM else count / counted for _, count in parts]
+        joined = join_leaves([pytree.tree_leaves(output) for output, _ in parts], sizes, weights)
         return pytree.tree_unflatten(joined, spec)
+
+    def _loss_and_count(self, output: Any, one: Pass) -> tuple[torch.Tensor, float]:
+        with Targets() as targets:
+            value = self._loss_of(output, one.part.get(TARGET))
+        return value, one.counted(targets)
 
     def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
         """Everything that the model is called with, by name, and this replica's micro-batches of it."""
@@ -186,11 +210,13 @@ class StrategyModel(DistributedModel):
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
         """This replica's micro-batches of a batch, on its device."""
         share = self._share(batch, self.place.replica, self.place.data_degree)
-        if self.batching.reduction == "sum":
+        if self.batching.reduction == SUM:
             share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
+        elif self._counts is not None:  # of one count; the step divides by the sum of all
+            share = replace(share, weights=(self._pipeline.data_degree / share.joined / share.whole,) * len(share.sizes))
         if self.batching.share == "replica":
             share = replace(share, first=0, whole=share.samples)
-        return passes_of(batch, share, names, self.batching.whole, self.ranks.device)
+        return passes_of(batch, share, names, self.batching.whole, self.ranks.device, self._counts)
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         if self._loss is None:

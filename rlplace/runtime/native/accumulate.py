@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.runtime.native.batches import Batch, Pass
+from rlplace.runtime.native.buffers import StepBuffers, check_same_writes
+from rlplace.runtime.native.counting import Targets
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss over its samples."""
@@ -24,32 +26,51 @@ class Accumulation:
         root: The model as `wrap_stage` returned it.
         device: Where it computes.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
+        buffers: Those that forwards write.
 
     Attributes:
         root: Likewise.
         keeps_gradients: The next step writes into the memory of the gradients that this one made.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool) -> None:
-        self.root, self._device, self._every_pass = root, device, every_pass
+    def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool, buffers: StepBuffers) -> None:
+        self.root, self._device, self._every_pass, self._buffers = root, device, every_pass, buffers
+        self._first_step = True
         self.keeps_gradients = isinstance(root, DistributedDataParallel)
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Forward and backward of every micro-batch; returns the weighted sum of their losses."""
-        losses = []
+        """Forward and backward of every micro-batch.
+
+        Returns:
+            float [2], the weighted sum of their losses, and the sum of the weights.
+        """
+        sums = []
+        self._buffers.begin()
         with forward_autocast(self._device) as region:
             for number, one in enumerate(passes):
                 last = number == len(passes) - 1
+                self._buffers.begin_pass()
                 with _reducing(self.root, last or self._every_pass, last):
-                    with region():
-                        value = loss(self.root(**one.inputs), one.part) * one.weight
-                    value.backward()  # type: ignore[no-untyped-call]
-                losses.append(value.detach())
-        return torch.stack(losses).sum()
+                    with region(), Targets() as targets:
+                        value = loss(self.root(**one.inputs), one.part)
+                    weight = one.counted(targets)
+                    self._buffers.end_pass()
+                    (value * weight).backward()  # type: ignore[no-untyped-call]
+                sums.append(torch.stack([value.detach().double() * weight, value.new_tensor(weight, dtype=torch.float64)]))
+        self._buffers.end()
+        if self._first_step:
+            check_same_writes([self._buffers])
+            self._first_step = False
+        return torch.stack(sums).sum(0)
 
-    def evaluate(self, passes: Sequence[Pass]) -> list[Any]:
-        """What the model returns for every micro-batch."""
-        return [self.root(**one.inputs) for one in passes]
+    def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]]:
+        """What the model returns for every micro-batch, and what that counts."""
+        made = []
+        for one in passes:
+            with Targets() as targets:
+                output = self.root(**one.inputs)
+            made.append((output, one.counted(targets)))
+        return made
 
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native.conduct import TARGETS
+from rlplace.runtime.native.counting import Targets, count_of
 
 Batch = Mapping[str, Any]
 
@@ -49,14 +51,20 @@ class Pass:
     Attributes:
         inputs: Keyword inputs of the model.
         part: Everything of the batch that belongs to it, for the loss.
-        weight: What its loss counts.
+        weight: What its loss counts, or what one of its targets does.
         samples: Its number of samples.
+        by_targets: Whether the loss is a mean over targets.
     """
 
     inputs: dict[str, Any]
     part: dict[str, Any]
     weight: float
     samples: int
+    by_targets: bool = False
+
+    def counted(self, targets: Targets) -> float:
+        """What its loss counts, once its forward has run."""
+        return self.weight * targets.count if self.by_targets else self.weight
 
 
 def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
@@ -124,7 +132,14 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
     return made
 
 
-def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device) -> list[Pass]:
+def passes_of(
+    batch: Batch,
+    share: Share,
+    names: Collection[str],
+    kept: Collection[str],
+    device: torch.device,
+    counted: str | None = None,
+) -> list[Pass]:
     """A replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
 
     Args:
@@ -133,6 +148,7 @@ def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collecti
         names: Keyword inputs of the model.
         kept: Names of what is not cut although it has as many rows.
         device: Where the micro-batches go.
+        counted: What weights losses in place of samples (`counting`); None: samples.
 
     Raises:
         InputError: An input is missing, or no tensor has that many rows.
@@ -158,7 +174,10 @@ def passes_of(batch: Batch, share: Share, names: Collection[str], kept: Collecti
         runs = [slice(first + start, first + start + size // share.joined) for first in firsts]
         taken = [_rows(leaf, runs) if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
         part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole
-        passes.append(Pass({name: part[name] for name in names}, part, weight, size))
+        inputs = {name: part[name] for name in names}
+        if counted not in (None, TARGETS):
+            weight *= count_of(str(counted), part)
+        passes.append(Pass(inputs, part, weight, size, counted == TARGETS))
         start += size // share.joined
     return passes
 
@@ -167,25 +186,24 @@ def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
     return torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
 
 
-def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], mean: bool) -> list[Any]:
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
     """Micro-batches put together again.
 
-    Floating-point scalars, such as losses, count by their share of the samples (or are added up), tensors whose first dimension
+    Floating-point scalars, such as losses, are added up by their weights, tensors whose first dimension
     grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
 
     Args:
         parts: The flat outputs of each micro-batch.
         samples: Number of samples of each micro-batch.
-        mean: Whether scalars are means over the samples.
+        weights: Of the scalars of each micro-batch.
     """
-    total = sum(samples)
     joined = []
     for position in range(len(parts[0])):
         values = [part[position] for part in parts]
         first = values[0]
         tensor = isinstance(first, torch.Tensor)
         if tensor and first.is_floating_point() and first.dim() == 0:
-            joined.append(sum(v * (n / total if mean else 1.0) for v, n in zip(values, samples, strict=True)))
+            joined.append(sum(value * weight for value, weight in zip(values, weights, strict=True)))
         elif tensor and first.dim() > 0 and _grows(values, samples):
             joined.append(torch.cat(values) if len(values) > 1 else first)
         else:

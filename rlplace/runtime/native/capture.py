@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -245,15 +246,21 @@ def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[No
         return forward
 
     kept = {name: vars(module).get("forward") for name, module in found.items()}
+    hooks = {name: {key: vars(module)[key] for key in _HOOKS} for name, module in found.items()}
     try:
         for name, module in found.items():
             module.forward = stand_in(name)
+            vars(module).update({key: OrderedDict() for key in _HOOKS})  # they run when the unit itself is called
         yield
     finally:
         for name, module in found.items():
+            vars(module).update(hooks[name])
             del module.forward
             if kept[name] is not None:
                 module.forward = kept[name]  # type: ignore[assignment]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _noted(name: str, results: dict[Any, Any], shapes: tuple[Any, ...]) -> Any:

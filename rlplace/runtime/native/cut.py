@@ -18,6 +18,7 @@ from rlplace.errors import InputError, show
 from rlplace.graph.export import is_random, rewrite_devices
 from rlplace.runtime.native.blocks import owner
 from rlplace.runtime.native.capture import Captured, written_buffer
+from rlplace.runtime.native.counting import SEEN
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -183,6 +184,7 @@ def stage_module(captured: Captured, stage: StageGraph, device: torch.device) ->
     made = fx.GraphModule(captured.module, stage.graph)
     for node in made.graph.nodes:
         rewrite_devices(node, device)
+        node.target = SEEN.get(node.target, node.target)
     made.recompile()
     saved = set(captured.model.state_dict())
     for node in stage.graph.nodes:

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import tensors_in
+from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.batches import Batch
-from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, tied_names
+from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.model_layouts import find_layouts
+from rlplace.runtime.native.rehearsal import rehearse
 from rlplace.runtime.native.why_not import ModelFacts, TensorFacts
+
+_PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
 
 
 def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
     """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
-    return ModelFacts(_needed(model), has_batch_norm(model), has_sync_norm(model), no_cut, None, tensor or TensorFacts())
+    hooked = {path: module for path, module in model.named_modules() if hooks_of(module)}
+    inside = [path for path, _ in units(model)]
+    return ModelFacts(
+        blocks=_needed(model),
+        batch_norm=has_batch_norm(model),
+        sync_norm=has_sync_norm(model),
+        no_cut=no_cut,
+        tensor=tensor or TensorFacts(),
+        hooked=tuple(path or "the model" for path in hooked),
+        hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
+        backward_hooks=tuple(
+            path or "the model" for path, module in hooked.items() if module._backward_hooks or module._backward_pre_hooks
+        ),
+        subclass=next(
+            (f"{name} ({type(held).__name__})" for name, held in tensors_in(model).items() if type(held) not in _PLAIN), None
+        ),
+    )
+
+
+def hooks_of(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own that run with its forward or its backward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
@@ -44,9 +72,20 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
     return replace(facts, blocks=blocks, no_samples=_no_samples(stages, inputs))
 
 
-def facts_of(module: nn.Module, inputs: Any) -> ModelFacts:
-    """Everything that `why_not` asks; with other than keyword inputs only the names of its modules are looked at."""
-    return examine(module, inputs) if isinstance(inputs, Mapping) else model_facts(module)
+def facts_of(module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, flops: float = 0.0) -> ModelFacts:
+    """Everything that `why_not` asks, a rehearsal among it; without names for its inputs nothing is cut.
+
+    Args:
+        module: Real or meta module; it is not changed.
+        inputs: Example inputs: keyword inputs, or a tuple.
+        loss: See `rlplace.capture`.
+        flops: Of a step, where that is known: a large model is not rehearsed.
+    """
+    try:
+        facts = examine(module, keyword_inputs(module, inputs))
+    except InputError as error:
+        facts = model_facts(module, no_cut=str(error))
+    return replace(facts, conduct=rehearse(module, inputs, loss, flops))
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

@@ -23,7 +23,9 @@ from rlplace.runtime.distributed.execution import activity
 from rlplace.runtime.distributed.graph.forward_graph import autocast_state
 from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
+from rlplace.runtime.native.buffers import StepBuffers, check_same_writes
 from rlplace.runtime.native.capture import Captured
+from rlplace.runtime.native.counting import Targets
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
@@ -197,6 +199,7 @@ class PipelineRun:
         record: Records the forward for keyword inputs, in the mode and under the autocast of the moment.
         first: Inputs that it was recorded for, and that record.
         dtype: What floating-point inputs are cast to, as `fully_shard` does with those of a whole model.
+        by_replica: See `StepBuffers`.
     """
 
     keeps_gradients = False
@@ -209,11 +212,14 @@ class PipelineRun:
         record: Callable[[Batch], Recorded],
         first: tuple[Batch, Recorded],
         dtype: torch.dtype | None = None,
+        *,
+        by_replica: bool = False,
     ) -> None:
         self._pipeline, self._place, self._roots, self._record = pipeline, place, roots, record
         self._recorded: dict[Any, Recorded] = {self._key(signature_of(dict(first[0]))): first[1]}
         self._schedules: dict[Any, Any] = {}
-        self._dtype = dtype
+        self._dtype, self._first_step = dtype, True
+        self._buffers = {number: StepBuffers([body], by_replica=by_replica) for number, body in first[1].bodies.items()}
 
     def recorded(self, passes: Sequence[Pass]) -> tuple[Any, Recorded]:
         """The stages for these micro-batches, and what they are kept under.
@@ -237,28 +243,40 @@ class PipelineRun:
         return kind, next(iter(self._roots.values())).training, autocast_state()
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns the weighted sum of their losses, 0 without the last stage."""
+        """Forward and backward of all micro-batches.
+
+        Returns:
+            float [2], the weighted sum of their losses, and the sum of the weights; zeros without the last stage.
+        """
         key, recorded = self.recorded(passes)
         if (key, len(passes)) not in self._schedules:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
-        losses: list[torch.Tensor] = []
+        losses, weights = list[torch.Tensor](), list[float]()
         target = torch.arange(len(passes))
         several = any(sum(value.requires_grad for value in stage.given) > 1 for stage in recorded.stages)
         keeps = _graphs_kept() if several else contextlib.nullcontext()
-        with forward_autocast(self._place.device) as region, keeps, self._running(recorded, passes, loss, region):
+        with forward_autocast(self._place.device) as region, keeps, self._running(recorded, passes, loss, region, weights):
+            for buffers in self._buffers.values():
+                buffers.begin()
             self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
+            for buffers in self._buffers.values():
+                buffers.end()
+        if self._first_step:
+            check_same_writes(self._buffers.values())
+            self._first_step = False
+        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
+        return torch.stack([total, total.new_tensor(sum(weights))])
 
-    def evaluate(self, passes: Sequence[Pass]) -> list[Any] | None:
-        """What the model returns for every micro-batch, on the process of the last stage; None elsewhere."""
+    def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]] | None:
+        """What the model returns for every micro-batch and what it counts, on the process of the last stage; None elsewhere."""
         _, recorded = self.recorded(passes)
         group = None if self._pipeline.unlike_meshes else self._place.mesh["pipeline"].get_group()
-        outputs, last = [], len(recorded.stages) - 1
-        with self._running(recorded, passes, None, contextlib.nullcontext):
+        outputs, weights, last = list[Any](), list[float](), len(recorded.stages) - 1
+        with self._running(recorded, passes, None, contextlib.nullcontext, weights):
             for at in range(len(passes)):
                 values = self._pass(recorded, at, group)
                 if last in self._roots:
-                    outputs.append(pytree.tree_unflatten(values, recorded.captured.out_spec))
+                    outputs.append((pytree.tree_unflatten(values, recorded.captured.out_spec), weights[-1]))
         return outputs if last in self._roots else None
 
     def _pass(self, recorded: Recorded, at: int, group: Any) -> tuple[torch.Tensor, ...]:
@@ -280,19 +298,34 @@ class PipelineRun:
         return values
 
     @contextlib.contextmanager
-    def _running(self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region) -> Iterator[None]:
-        """Inside, stages run these micro-batches, forwards in `region`; without a loss the last one makes flat outputs."""
+    def _running(
+        self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region, weights: list[float]
+    ) -> Iterator[None]:
+        """Inside, stages run these micro-batches, forwards in `region`; without a loss the last one makes flat outputs.
+
+        The last stage puts what each pass counts into `weights`.
+        """
         leaves = [pytree.tree_leaves(cast(one.inputs, self._dtype)) for one in passes]
 
         def run(number: int, at: int, taken: tuple[torch.Tensor, ...]) -> Any:
-            one, stage = passes[at], recorded.stages[number]
-            with region():
+            one, stage, buffers = passes[at], recorded.stages[number], self._buffers[number]
+            if loss is not None:
+                buffers.begin_pass()
+            value = None
+            with region(), Targets() as targets:
                 values = recorded.bodies[number](*taken, *(leaves[at][position] for position in stage.inputs))
                 if not stage.given and loss is not None:
-                    output = pytree.tree_unflatten(values, recorded.captured.out_spec)
-                    return loss(output, one.part).reshape(1).double() * one.weight
+                    value = loss(pytree.tree_unflatten(values, recorded.captured.out_spec), one.part)
+            if loss is not None:
+                buffers.end_pass()
             if not stage.given:
-                return values
+                weights.append(one.counted(targets))
+                return values if value is None else value.reshape(1).double() * weights[-1]
+            if one.by_targets and targets.count:
+                raise InputError(
+                    f"native: stage {number} of {len(recorded.stages)} computes a cross-entropy, and targets are counted on "
+                    "the last; cut elsewhere, or plan with pipeline=1"
+                )
             # A split backward detaches what was handed on, which torch does not do with views.
             trained = [value for value in taken if value.requires_grad]
             values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)

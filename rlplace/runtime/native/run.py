@@ -20,10 +20,11 @@ from rlplace.runtime.distributed.strategy_model import StrategyModel
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
 from rlplace.runtime.native.blocks import tied_names, units
+from rlplace.runtime.native.buffers import StepBuffers
 from rlplace.runtime.native.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
-from rlplace.runtime.native.gradients import Ties
+from rlplace.runtime.native.gradients import ParameterHooks, Ties
 from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out
 from rlplace.runtime.native.pipeline import PipelineRun, Recorded, StageModule
@@ -75,10 +76,10 @@ def prepare(
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
     place = find_place(strategy, device_type)
     check_same(model)
-    meta = meta_copy(model)
+    hooks, meta = ParameterHooks(model), meta_copy(model)
     make = partial(
-        StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed,
-        batching=batching or Batching("global", (), "mean"),
+        StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
+        batching=batching or Batching("global", (), strategy.reduction),
     )  # fmt: skip
     if len(strategy.stages) > 1:
         return _pipelined(model, strategy, example_inputs, layouts, facts.blocks, place, meta, make, mixed_precision)
@@ -88,7 +89,9 @@ def prepare(
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
     root = wrap_stage(model, found, stage, place, pipelined=False, outside=outside, mixed_precision=mixed_precision)
-    return make({0: model}, Accumulation(root, place.device, every_pass=stage.sharding > 1), roots=[model])
+    buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
+    runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)
+    return make({0: model}, runner, roots=[model])
 
 
 def _pipelined(
@@ -131,7 +134,8 @@ def _pipelined(
         same_held(again, captured, place.device)
         return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
 
-    runner = PipelineRun(pipeline, place, roots, record, (example_inputs, Recorded(captured, stages, bodies)), dtype)
+    first = example_inputs, Recorded(captured, stages, bodies)
+    runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
     return make(bodies, runner, roots=list(roots.values()), ties=ties, tied=names)
 
 

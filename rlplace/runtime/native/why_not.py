@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 
 from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.native.conduct import Conduct
 from rlplace.schedule import SCHEDULES, V
 
 OLDEST = (2, 11)
@@ -53,6 +55,11 @@ class ModelFacts:
         no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
         no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
         tensor: Of its layouts.
+        hooked: Modules with hooks of the user's.
+        hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
+        backward_hooks: Those with hooks on gradients.
+        subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
     """
 
     blocks: tuple[str, ...] = ()
@@ -61,38 +68,62 @@ class ModelFacts:
     no_cut: str | None = None
     no_samples: str | None = None
     tensor: TensorFacts = TensorFacts()
+    hooked: tuple[str, ...] = ()
+    hooked_outside: tuple[str, ...] = ()
+    backward_hooks: tuple[str, ...] = ()
+    subclass: str | None = None
+    conduct: Conduct | None = None
 
 
-def why_not(strategy: Strategy, facts: ModelFacts | None = None, torch_version: str | None = None) -> str | None:
+def why_not(
+    strategy: Strategy,
+    facts: ModelFacts | None = None,
+    torch_version: str | None = None,
+    *,
+    couple: str | None = None,
+    buffers: str | None = None,
+) -> str | None:
     """The first reason why a strategy cannot run, None when it can.
 
     Args:
         strategy: What is to run.
         facts: Of the model (`model_facts`); without them only what is wrong for every model is found.
         torch_version: Such as ``"2.13.0"``; None takes the installed one.
+        couple: See `Strategy`; None takes the strategy's. So does `buffers`.
+        buffers: See `couple`.
     """
     number = minor_version(torch_version or _installed())
     if number < OLDEST:
         return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
     if len(strategy.pipelines) > 1:
         return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
-    rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model)
-    reasons = (reason for rule in rules for reason in rule(strategy.pipelines[0], facts or ModelFacts(), number))
-    return next(reasons, None)
+    rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model, _hooks)
+    facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
+    reasons = (reason for rule in rules for reason in rule(pipeline, facts, number))
+    return next(
+        chain(
+            reasons, _conduct(pipeline, facts, buffers or strategy.buffers), _gather(pipeline, facts, couple or strategy.couple)
+        ),
+        None,
+    )
 
 
-def judge(facts: ModelFacts | None) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
+def judge(
+    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None
+) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
     """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group may cut.
 
     Args:
         facts: Of the model; None asks about strategies alone.
+        couple: See `why_not`; so is `buffers`.
+        buffers: See `couple`.
 
     Returns:
         The modules are None where all may be cut.
     """
     tensor = TensorFacts() if facts is None else facts.tensor
     cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
-    return lambda strategy: why_not(strategy, facts), cut
+    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers), cut
 
 
 @cache
@@ -187,3 +218,62 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
             yield f"no sequence parallelism: {tensor.no_sequence}"
         if tensor.positions % degree:
             yield f"{tensor.positions} positions cannot be split over {degree} processes; pad them to a multiple"
+
+
+def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    stages = pipeline.stages
+    if facts.subclass is not None:
+        yield f"the parameter {facts.subclass} is no plain tensor, and no engine here was compared on it; convert it to a plain one"
+    if facts.hooked and any(stage.axis("tensor") > 1 for stage in stages):
+        yield f"the hooks of {facts.hooked[0]} would see parts of activations and weights; remove them, or plan with tensor=1"
+    if len(stages) > 1 and facts.hooked_outside:
+        yield (
+            f"the hooks of {facts.hooked_outside[0]} lie outside of all blocks, where a pipeline does not call them; move them "
+            "to a block, or plan with pipeline=1"
+        )
+    if facts.backward_hooks and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield (
+            f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
+            "as 1f1b"
+        )
+    if facts.backward_hooks and any(stage.recompute for stage in stages):
+        yield f"recomputation would call the hooks of {facts.backward_hooks[0]} on other activations; plan without recompute"
+
+
+def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[str]:
+    conduct = facts.conduct or Conduct()
+    stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches)
+    sharded = any(stage.sharding for stage in stages)
+    alone = "plan with replicate=1 shard=1 microbatches=1"
+    if conduct.indivisible is not None and parts > 1:
+        yield f"the batch cannot be divided: half of it raised {conduct.indivisible}; {alone}"
+    if conduct.written and parts > 1 and buffers == "whole":
+        yield (
+            f"the forward writes {conduct.written[0]} by the samples that it gets, so replicas and micro-batches would write "
+            f"others; {alone}, or let each write its own (--buffers replica)"
+        )
+    if (conduct.written or conduct.counters) and any(stage.recompute for stage in stages):
+        yield f"recomputation runs a forward twice, and {(*conduct.written, *conduct.counters)[0]} would be written twice"
+    if conduct.toggles and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+        yield (
+            f"the forward changes requires_grad of {conduct.toggles[0]}, which shares, stages, tensor groups and recomputation "
+            "do not follow; plan with shard=1 pipeline=1 tensor=1"
+        )
+    if conduct.differentiates and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+        yield (
+            "the forward computes gradients itself, which shares, stages, tensor groups and recomputation do not follow; plan "
+            "with shard=1 pipeline=1 tensor=1"
+        )
+    if conduct.sparse and (sharded or (len(stages) > 1 and pipeline.data_degree > 1)):
+        yield f"the gradient of {conduct.sparse[0]} is sparse, which torch shares out of dense tensors only; plan with shard=1"
+
+
+def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]:
+    if couple != "gather":
+        return
+    if max(pipeline.microbatches) > 1:
+        yield "--couple gather computes the loss of the whole batch at once; plan with microbatches=1"
+    if pipeline.data_degree > 1 and (len(pipeline.stages) > 1 or len(set(pipeline.microbatch)) > 1):
+        yield "--couple gather is for replicas of one stage and equal size; plan with pipeline=1"
+    if pipeline.data_degree > 1 and (facts.batch_norm or (facts.conduct is not None and facts.conduct.written)):
+        yield "--couple gather gathers what a loss reads, and statistics inside of the model stay a replica's; plan without it"

@@ -1,0 +1,52 @@
+"""How a training step of a model treats samples, buffers and parameters: the findings of a rehearsal, as planners read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEAN, SUM, TARGETS = "mean", "sum", "targets"
+"""How the loss of a batch comes from those of its parts: a mean over samples, a sum, or a mean over the targets of
+cross-entropies that are not ignored. Other ways weight parts by an input, such as ``"sum:mask"`` (`counting`)."""
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """The findings of a rehearsal; without any the model was not rehearsed.
+
+    Attributes:
+        reduction: How the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples.
+        whole: Loss of the example batch.
+        parts: Mean of the losses of its halves, by their samples.
+        samples: Of the example batch.
+        where: The first module whose result for a sample depends on others, "" for the model's own forward or its loss; None
+            where samples are apart.
+        counters: Buffers that a forward writes, alike whatever the samples are.
+        written: Buffers that a forward writes, with values that depend on the samples.
+        toggles: Parameters whose `requires_grad` the forward changes.
+        hooked: The forward registers hooks on activations.
+        differentiates: The forward computes gradients itself.
+        sparse: Parameters with sparse gradients.
+        incomparable: A random op whose results cannot be made alike for all samples; None without one.
+        indivisible: The error of a step with half of the batch; None where it ran.
+        unseen: Why the model was not rehearsed; None where it was.
+    """
+
+    reduction: str = MEAN
+    whole: float = 0.0
+    parts: float = 0.0
+    samples: int = 0
+    where: str | None = None
+    counters: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    toggles: tuple[str, ...] = ()
+    hooked: bool = False
+    differentiates: bool = False
+    sparse: tuple[str, ...] = ()
+    incomparable: str | None = None
+    indivisible: str | None = None
+    unseen: str | None = None
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss of a batch is no weighted mean of those of its parts."""
+        return not self.reduction and self.incomparable is None

@@ -1,0 +1,112 @@
+"""Modes around the forward of a rehearsal: what it does beside computing, and random numbers that are alike for all samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class Watch(TorchFunctionMode):
+    """Notes what a graph of a forward would lose.
+
+    Attributes:
+        toggles: Ids of parameters whose `requires_grad` is changed.
+        hooked: A hook is registered on an activation.
+        differentiates: Gradients are computed.
+        draws: A random op whose results depend on values or on the number of samples; None without one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toggles = set[int]()
+        self.hooked = self.differentiates = False
+        self.draws: str | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
+            wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
+            if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted:
+                self.toggles.add(id(args[0]))
+        elif function is torch.Tensor.register_hook:
+            self.hooked = self.hooked or not isinstance(args[0], nn.Parameter)
+        return function(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Inside, calls of `torch.autograd` are noted."""
+
+        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.differentiates = True
+                return original(*args, **kwargs)
+
+            return call
+
+        with (
+            mock.patch.object(torch.autograd, "grad", noted(torch.autograd.grad)),
+            mock.patch.object(torch.autograd, "backward", noted(torch.autograd.backward)),
+        ):
+            yield
+
+
+class AlikeDraws(TorchDispatchMode):
+    """Gives every random op the numbers of one row, for all rows, from a stream of its own."""
+
+    def __init__(self, watch: Watch) -> None:
+        """Notes in `watch` what cannot be made alike."""
+        super().__init__()
+        self._watch, self._number = watch, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        self._number += 1
+        torch.manual_seed(self._number)
+        name = func._schema.name.removeprefix("aten::")
+        own = {key: value for key, value in kwargs.items() if key != "generator"}
+        first, rest = (args[0], args[1:]) if args else (None, ())
+        values = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((rest, own)))
+        if name == "bernoulli" and isinstance(first, torch.Tensor):
+            return (_row(first, torch.rand) < first).to(first)
+        if name == "native_dropout":
+            mask = _row(first, torch.rand) >= args[1]
+            return first * mask / (1 - args[1]), mask
+        if name == "normal" and (isinstance(first, torch.Tensor) or values):
+            mean, std = (*args, own.get("std", 1.0))[:2]
+            shape = mean if isinstance(mean, torch.Tensor) else std
+            return mean + std * _row(shape, torch.randn)
+        if name.endswith("_") and isinstance(first, torch.Tensor) and not values:
+            row = torch.empty_like(first[:1] if first.dim() else first)
+            return first.copy_(func(row, *rest, **own).expand_as(first))
+        if name.endswith("_like") and not values:
+            return func(first[:1] if first.dim() else first, *rest, **own).expand_as(first).clone()
+        sizes = next((at for at, value in enumerate(args) if isinstance(value, (list, tuple))), None)
+        if sizes is not None and name in ("rand", "randn", "randint", "normal"):
+            shape = list(args[sizes])
+            drawn = func(*args[:sizes], [1, *shape[1:]] if shape else [], *args[sizes + 1 :], **own)
+            return drawn.expand(shape).clone()
+        self._watch.draws = name
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws: dropout of probability 0 does not."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    named = {argument.name: argument.default_value for argument in func._schema.arguments} | given
+    return not (named.get("train") is False or 0.0 in [named.get(name) for name in ("dropout_p", "p", "dropout")])
+
+
+def _row(like: torch.Tensor, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
+    shape = (1, *like.shape[1:]) if like.dim() else ()
+    return draw(shape, dtype=like.dtype if like.is_floating_point() else None, device=like.device).expand(like.shape)

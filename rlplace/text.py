@@ -17,6 +17,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+def names_in_a_row(names: Sequence[str]) -> str:
+    """Names of devices for a cell: up to three, or the first and the last of many, with how many they are."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
 def either(names: Iterable[str]) -> str:
     """The names as a choice: "a", "a or b", "a, b or c"."""
     *most, last = names

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import given, print_table, say
 from rlplace.errors import InputError
+from rlplace.plan.memory import memory_of
 from rlplace.plan.plan import PlacementPlan
-from rlplace.text import gb
+from rlplace.plan.prediction import Prediction
+from rlplace.text import gb, names_in_a_row
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
@@ -20,23 +22,26 @@ KERNELS = ("foreach", "fused", "single")
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """``--memory`` and what it depends on."""
-    parser.add_argument("--memory", action="store_true", help="show what fills the memory of every device")
+    parser.add_argument("--memory", action="store_true", help="show what fills the memory of the devices, kind by kind")
     parser.add_argument(
         "--alloc-conf",
         default="",
         metavar="TEXT",
-        help="with --memory: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True",
+        help="with --memory, for placements: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True",
     )
-    parser.add_argument("--optimizer-kernel", choices=KERNELS, help="with --memory: how the optimizer updates (foreach)")
+    parser.add_argument("--optimizer-kernel", choices=KERNELS, help="likewise: how the optimizer updates (foreach)")
 
 
-def check_memory_options(options: argparse.Namespace) -> None:
-    """Refuses what cannot be read, or has no effect, before the model is captured."""
+def check_memory_options(options: argparse.Namespace, placements: bool) -> None:
+    """Refuses what cannot be read, or has no effect, before the model is captured; `placements`: these are asked for."""
     from rlplace.cost.allocator import AllocatorOptions
 
     AllocatorOptions.parse(options.alloc_conf)
-    for name in given(options, {"alloc_conf": "", "optimizer_kernel": None}) if not options.memory else ():
-        raise InputError(f"{name} describes the memory table; add --memory, or leave it out")
+    for name in given(options, {"alloc_conf": "", "optimizer_kernel": None}):
+        if not options.memory:
+            raise InputError(f"{name} describes the memory table; add --memory, or leave it out")
+        if not placements:
+            raise InputError(f"{name} is about torch's allocator, which is replayed for placements; add --space placement")
 
 
 def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
@@ -65,6 +70,9 @@ def show_memory(footprints: list[Footprint]) -> None:
     """One row per device; parts that are zero everywhere are left out. The parts add up to the total."""
     from rlplace.cost.footprint import PARTS
 
+    if not footprints:
+        return
+    print()
     shown = [part for part in PARTS if any(item.parts[part] for item in footprints)]
     rows = []
     for item in footprints:
@@ -76,6 +84,24 @@ def show_memory(footprints: list[Footprint]) -> None:
     if any(item.retries and item.fits for item in footprints):
         print("barely: only after giving back cached segments")
     print()
+
+
+def show_parts(predicted: Prediction) -> None:
+    """What fills the devices under a strategy: a row for those that hold the same, parts that are zero everywhere left out."""
+    rows = memory_of(predicted)
+    shown = [name for name in rows[0].parts if any(row.parts[name] for row in rows)]
+    cells = [
+        [names_in_a_row(row.devices), *(gb(row.parts[name]) for name in shown), gb(row.total_bytes), gb(row.capacity_bytes)]
+        for row in rows
+    ]
+    print_table(["GB", *shown, "total", "memory"], cells)
+    print("at each device's worst moment of the step" + ("" if all(row.op_by_op for row in rows) else _COARSE))
+    hosts = [f"{gb(size)} GB on host {host}" for host, size in enumerate(predicted.host_bytes) if size]
+    if hosts:
+        print(f"in host memory: {', '.join(hosts)}")
+
+
+_COARSE = "; too many ops to simulate each, so activations are all that passes hold"
 
 
 def warn_of_update(placed: Placed, options: argparse.Namespace) -> None:

@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
         options.time_limit = 5.0
     if options.out:
         check_output(options.out)
-    check_memory_options(options)
     reason = placement_reason(options)
+    check_memory_options(options, reason is not None)
     if reason is None:
         plan, show = answer(options)
     else:
@@ -110,13 +110,16 @@ def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], Non
     if placed is None:
         return best, functools.partial(show_strategy, best, machine)
 
+    plan, footprints = with_memory(placed, options) if options.memory else (placed.plan, [])
+
     def show() -> None:
-        _show(placed.plan, placed.problem)
+        _show(plan, placed.problem)
         assert best.strategy is not None
         words = uniform_words(best.strategy)
         print(f"branches side by side: the best strategy takes {ms(best.predicted.step_s)} ms ({words}); --space chooses one")
+        show_memory(footprints)
 
-    return placed.plan, show
+    return plan, show
 
 
 def placement_reason(options: argparse.Namespace) -> str | None:
@@ -130,7 +133,7 @@ def placement_reason(options: argparse.Namespace) -> str | None:
     return why_placement(options.planner, options.space, given(options, _OF_PLACEMENTS))
 
 
-_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "memory": False, "granularity": GRANULARITY}
+_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "granularity": GRANULARITY}
 """Options that belong to placements alone, with their defaults."""
 
 
@@ -150,7 +153,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
         if not takes_calls(options.planner):
             raise InputError(f"planner {options.planner} is no search, and simulates what it needs; leave --calls out")
         extra["calls"] = options.calls
-    loaded = load(options.model, options.cluster, options)
+    loaded = load(options.model, options.cluster, options, runs=True)
     say(f"planning with {options.planner}")
     try:
         placed = place_priced(loaded, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra)
@@ -160,10 +163,8 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
             device=error.device,
             short_bytes=error.short_bytes,
         ) from None
-    plan, footprints = placed.plan, None
-    if options.memory:
-        plan, footprints = with_memory(placed, options)
-    else:
+    plan, footprints = with_memory(placed, options) if options.memory else (placed.plan, [])
+    if not options.memory:
         warn_of_update(placed, options)
     question = f"question: which device each group of ops runs on ({reason})"
     if options.json:
@@ -172,9 +173,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     def show() -> None:
         _show(plan, placed.problem)
         print(question + ("" if loaded.graph is None else "; --space auto asks for the whole strategy"))
-        if footprints is not None:
-            print()
-            show_memory(footprints)
+        show_memory(footprints)
 
     return plan, show
 

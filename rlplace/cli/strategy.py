@@ -21,6 +21,7 @@ from rlplace.cli.common import (
     say,
 )
 from rlplace.cluster import Cluster
+from rlplace.cli.memory import show_parts
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
@@ -68,7 +69,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.time_limit,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
-            buffers=options.buffers,
+            buffers=options.buffers, memory=options.memory,
         )  # fmt: skip
 
 
@@ -144,6 +145,9 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
     print()
     show_devices(predicted, machine)
     cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
+    if predicted.memory:
+        print()
+        show_parts(predicted)
     checked = "" if predicted.executor == "blocks" else ", the first ones again op by op"
     print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):

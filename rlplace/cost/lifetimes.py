@@ -35,6 +35,7 @@ class Lifetimes:
         device: int32 [A].
         bytes: int64 [A].
         kind: int8 [A], one of `ACTIVATION`, `BACKWARD_VALUE`, `TEMPORARY`, `RECEIVED`.
+        op: int64 [A], the op that makes it; -1 for a received copy.
         op_start: int64 [N], per op the number of events before it starts.
         peak_memory_bytes: int64 [D], of the simulation, with resident and reserved bytes.
     """
@@ -45,8 +46,16 @@ class Lifetimes:
     device: NDArray[np.int32]
     bytes: NDArray[np.int64]
     kind: NDArray[np.int8]
+    op: NDArray[np.int64]
     op_start: NDArray[np.int64]
     peak_memory_bytes: NDArray[np.int64]
+
+    def at_peak(self, device: int) -> NDArray[np.int64]:
+        """The allocations that are alive when a device first holds the most, as numbers."""
+        live = self.live_bytes(device)
+        until = int(live.argmax()) + 1 if len(live) and live.max() > 0 else 0
+        alive = np.bincount(self.item[:until], np.where(self.starts[:until], 1, -1), len(self.bytes)) > 0
+        return np.flatnonzero(alive & (self.device == device))
 
     def live_bytes(self, device: int) -> NDArray[np.int64]:
         """int64 [E], bytes on a device after every event."""
@@ -75,7 +84,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     if run.done < problem.num_ops:
         raise InputError(f"memory: the step does not complete: {STUCK}")
     events = np.array(run.noted, dtype=[("item", np.int64), ("starts", bool), ("time_s", np.float64)])
-    made = np.array(run.allocations, dtype=[("device", np.int32), ("bytes", np.int64), ("kind", np.int8)])
+    made = np.array(run.allocations, dtype=[("device", np.int32), ("bytes", np.int64), ("kind", np.int8), ("op", np.int64)])
     columns = {name: np.ascontiguousarray(rows[name]) for rows in (events, made) for name in rows.dtype.fields or ()}
     return Lifetimes(**columns, op_start=np.array(run.op_start), peak_memory_bytes=np.array(run.peak, dtype=np.int64))
 
@@ -89,7 +98,7 @@ class _Recorder(ReferenceRun):
         self.copies: dict[tuple[int, int], int] = {}  # (tensor, device) -> allocation
         self.scratch: dict[int, int] = {}  # op -> allocation
         self.noted: list[tuple[int, bool, float]] = []  # allocation, whether it starts, and when
-        self.allocations: list[tuple[int, int, int]] = []  # device, bytes and kind of each allocation
+        self.allocations: list[tuple[int, int, int, int]] = []  # device, bytes, kind and op of each allocation
         self.op_start = [0] * problem.num_ops
 
     def occupy(self, op: int, time: float) -> None:
@@ -97,9 +106,9 @@ class _Recorder(ReferenceRun):
         device = self.device[op]
         for tensor in self.outputs[op]:
             if self.size[tensor]:
-                self.copies[tensor, device] = self._begin(device, self.size[tensor], self.made_as[op])
+                self.copies[tensor, device] = self._begin(device, self.size[tensor], self.made_as[op], op)
         if self.temporary[op]:
-            self.scratch[op] = self._begin(device, self.temporary[op], TEMPORARY)
+            self.scratch[op] = self._begin(device, self.temporary[op], TEMPORARY, op)
         super().occupy(op, time)
 
     def finish_op(self, op: int) -> None:
@@ -109,7 +118,7 @@ class _Recorder(ReferenceRun):
 
     def start_transfer(self, tensor: int, source: int, destination: int) -> None:
         if self.size[tensor]:
-            self.copies[tensor, destination] = self._begin(destination, self.size[tensor], RECEIVED)
+            self.copies[tensor, destination] = self._begin(destination, self.size[tensor], RECEIVED, -1)
         super().start_transfer(tensor, source, destination)
 
     def release(self, tensor: int, device: int) -> None:
@@ -117,8 +126,8 @@ class _Recorder(ReferenceRun):
             self._note(self.copies.pop((tensor, device)), False)
         super().release(tensor, device)
 
-    def _begin(self, device: int, size: int, kind: int) -> int:
-        self.allocations.append((device, size, kind))
+    def _begin(self, device: int, size: int, kind: int, op: int) -> int:
+        self.allocations.append((device, size, kind, op))
         self._note(len(self.allocations) - 1, True)
         return len(self.allocations) - 1
 

@@ -32,7 +32,8 @@ class Prediction(Record, frozen=True):
         idle: Seconds in which devices do nothing, summed over them.
         op_level: The same plan simulated op by op.
         held_back_bytes: Memory per device that was kept from the planner, so that the plan fits op by op.
-        memory: Per device the table of `rlplace place --memory`.
+        memory: The table of `rlplace place --memory`: an entry a device of a placement, of a strategy one for devices that hold
+            the same (`rlplace.plan.memory`).
         strategies: The strategy and its rivals, see `rlplace.plan.rivals`.
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.

@@ -12,7 +12,7 @@ from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.expand_pass import PassBuild
 from rlplace.strategy.meshes import Lane, stage_actions
 from rlplace.strategy.op_costs import slowest
-from rlplace.strategy.placed_blocks import Block, placed_blocks
+from rlplace.strategy.placed_blocks import Block, placed_blocks, received_bytes
 from rlplace.strategy.rules import WHOLE
 from rlplace.strategy.stage_ops import Lifetimes, StageOps
 from rlplace.strategy.step_build import SEND
@@ -54,15 +54,9 @@ class LaneBuild:
 
     def resident_bytes(self, place: int) -> float:
         """Weights, gradients and optimizer state as far as they are there all step long, and torch's receive buffers."""
-        draft, count, rows = self.draft, self.lane.microbatches, self.rows[place]
-        total = sum(rows[block].static_bytes for block in draft.blocks_of(place))
-        received = 0.0
-        for stage, inside in enumerate(draft.ranges):
-            if draft.place_of_stage[stage] == place:
-                sent = rows[inside.start - 1].sent_bytes if stage > 0 else 0.0
-                returned = rows[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
-                received += count * (sent + returned)
-        return total + received
+        rows = self.rows[place]
+        total = sum(rows[block].static_bytes for block in self.draft.blocks_of(place))
+        return total + received_bytes(self.draft, self.lane, rows, place)
 
     def run(self) -> None:
         """Every place's actions, always one whose input another action has sent."""

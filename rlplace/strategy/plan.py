@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,12 +21,14 @@ from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
+from rlplace.records import plain
 from rlplace.strategy.batches import search_batches
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.evaluate import Evaluation, Evaluator
 from rlplace.strategy.kinds import KINDS, kind_of
+from rlplace.strategy.op_costs import OpCosts
 from rlplace.strategy.op_level import OpLevel
 from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.search import Answer, search
@@ -58,6 +60,7 @@ def plan_strategy(
     curve: BatchCurve | None = None,
     planner: str = "strategy",
     progress: Progress | None = None,
+    memory: bool = False,
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
 
@@ -80,6 +83,7 @@ def plan_strategy(
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
         planner: Who answers, as the plan says it.
         progress: Told how far the search is.
+        memory: Whether ``predicted.memory`` says what fills the devices (`rlplace.strategy.memory_parts`).
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, the quickest where a simpler one is
@@ -123,7 +127,7 @@ def plan_strategy(
         device_of_group=np.zeros(0, dtype=np.int32),
         strategy=answer.ranked[0].draft.strategy(names),
         source=source,
-        predicted=predict(question, answer, finer, **extra),
+        predicted=predict(question, answer, finer, **extra).told(memory=_memory(question, answer, finer) if memory else ()),
     )
 
 
@@ -155,6 +159,15 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
         extra={"complete": answer.complete, **extra},
         strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),
     )
+
+
+def _memory(question: Question, answer: Answer, finer: OpLevel) -> tuple[Mapping[str, Any], ...]:
+    """What fills the devices under the best draft, an entry for those that hold the same."""
+    from rlplace.strategy.memory_parts import memory_parts
+
+    draft, costs = answer.ranked[0].draft, cast(OpCosts, question.costs)
+    rows = memory_parts(draft, costs, question.cluster, finer.evaluate(draft), question.scores.traffic)
+    return tuple(plain(row) for row in rows)
 
 
 def unlike(ranked: Sequence[Tried], count: int) -> list[Tried]:

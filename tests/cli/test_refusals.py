@@ -41,7 +41,7 @@ CASES = [
     ("place x --planner heft --space auto", "places groups one by one"),
     ("place x --space tensor=0", "tensor"),
     ("place x --space tensor", "expected KEY=VALUE"),
-    ("place x --space auto --memory", "--memory belongs to placements"),
+    ("place x --memory --optimizer-kernel fused", "add --space placement"),
     ("place x --space microbatch=2 --microbatch 4", "microbatch stands twice"),
     ("place hf:gpt3", "did you mean"),
     ("place zoo:incepton", "did you mean 'inception'"),

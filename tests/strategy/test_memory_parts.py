@@ -1,0 +1,112 @@
+"""What fills devices under a strategy: the parts add up to the peak, and weights are the model's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_costs import CLUSTERS, random_costs, random_draft
+from random_ops import RandomOps
+from torch import nn
+
+import rlplace
+from rlplace.cli.main import main
+from rlplace.cluster import Cluster
+from rlplace.cluster.parse import parse
+from rlplace.plan.memory import HeldMemory, memory_of
+from rlplace.strategy import memory_parts as parts_module
+from rlplace.strategy import op_level
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.memory_parts import PARTS, memory_parts
+from rlplace.strategy.op_level import OpLevel
+from rlplace.strategy.plan import plan_strategy
+from rlplace.strategy.space import Space
+from rlplace.strategy.tries import Question
+from rlplace.zoo import load_model
+
+TINY = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256"
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["op by op", "block by block"])
+@pytest.mark.parametrize("seed", range(24))
+def test_parts_add_up_to_the_peak_of_every_device(seed: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    cluster = Cluster.preset(CLUSTERS[seed % len(CLUSTERS)])
+    costs = RandomOps.of(random_costs(rng, cluster, int(rng.integers(4, 9)), tied=seed % 3 == 0))
+    draft = random_draft(rng, cluster, len(costs.names))
+    if most is not None:
+        monkeypatch.setattr(op_level, "MOST_TASKS", most)
+        monkeypatch.setattr(parts_module, "MOST_TASKS", most)
+    said = OpLevel(Question(Evaluator(costs, cluster), draft.batch)).evaluate(draft)
+    rows = memory_parts(draft, costs, cluster, said)
+    names = [device.name for device in cluster.devices]
+    assert sorted(names.index(name) for row in rows for name in row.devices) == sorted(draft.devices)
+    for row in rows:
+        assert set(row.parts) == set(PARTS) and all(size >= 0 for size in row.parts.values())
+        assert row.op_by_op is (most is None)
+        for name in row.devices:
+            device = names.index(name)
+            assert sum(row.parts.values()) == row.total_bytes == said.peak_memory_bytes[device]
+            assert row.parts["reserved"] == cluster.devices[device].reserved_bytes
+            assert row.capacity_bytes == cluster.devices[device].memory_bytes
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[nn.Module, rlplace.OpGraph]:
+    loaded = load_model(TINY, batch=4, seq=32)
+    return loaded.module, rlplace.capture(loaded.module, loaded.example_inputs, optimizer="adam")
+
+
+def held(graph: rlplace.OpGraph, space: str, batch: int = 16) -> HeldMemory:
+    plan = plan_strategy(graph, parse("a100-80g:4"), batch, calls=40, space=Space.parse(space), memory=True)
+    (row,) = memory_of(plan.predicted)
+    return row
+
+
+def test_weights_are_those_of_the_model(gpt2: tuple[nn.Module, rlplace.OpGraph]) -> None:
+    """Counted from the module; shares of four devices are a quarter, whatever runs again."""
+    module, graph = gpt2
+    trained = sum(parameter.numel() * 4 for parameter in module.parameters())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    copies = held(graph, "replicate=4 shard=1 tensor=1 pipeline=1 recompute=none offload=none")
+    assert copies.devices == ("gpu0", "gpu1", "gpu2", "gpu3")
+    assert copies.parts["weights"] == pytest.approx(trained + buffers, abs=64)
+    assert copies.parts["gradients"] == trained and copies.parts["optimizer"] == 2 * trained
+    assert copies.parts["gathered"] == 0
+    shares = held(graph, "shard=4 sharding=3 recompute=none offload=none")
+    for name, whole in (("weights", trained + buffers), ("gradients", trained), ("optimizer", 2 * trained)):
+        assert shares.parts[name] == pytest.approx(whole / 4, rel=0.01)
+    assert shares.parts["gathered"] > 0 or shares.parts["backward"] > 0
+    away = held(graph, "shard=4 sharding=3 recompute=none offload=optimizer")
+    assert away.parts["optimizer"] == 0 and away.parts["weights"] == shares.parts["weights"]
+
+
+def test_what_runs_again_is_not_kept(gpt2: tuple[nn.Module, rlplace.OpGraph]) -> None:
+    _, graph = gpt2
+    fixed = "replicate=4 shard=1 tensor=1 pipeline=1 offload=none"
+    none, full = (held(graph, f"{fixed} recompute={how}") for how in ("none", "full"))
+    assert full.parts["activations"] < 0.8 * none.parts["activations"]
+    assert full.parts["weights"] == pytest.approx(none.parts["weights"], abs=64)
+
+
+def test_memory_does_not_change_the_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["place", TINY, "--cluster", "a100-80g:4", "--seq", "32", "--batch", "16", "--calls", "40"]
+    assert main([*words, "--out", str(tmp_path / "x.plan.json")]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert main([*words, "--memory", "--out", str(tmp_path / "y.plan.json")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line and line in plain] == [line for line in plain if line]  # and a table more
+    (head,) = [line for line in shown if line.startswith("GB ")]
+    assert head.split()[1:5] == ["weights", "gradients", "optimizer", "activations"]
+    assert head.split()[-2:] == ["total", "memory"]
+        "total",
+        "memory",
+    ]
+    without, beside = (rlplace.PlacementPlan.load(tmp_path / name) for name in ("x.plan.json", "y.plan.json"))
+    assert beside.strategy is not None and beside.fingerprint == without.fingerprint
+    peaks = {f"gpu{number}": peak for number, peak in enumerate(beside.predicted.peak_memory_bytes) if peak}
+    assert {name: row.total_bytes for row in memory_of(beside.predicted) for name in row.devices} == peaks
+    assert main([*words, "--memory", "--json"]) == 0
+    assert "weights" in json.loads(capsys.readouterr().out)["predicted"]["memory"][0]["parts"]

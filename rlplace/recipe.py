@@ -47,13 +47,14 @@ class Recipe(msgspec.Struct, frozen=True):
     def build(self, device: str, seed: int, batch: int | None = None) -> LoadedModel:
         """Builds the model, with random weights that depend on `seed` only, and inputs of one micro-batch."""
         from rlplace.zoo import load_model
-        from rlplace.zoo.load import runs_code
+        from rlplace.zoo.functions import runs_code
 
         if runs_code(self.model) and os.environ.get("RANK", "0") == "0":
             print(f"running code of this machine that the plan names: {show(self.model)}", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return load_model(self.model, batch=batch or self.batch, seq=self.seq, dtype=self.dtype, device=device)
+            samples = batch or self.batch
+            return load_model(self.model, batch=samples, seq=self.seq, dtype=self.dtype, device=device, resize=True)
 
 
 def recipe_of(plan: PlacementPlan) -> Recipe:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlplace.cli.kept import kept
 from rlplace.errors import InputError
@@ -93,7 +93,29 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host-us-per-layer", type=rate, metavar="N", help="host time of a layer's forward and backward")
 
 
-def microbatch(options: argparse.Namespace) -> int:
+def asked_batch(model: str, options: argparse.Namespace) -> int | None:
+    """Samples of a step: those of ``--batch``, or of a function that gives a fixed number; None: neither says it.
+
+    Raises:
+        InputError: The two differ.
+    """
+    from rlplace.zoo.functions import fixed_line, fixed_samples, runs_code
+
+    if not runs_code(model):
+        return cast("int | None", options.batch)
+    with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+        fixed = fixed_samples(model, options.seq)
+    if fixed is None:
+        return cast("int | None", options.batch)
+    if options.batch not in (None, fixed):
+        raise InputError(fixed_line(model, fixed, f"leave --batch {options.batch} out"))
+    if getattr(options, "batch_curve", None):
+        raise InputError(fixed_line(model, fixed, "leave --batch-curve out, which chooses their number"))
+    say(fixed_line(model, fixed, f"a step has {fixed}"))
+    return fixed
+
+
+def microbatch(model: str, options: argparse.Namespace) -> int:
     """Samples of the pass that is captured.
 
     Raises:
@@ -101,7 +123,7 @@ def microbatch(options: argparse.Namespace) -> int:
     """
     from rlplace.graph.sizes import samples_of_pass
 
-    samples = samples_of_pass(options.batch, options.microbatch)
+    samples = samples_of_pass(asked_batch(model, options), options.microbatch)
     return MICROBATCH if samples is None else samples
 
 
@@ -135,7 +157,10 @@ def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced
     machine = parse(cluster or "host")
     note_machine(cluster, machine)
     costs_of(options, machine)
-    return price_model(capture_model(model, options, microbatch(options)), machine, options)
+    captured = capture_model(model, options, microbatch(model, options))
+    if runs:
+        captured.check_placed()
+    return price_model(captured, machine, options)
 
 
 def note_machine(cluster: str | None, machine: Cluster) -> None:
@@ -189,7 +214,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     def build(batch: int, device: str = "meta") -> LoadedModel:
         from rlplace.zoo import load_model
 
-        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype, device=device)
+        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype, device=device, resize=True)
 
     @cache
     def facts() -> ModelFacts:

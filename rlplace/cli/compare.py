@@ -154,7 +154,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
         if model in files:
             cases.append(_file_case(model, options))
             continue
-        captured = functools.cache(functools.partial(capture_model, model, options, microbatch(options)))
+        captured = functools.cache(functools.partial(capture_model, model, options, microbatch(model, options)))
         cases += [_model_case(model, captured, text, machine, options, whole) for text, machine in machines.items()]
     return cases
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.cli.common import (
     MICROBATCH,
     add_model_options,
+    asked_batch,
     capture_model,
     compile_first,
     costs_of,
@@ -123,7 +124,7 @@ def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, P
     from rlplace.placing import CLASSICAL, FIXED, answer, default_batch
 
     fixed = {name: getattr(options, name, None) for name in FIXED}
-    costs, batch = costs_of(options, machine), options.batch or default_batch(machine)
+    costs, batch = costs_of(options, machine), asked_batch(options.model, options) or default_batch(machine)
     compile_first("strategy")
     captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
     began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}

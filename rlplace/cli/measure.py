@@ -83,7 +83,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     say(f"timing {options.model} on {device}")
     measurement = load_and_measure(
         options.model,
-        batch=microbatch(options),
+        batch=microbatch(options.model, options),
         seq=options.seq,
         dtype=options.dtype,
         optimizer=options.optimizer,

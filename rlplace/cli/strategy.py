@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
     MICROBATCH,
+    asked_batch,
     basis_words,
     capture_model,
     compile_first,
@@ -56,7 +57,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     costs = costs_of(options, machine)
     note_machine(options.cluster, machine)
     curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
-    batch = options.batch
+    batch = asked_batch(options.model, options)
     if batch is None and curve is None:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")

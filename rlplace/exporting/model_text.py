@@ -12,7 +12,7 @@ import torch
 from rlplace.errors import InputError
 from rlplace.exporting.asked import Asked
 from rlplace.graph.capture import DTYPES
-from rlplace.zoo.load import function_and_options, runs_code
+from rlplace.zoo.functions import function_and_options, runs_code
 from rlplace.zoo.options import split_spec
 
 

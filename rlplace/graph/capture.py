@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.graph.opgraph import OpGraph, Parameter
 from rlplace.graph.optimizers import OPTIMIZERS
+from rlplace.graph.sizes import rows_of
 from rlplace.interrupts import without_collections
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _capture_with(
     return build_graph(
         assembly,
         name=name or type(step.model).__name__,
-        samples=_samples(step.args, step.kwargs),
+        samples=rows_of((step.args, step.kwargs)),
         capture={
             "method": method,
             "optimizer": step.optimizer,
@@ -265,13 +266,6 @@ def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if next(tensors_in((args, kwargs)), None) is None:
         raise InputError("example_inputs: holds no tensor; give the inputs of one training step")
     return args, kwargs
-
-
-def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    from rlplace.graph.access import tensors_in
-
-    shape = next(tensors_in((args, kwargs))).shape
-    return max(1, int(shape[0])) if len(shape) else 1
 
 
 def _dtype(dtype: str | torch.dtype | None, what: str = "dtype", short: Sequence[str] = tuple(DTYPES)) -> torch.dtype | None:

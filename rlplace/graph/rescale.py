@@ -27,9 +27,20 @@ _NEAREST = ("op_target", "op_kind", "op_dtype", "op_launches")
 
 
 def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:
-    """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them."""
+    """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them.
+
+    Raises:
+        InputError: The second has another number of samples than was asked for.
+    """
     whole = whole if whole.samples > 1 else capture_at(2)
-    return whole, capture_at(whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples)
+    asked = whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples
+    other = capture_at(asked)
+    if other.samples != asked:
+        raise InputError(
+            f"{whole.name[:80]}: a batch of {asked} is asked for, and the first tensor of its inputs has {other.samples} rows; "
+            "that tensor must have one row a sample"
+        )
+    return whole, other
 
 
 def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlplace.errors import InputError
 from rlplace.graph.opgraph import OpGraph
+
+
+def rows_of(inputs: Any) -> int:
+    """Samples of example inputs: rows of their first tensor, 1 where it has no dimensions, 0 where there is no tensor.
+
+    Args:
+        inputs: Tensors in tuples, lists and dicts.
+    """
+    from rlplace.graph.access import tensors_in
+
+    first = next(tensors_in(dict(inputs) if isinstance(inputs, Mapping) else inputs), None)
+    return 0 if first is None else max(1, int(first.shape[0])) if first.dim() else 1
 
 
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
@@ -18,17 +30,14 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
         wanted: Batch size of the result.
     """
     import torch
+    from torch.utils import _pytree as pytree
 
-    if isinstance(inputs, torch.Tensor):
-        if inputs.dim() == 0 or inputs.shape[0] != samples:
-            return inputs
-        repeats = -(-wanted // samples)
-        return inputs.repeat(repeats, *([1] * (inputs.dim() - 1)))[:wanted]
-    if isinstance(inputs, dict):
-        return {key: resize_batch(value, samples, wanted) for key, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        return type(inputs)(resize_batch(value, samples, wanted) for value in inputs)
-    return inputs
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.dim() == 0 or leaf.shape[0] != samples or samples == wanted:
+            return leaf
+        return leaf.repeat(-(-wanted // samples), *([1] * (leaf.dim() - 1)))[:wanted]
+
+    return pytree.tree_map_only(torch.Tensor, resized, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:

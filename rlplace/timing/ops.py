@@ -157,7 +157,7 @@ def load_and_measure(
 
     source = {"model": spec, "batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
     torch.manual_seed(0)
-    model = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="cpu")
+    model = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="cpu", resize=True)
     graph = capture(model.module, model.example_inputs, loss=model.loss, optimizer=optimizer, name=model.name, source=source)
     return measure_model(model, graph, optimizer=optimizer, device=device, **options)
 

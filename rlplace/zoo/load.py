@@ -7,21 +7,17 @@ A builder returns a module whose output is a dict with the key ``loss``, and its
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlplace.errors import InputError, RlplaceError, show, unknown_name, whole_number
+from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.limits import MODULES
+from rlplace.zoo.functions import call_function, first_line
 from rlplace.zoo.options import parse_options, split_spec
 from rlplace.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
 from rlplace.zoo.vision import build_inception, build_nasnet, build_unet
@@ -52,58 +48,62 @@ class LoadedModel:
         example_inputs: Keyword inputs (dict) or positional inputs (tuple) of one training step, on the CPU.
         loss: Function of the output, None when the output carries its loss.
         name: The MODEL text that it was loaded from.
+        fixed: Samples that a user's own function gives whatever is asked; None where it gives as many as are asked for.
     """
 
     module: nn.Module
     example_inputs: dict[str, Any] | tuple[Any, ...]
     loss: Callable[[Any], torch.Tensor] | None
     name: str
+    fixed: int | None = None
 
 
 _COUNTS = ("blocks", "branches", "cells", "depth", "experts", "layers", "nodes", "tables")
 """Options of zoo models that set the number of modules, each of which takes memory even on the meta device."""
 
-_NO_MODELS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "pkg_resources", "setuptools", "torch"})
-"""Packages whose functions build no models, but could do anything else with the options of a foreign plan."""
 
-
-def runs_code(spec: str) -> bool:
-    """Whether a MODEL text names a user's own function, so that loading it runs the user's code."""
-    kind, colon, rest = spec.partition(":")
-    return bool(kind and colon and rest) and kind not in ("hf", "zoo")
-
-
-def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32", device: str = "meta") -> LoadedModel:
+def load_model(
+    spec: str,
+    *,
+    batch: int | None = None,
+    seq: int = 512,
+    dtype: str = "fp32",
+    device: str = "meta",
+    resize: bool = False,
+) -> LoadedModel:
     """Builds the model that a MODEL text names.
 
-    ``package.module:function`` and ``file.py:function`` import that module and call that function: this is the only place
-    where rlplace runs code that a text names. Everything else that is loaded is data.
+    A text ``package.module:function`` or ``file.py:function`` runs code, the user's own (`rlplace.zoo.functions`); everything
+    else that is loaded is data.
 
     Args:
         spec: ``hf:TYPE[,key=value...]`` (a transformers configuration, random weights), ``zoo:NAME[,key=value...]``,
             ``package.module:function[,key=value...]`` or ``file.py:function[,key=value...]``. Such a function returns a module,
             its example inputs and optionally a loss; it is given `batch` and `seq` if it takes parameters of these names.
-        batch: Samples per step.
+        batch: Samples per step; None: 8, or as many as a function gives that has no parameter `batch`.
         seq: Sequence length, for models that have one.
         dtype: "fp32", "bf16", "fp16" or "fp64". A user's own function keeps its dtypes at "fp32".
         device: "meta" allocates no weights; "cpu" gives real random ones. A user's own function chooses its device.
+        resize: Inputs of a function that gives a fixed number of samples are cut or repeated to `batch`, and not refused.
 
     Returns:
         The model.
 
     Raises:
-        InputError: Unknown type, name or option (with the nearest known one), or a value that does not fit the model.
+        InputError: Unknown type, name or option (with the nearest known one), a value that does not fit the model, or a
+            function that gives another number of samples.
         MissingError: The transformers extra is not installed.
     """
     from rlplace.graph.capture import DTYPES
 
-    for name, size in (("batch", batch), ("seq", seq)):
+    for name, size in (("batch", 8 if batch is None else batch), ("seq", seq)):
         whole_number(size, name, 1, MAX_SIZE)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if device not in DEVICES:
         raise unknown_name("device for models", device, DEVICES)
     kind, colon, rest = spec.partition(":")
+    fixed: int | None = None
     if not colon or not rest or not kind:
         raise InputError(
             f"model {show(spec, 120)}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in hf:gpt2"
@@ -111,11 +111,12 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
     if kind == "hf":
         from rlplace.zoo.transformers import load_transformers
 
-        module, inputs, loss = load_transformers(rest, batch, seq, device)
+        module, inputs, loss = load_transformers(rest, 8 if batch is None else batch, seq, device)
     elif kind == "zoo":
-        module, inputs, loss = *_load_zoo(rest, batch, seq, device), None
+        module, inputs, loss = *_load_zoo(rest, 8 if batch is None else batch, seq, device), None
     else:
-        module, inputs, loss = _load_function(kind, rest, batch, seq)
+        made = call_function(kind, rest, batch, seq, resize=resize)
+        module, inputs, loss, fixed = made.module, made.inputs, made.loss, made.fixed
     kept = dtype == "fp32" and kind not in ("hf", "zoo")
     if not kept:
         target = getattr(torch, DTYPES[dtype])
@@ -123,7 +124,7 @@ def load_model(spec: str, *, batch: int = 8, seq: int = 512, dtype: str = "fp32"
         inputs = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda leaf: leaf.to(target) if leaf.is_floating_point() else leaf, inputs
         )
-    return LoadedModel(module, inputs, loss, spec)
+    return LoadedModel(module, inputs, loss, spec, fixed)
 
 
 def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -141,98 +142,5 @@ def _load_zoo(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, 
         with torch.device(device):
             module, inputs = build(batch=batch, seq=seq, **values)
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise InputError(f"zoo:{name}: cannot be built: {_first_line(error)}") from None
+        raise InputError(f"zoo:{name}: cannot be built: {first_line(error)}") from None
     return module, inputs
-
-
-def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A user's own function that a MODEL text names, and its arguments; importing it runs its module.
-
-    Args:
-        source: Text before the colon: a dotted module or a file.
-        rest: Text after the colon: function and options.
-        batch: Samples.
-        seq: Sequence length.
-
-    Raises:
-        InputError: It is not found, or has no such option.
-    """
-    name, options = split_spec(rest)
-    where = f"{source}:{name}"
-    if not source.endswith(".py") and source.partition(".")[0] in _NO_MODELS:
-        raise InputError(
-            f"model {show(where)}: {show(source)} holds no function that returns a model and its inputs; write one"
-        )
-    module = _import(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise unknown_name(f"function of {source}", name, functions)
-    parameters = inspect.signature(function).parameters
-    defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
-    sizes = {"batch": batch, "seq": seq}
-    for key in sizes.keys() - parameters.keys():
-        if alike := [other for other in parameters if other.startswith(key) and other not in options]:
-            raise InputError(
-                f"model {show(where)}: its parameter {alike[0]} gets no --{key}, which goes to one named {key}; rename it, or "
-                f"fix it by an option: {name},{alike[0]}=8"
-            )
-    values: dict[str, Any] = {key: size for key, size in sizes.items() if key in parameters}
-    values |= parse_options(options, defaults, where)
-    return function, values
-
-
-def _load_function(source: str, rest: str, batch: int, seq: int) -> tuple[nn.Module, Any, Any]:
-    function, values = function_and_options(source, rest, batch, seq)
-    where = f"{source}:{split_spec(rest)[0]}"
-    try:
-        result = function(**values)
-    except RlplaceError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"model {show(where)}: the function raised {type(error).__name__}: {_first_line(error)}") from error
-    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        raise InputError(
-            f"model {show(where)}: the function must return (module, example_inputs) or (module, example_inputs, loss)"
-        )
-    inputs = result[1]
-    loss = result[2] if len(result) == 3 else None
-    if loss is not None and not callable(loss):
-        raise InputError(f"model {show(where)}: the loss must be a function of the module's output")
-    if not isinstance(inputs, Mapping):
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return result[0], dict(inputs) if isinstance(inputs, Mapping) else inputs, loss
-
-
-def _import(source: str) -> Any:
-    """Imports a dotted module, also from the current folder, or a Python file."""
-    if source.endswith(".py"):
-        path = Path(source)
-        if not os.path.isfile(path):
-            raise InputError(f"model {show(source)}: file not found")
-        file_spec = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
-        assert file_spec is not None and file_spec.loader is not None
-        module = importlib.util.module_from_spec(file_spec)
-        sys.modules[file_spec.name] = module
-        run: Callable[[], Any] = lambda: file_spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
-    else:
-        module = None
-        run = lambda: importlib.import_module(source)  # noqa: E731
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        imported = run()
-    except ModuleNotFoundError as error:
-        if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
-            raise InputError(
-                f"model {show(source)}: no module of this name; hf:, zoo:, package.module: or file.py: come first"
-            ) from None
-        raise InputError(f"model {show(source)}: its import fails: {_first_line(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(f"model {show(source)}: its import raised {type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    return imported if module is None else module
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

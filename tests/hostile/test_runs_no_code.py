@@ -11,7 +11,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.zoo import load_model
-from rlplace.zoo.load import runs_code
+from rlplace.zoo.functions import runs_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ ALLOWED = {
         "rlplace/cli/kept.py",  # files that this user alone can write, on this machine
     },
     "importlib": {
-        "rlplace/zoo/load.py",  # module:function
+        "rlplace/zoo/functions.py",  # module:function
         "rlplace/__init__.py",  # names of a literal table
         "rlplace/extensions.py",  # entry points of installed packages
         "rlplace/reporting/report.py",  # importlib.resources

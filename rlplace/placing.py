@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -11,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rlplace.errors import InputError, whole_number
+from rlplace.errors import InputError, unknown_name, whole_number
 from rlplace.graph.sizes import at_batch, resize_batch
 from rlplace.placements import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planners import OF_STRATEGIES, get_planner
+from rlplace.planners import OF_STRATEGIES, get_planner, planner_options
 from rlplace.problem import Problem
 from rlplace.records import plain
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from rlplace.cluster.parse import Cluster
@@ -60,6 +62,9 @@ def place(
     example_inputs: Any = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adam",
+    dtype: str | torch.dtype | None = None,
+    autocast: str | torch.dtype | None = None,
+    master_weights: bool = False,
     batch_curve: BatchCurve | None = None,
     groups: int = 200,
     costs: Any = None,
@@ -90,6 +95,9 @@ def place(
         example_inputs: For a module: its arguments as a tuple, or a dict of keyword arguments.
         loss: For a module: maps its output to the scalar loss; default ``output.loss``.
         optimizer: For a module: decides the optimizer state.
+        dtype: For a module: parameters and inputs are planned in it, ``"bf16"`` for example; None leaves them.
+        autocast: For a module: planned under `torch.autocast` in this dtype, ``"bf16"`` or ``"fp16"``.
+        master_weights: For a module: the optimizer keeps float32 copies of the weights, and its state in float32.
         batch_curve: Epochs to the target by batch; the batch is then chosen too (`rlplace.strategy.batches`), from
             `batch` (8) up.
         groups: Target number of groups of a placement.
@@ -107,6 +115,8 @@ def place(
         InfeasibleError: No plan fits.
         InputError: Nothing is left to choose from; the message says what to relax.
     """
+    _check_options(options, planner)
+    how = {"optimizer": optimizer, "dtype": dtype, "autocast": autocast, "master_weights": master_weights}
     if batch is not None:
         whole_number(batch, "place: batch", 1, MOST_SAMPLES)
     if isinstance(target, Problem):
@@ -115,6 +125,7 @@ def place(
         if batch is not None or batch_curve is not None or space not in (None, PLACEMENT):
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
         _one_pass(options, "a problem's groups are placed one by one")
+        _refuse_capture(how, "a problem was captured and priced as it is")
         priced = Priced(target)
     else:
         from rlplace.cluster.parse import as_cluster
@@ -125,7 +136,7 @@ def place(
         machine = as_cluster(cluster)
         if reason is None:
             allowed_space(space, options, planner)  # contradictions are refused before the capture
-            captured = _captured(target, example_inputs, loss, optimizer)
+            captured = _captured(target, example_inputs, loss, how)
             return answer(
                 captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
                 began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
@@ -136,12 +147,31 @@ def place(
                 f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
             )
         _one_pass(options, reason)
-        captured = _captured(target, example_inputs, loss, optimizer)
+        captured = _captured(target, example_inputs, loss, how)
+        captured.check_placed()
         graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
         priced = Priced.of(graph, machine, groups=groups, costs=costs, host=host)
     if calls is not None:
         options["calls"] = calls
     return place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **options).plan
+
+
+def _check_options(options: Collection[str], planner: str) -> None:
+    """Refuses options that neither `place` nor the planner knows, with the nearest one that they do."""
+    others = [name for name in options if name not in FIXED]
+    if not others:
+        return
+    own = planner_options("agent" if planner in STRATEGY_PLANNERS and planner != "best" else planner)
+    strange = next((name for name in others if own is not None and name not in own), None)
+    if strange is not None:
+        known = [name for name in inspect.signature(place).parameters if name not in ("target", "options")]
+        raise unknown_name("option of place", strange, {*known, *FIXED, *(own or ())})
+
+
+def _refuse_capture(how: Mapping[str, Any], why: str) -> None:
+    for name in ("dtype", "autocast", "master_weights"):
+        if how[name]:
+            raise InputError(f"place: {name} decides how a module is captured, {why}; leave it out, or place the module")
 
 
 def _one_pass(options: Collection[str], reason: str) -> None:
@@ -187,11 +217,23 @@ class Captured:
         graph: The capture.
         capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
         facts: Looks at the model, for what the runtime can execute of it; None checks the strategy alone.
+        why_not_placed: Says why its engine cannot run a placement; None: nobody looks.
     """
 
     graph: OpGraph
     capture_at: Callable[[int], OpGraph] | None = None
     facts: Callable[[], ModelFacts] | None = None
+    why_not_placed: Callable[[], str | None] | None = None
+
+    def check_placed(self) -> None:
+        """Refuses placements of a model that their engine cannot run.
+
+        Raises:
+            InputError: With the reason.
+        """
+        reason = None if self.why_not_placed is None else self.why_not_placed()
+        if reason is not None:
+            raise InputError(f"a placement of ops cannot run this model: {reason}; leave --space out, which plans a strategy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,13 +294,16 @@ def answer(
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
     strategy = plan_strategy(
         cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
-        memory=memory, **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers), **limits,
+        memory=memory, **limits,
+        **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers),
     )  # fmt: skip
     strategy = _settled(strategy, captured, couple, buffers)
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
     graph, capture_at = captured.graph, captured.capture_at
+    if captured.why_not_placed is not None and captured.why_not_placed() is not None:
+        return Answer(strategy)
     return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
 
@@ -327,19 +372,25 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
 
 
-def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, optimizer: str) -> Captured:
+def _captured(
+    target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]
+) -> Captured:
+    """A module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph
 
     if isinstance(target, OpGraph):
+        _refuse_capture(how, "a graph was captured as it is")
         return Captured(target)
+    from rlplace.runtime.distributed.graph.forward_graph import why_not_traced
     from rlplace.runtime.native.facts import facts_of
 
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
-    whole = capture(target, inputs, loss=loss, optimizer=optimizer)
+    whole = capture(target, inputs, loss=loss, **how)
 
     def capture_at(samples: int) -> OpGraph:
-        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, optimizer=optimizer, like=whole)
+        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, like=whole, **how)
 
-    return Captured(whole, capture_at, cache(partial(facts_of, target, inputs, loss, float(whole.op_flops.sum()))))
+    facts = cache(partial(facts_of, target, inputs, loss, float(whole.op_flops.sum())))
+    return Captured(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"])))

@@ -119,7 +119,7 @@ def microbatch(model: str, options: argparse.Namespace) -> int:
     """Samples of the pass that is captured.
 
     Raises:
-        InputError: The options contradict each other.
+        InputError: The options contradict each other, or the model.
     """
     from rlplace.graph.sizes import samples_of_pass
 
@@ -144,8 +144,11 @@ def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
 
 
-def load(model: str, cluster: str | None, options: argparse.Namespace) -> Priced:
-    """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine)."""
+def load(model: str, cluster: str | None, options: argparse.Namespace, *, runs: bool = False) -> Priced:
+    """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine).
+
+    With `runs`, a model is refused that the engine of placements cannot run.
+    """
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
@@ -230,7 +233,18 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
         with contextlib.redirect_stdout(sys.stderr):
             return kept("facts", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
 
-    return Captured(capture_at(samples), capture_at, facts)
+    @cache
+    def why_not_placed() -> str | None:
+        def made() -> str | None:
+            from rlplace.runtime.distributed.graph.forward_graph import why_not_traced
+
+            loaded = build(samples)
+            return why_not_traced(loaded.module, loaded.example_inputs, capture_at(samples).capture["method"])
+
+        with contextlib.redirect_stdout(sys.stderr):
+            return kept("traced", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
+
+    return Captured(capture_at(samples), capture_at, facts, why_not_placed)
 
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rlplace.graph.indices import Access, Names, Use
 from rlplace.graph.kinds import base_name, kind_of
@@ -59,7 +60,10 @@ def access_of(
     """
     rule = rule_of(target)
     space = Space()
-    if rule is None or not rule(space, _in_order(target, args, kwargs), result):
+    try:
+        if rule is None or not rule(space, _in_order(target, args, kwargs), result):
+            return None
+    except GuardOnDataDependentSymNode:  # sizes that depend on values, as of ``nonzero``, have no parts
         return None
     dims = {name: size for name, size in space.dims.items() if size > 1}
     held = [(tensor, names) for tensor, names in space.tensors if tensor.untyped_storage().nbytes() > 0]

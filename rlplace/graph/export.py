@@ -34,6 +34,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
 
 from rlplace.graph.fake import any_dtype_grouped_mm
 from rlplace.graph.recurrent import quick_recurrent_shapes
@@ -56,6 +57,29 @@ def refuse_functions() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
+
+
+HOOKS, TOGGLES = "the forward registers a hook on an activation", "the forward changes requires_grad of a parameter"
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def loses(function: Any, args: Any, kwargs: Any) -> str | None:
+    """What a call, as a `TorchFunctionMode` sees it, does that a graph cannot hold: `HOOKS`, `TOGGLES`, or nothing."""
+    if function is torch.Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
+        wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
+        return TOGGLES if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted else None
+    hooks = function is torch.Tensor.register_hook and not isinstance(args[0], nn.Parameter)
+    return HOOKS if hooks else None
+
+
+class RefuseLosses(TorchFunctionMode):
+    """Raises `OwnBackwardError` where a forward does what an exported graph would lose."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changed = loses(function, args, kwargs)
+        if changed is not None:
+            raise OwnBackwardError(f"{changed}, which an exported graph would lose")
+        return function(*args, **(kwargs or {}))
 
 
 def _muted(record: logging.LogRecord) -> bool:

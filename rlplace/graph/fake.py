@@ -42,11 +42,22 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """The module without its values: what is traced when inputs of another shape come."""
-    memo: dict[int, Any] = {}
+    memo = computed_values(model)
     for tensor in tensors_in(model).values():
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
+
+
+def computed_values(model: nn.Module) -> dict[int, Any]:
+    """Tensors that modules have computed and keep as plain attributes, without their history, by id: `copy.deepcopy`'s memo.
+
+    Weight normalisation by hooks and pruning keep such, and torch refuses to copy what has a history.
+    """
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        found |= {id(tensor): tensor.detach() for tensor in _plain_tensors(vars(module)) if not tensor.is_leaf}
+    return found
 
 
 def new_fake_mode() -> FakeTensorMode:

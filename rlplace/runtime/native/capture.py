@@ -12,7 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError, show
-from rlplace.graph.export import export_training_graph
+from rlplace.graph.export import TOGGLES, export_training_graph, loses
 from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import units
@@ -97,13 +97,15 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
     """
     found = dict(units(model, blocks))
     try:
-        results, calls, _ = observe(model, inputs, found)
-        source = model
+        seen = observe(model, inputs, found)
+        calls, source = seen.calls, model
+        if seen.lost is not None:
+            raise InputError(f"native: {seen.lost}, which a pipeline would lose; plan with pipeline=1")
         if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
             mode = new_fake_mode()  # what stands for a unit is on the processor, what is read between units would not be
             source, inputs = fake_copy(model, mode), fake_inputs(dict(inputs), mode)
         region = torch.autocast("cpu", enabled=False)
-        with _opaque(dict(units(source, blocks)), results), torch.enable_grad(), region, warnings.catch_warnings():
+        with _opaque(dict(units(source, blocks)), seen.results), torch.enable_grad(), region, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch copies what it tells others not to use
             program = export_training_graph(source, (), inputs).program
             if _writes(program.graph_module):  # then what writes in place makes a new value, which any stage may read
@@ -142,12 +144,24 @@ def uncalled(captured: Captured, blocks: Iterable[str]) -> list[str]:
     return [path for path in blocks if path in captured.units and path not in called]
 
 
-def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """By unit, what it returns by the shapes of its arguments, and what it is first called with; and what is read from outside.
+class Observed(NamedTuple):
+    """What a run of a forward showed.
 
-    The last are units whose parameters are read while they do not run. Known from a run on fake tensors; where a unit looks at
-    values, from a run of the model itself on zeros.
+    Attributes:
+        results: By unit what it returns, by the shapes of its arguments.
+        calls: By unit what it is first called with.
+        outside: Units whose parameters are read while they do not run.
+        lost: What the forward does outside of units that a record of it cannot hold; None where it does nothing such.
     """
+
+    results: dict[str, Any]
+    calls: dict[str, Any]
+    outside: set[str]
+    lost: str | None
+
+
+def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Observed:
+    """Runs the forward on fake tensors, and looks at its units; where a unit looks at values, the model itself on zeros."""
     mode = new_fake_mode()
     try:
         return _observe(fake_copy(model, mode), fake_inputs(dict(inputs), mode), found, mode)
@@ -171,11 +185,13 @@ class _Reads(TorchFunctionMode):
     Attributes:
         running: Units whose forward runs, the innermost last.
         outside: What was found.
+        lost: A hook on an activation outside of units, or a change of what is trained.
     """
 
     def __init__(self, units_of: dict[int, str]) -> None:
         super().__init__()
         self._units_of, self.running, self.outside = units_of, list[str](), set[str]()
+        self.lost: str | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ != "__get__":  # its dtype, say
@@ -183,12 +199,13 @@ class _Reads(TorchFunctionMode):
                 self._units_of.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             }
             self.outside |= {unit for unit in read if unit is not None and unit not in self.running}
+        changed = loses(function, args, kwargs)
+        if changed is not None and (not self.running or changed == TOGGLES):
+            self.lost = self.lost or changed
         return function(*args, **(kwargs or {}))
 
 
-def _observe(
-    model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: Any
-) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: Any) -> Observed:
     results: dict[str, Any] = {name: {} for name in found}
     calls: dict[str, Any] = {}
     reads = _Reads({id(p): name for name in found for p in model.get_submodule(name).parameters()})
@@ -215,7 +232,7 @@ def _observe(
     finally:
         for hook in hooks:
             hook.remove()
-    return results, calls, reads.outside
+    return Observed(results, calls, reads.outside, reads.lost)
 
 
 def _meta(leaf: Any) -> Any:

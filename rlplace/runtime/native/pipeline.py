@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import stage as stages
+from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
@@ -99,18 +99,29 @@ def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def _graphs_kept() -> Iterator[None]:
-    """Inside, the second half of a split backward keeps its graph until the micro-batch has ended.
+def _groups_joined() -> Iterator[None]:
+    """Inside, the second half of a split backward goes every way once.
 
-    Torch goes back for groups of weights one after the other and frees what each went through. Where a stage hands on a value
-    and something made of it (an encoder's output, and a decoder's first layer), groups share a part of their ways.
+    Torch goes back for groups of weights, one after the other. It joins weights behind one node; a weight behind nodes of two
+    groups (a table of positions that queries and values read) takes the first one's weights into the second and leaves them in
+    the first, too: their gradients count twice, or their graph is freed before it is gone through again.
     """
-    before = stages.stage_backward_weight  # type: ignore[attr-defined]
-    stages.stage_backward_weight = partial(before, retain_graph=True)  # type: ignore[attr-defined]
+    before = _backward.get_param_groups
+
+    def joined(*given: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for group in before(*given):
+            for other in [one for one in found if not one["intermediates"].isdisjoint(group["intermediates"])]:
+                found.remove(other)
+                group = {key: group[key] | other[key] for key in group}
+            found.append(group)
+        return found
+
+    _backward.get_param_groups = joined
     try:
         yield
     finally:
-        stages.stage_backward_weight = before  # type: ignore[attr-defined]
+        _backward.get_param_groups = before
 
 
 class _Stage(pipelining.PipelineStage):
@@ -253,9 +264,8 @@ class PipelineRun:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
         losses, weights = list[torch.Tensor](), list[float]()
         target = torch.arange(len(passes))
-        several = any(sum(value.requires_grad for value in stage.given) > 1 for stage in recorded.stages)
-        keeps = _graphs_kept() if several else contextlib.nullcontext()
-        with forward_autocast(self._place.device) as region, keeps, self._running(recorded, passes, loss, region, weights):
+        joined = _groups_joined()
+        with forward_autocast(self._place.device) as region, joined, self._running(recorded, passes, loss, region, weights):
             for buffers in self._buffers.values():
                 buffers.begin()
             self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.fake import computed_values
 from rlplace.graph.inputs import split_inputs
 from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
@@ -155,7 +156,7 @@ class _NoNumberError(ValueError):
 
 def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double: bool, thinned: bool) -> _Run:
     """A forward and a backward of a fresh copy."""
-    own = copy_of(model)
+    own = copy.deepcopy(model, computed_values(model))
     if double:
         own.double()
         inputs = pytree.tree_map_only(torch.Tensor, _doubled, inputs)
@@ -185,16 +186,6 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
     toggles = tuple(names.get(one, "a parameter") for one in watch.toggles)
     counts[TARGETS] = targets.count
     return _Run(float(value.detach()), gradients, _state(own), outputs, counts, watch, samples_of(inputs), toggles)
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy of a module; tensors that it computed and keeps as attributes are copied without their history."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
 
 
 def _doubled(leaf: torch.Tensor) -> torch.Tensor:

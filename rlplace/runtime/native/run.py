@@ -65,8 +65,8 @@ def prepare(
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
     layouts, outside = None, set[str]()
     if laid_out or (len(strategy.stages) == 1 and (strategy.stages[0].sharding or mixed_precision is not None)):
-        _, calls, outside = observe(model, example_inputs, found)
-        layouts = find_layouts(found, calls) if laid_out else None
+        seen = observe(model, example_inputs, found)
+        outside, layouts = seen.outside, find_layouts(found, seen.calls) if laid_out else None
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")

@@ -8,12 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+from rlplace.graph.export import HOOKS, TOGGLES, loses
 
 
 class Watch(TorchFunctionMode):
@@ -33,12 +32,10 @@ class Watch(TorchFunctionMode):
         self.draws: str | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
-            wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
-            if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted:
-                self.toggles.add(id(args[0]))
-        elif function is torch.Tensor.register_hook:
-            self.hooked = self.hooked or not isinstance(args[0], nn.Parameter)
+        changed = loses(function, args, kwargs)
+        if changed == TOGGLES:
+            self.toggles.add(id(args[0]))
+        self.hooked = self.hooked or changed == HOOKS
         return function(*args, **(kwargs or {}))
 
     @contextlib.contextmanager

@@ -223,7 +223,7 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
 def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
     stages = pipeline.stages
     if facts.subclass is not None:
-        yield f"the parameter {facts.subclass} is no plain tensor, and no engine here was compared on it; convert it to a plain one"
+        yield f"the parameter {facts.subclass} is no plain tensor, which no engine here trains; convert it to a plain one"
     if facts.hooked and any(stage.axis("tensor") > 1 for stage in stages):
         yield f"the hooks of {facts.hooked[0]} would see parts of activations and weights; remove them, or plan with tensor=1"
     if len(stages) > 1 and facts.hooked_outside:

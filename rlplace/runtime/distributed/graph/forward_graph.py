@@ -18,8 +18,17 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.export import export_training_graph, is_check, refuse_functions
+from rlplace.graph.export import (
+    OwnBackwardError,
+    RecomputationError,
+    RefuseLosses,
+    export_training_graph,
+    is_check,
+    refuse_functions,
+    refuse_recomputation,
+)
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, first_names, new_fake_mode, tensors_in
+from rlplace.graph.inputs import split_inputs
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
 from rlplace.runtime.native.batches import signature_of
@@ -84,7 +93,9 @@ def forward_graph(
             warnings.simplefilter("ignore")
             fake = fake_copy(model, mode)
             fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)
-            traced = export_training_graph(fake, fake_args, fake_kwargs)
+            _refuse_backward_hooks(model)
+            with RefuseLosses():
+                traced = export_training_graph(fake, fake_args, fake_kwargs)
     except Exception as error:  # export runs the model's own code, which may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
         raise InputError(
@@ -127,6 +138,39 @@ def forward_graph(
         constants=constants,
         random_ops=random_ops,
     )
+
+
+def why_not_traced(model: nn.Module, inputs: Any, method: str) -> str | None:
+    """Why the engine of placements cannot trace a forward; None where nothing is known against it.
+
+    Args:
+        model: Real or meta module; it runs once on fake tensors.
+        inputs: Example inputs.
+        method: The method that captured it.
+    """
+    if method != "export":
+        return "torch.export does not follow its forward"
+    mode = new_fake_mode()
+    args, kwargs = split_inputs(inputs)
+    try:
+        _refuse_backward_hooks(model)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fake = fake_copy(model, mode)
+            fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
+            with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
+                fake(*fake_args, **fake_kwargs)
+    except (OwnBackwardError, RecomputationError) as error:
+        return str(error)
+    except Exception:  # export ends otherwise than a run on fake tensors, as the capture has seen
+        return None
+    return None
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise OwnBackwardError(f"{path or 'the model'} has a backward hook, which an exported graph would lose")
 
 
 def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:

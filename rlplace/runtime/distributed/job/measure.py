@@ -19,6 +19,7 @@ from torch import nn
 
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
+from rlplace.graph.fake import computed_values
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.distributed.distribute import distribute
@@ -88,7 +89,7 @@ class PlanTimer:
         """
         training.check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
-        model = copy.deepcopy(self.model)
+        model = copy.deepcopy(self.model, computed_values(self.model))
         inputs = self.inputs(training.microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
         placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, graphs=self._graphs)
         optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)

@@ -152,6 +152,9 @@ def place(
         graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
         priced = Priced.of(graph, machine, groups=groups, costs=costs, host=host)
     if calls is not None:
+        own = planner_options(planner)
+        if own is not None and "calls" not in own:
+            raise InputError(f"place: planner {planner} is no search, and simulates what it needs; leave calls out")
         options["calls"] = calls
     return place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **options).plan
 
@@ -372,9 +375,7 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
 
 
-def _captured(
-    target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]
-) -> Captured:
+def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]) -> Captured:
     """A module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.graph.capture import capture
     from rlplace.graph.opgraph import OpGraph

@@ -5,6 +5,7 @@ The table holds strings, so that listing planners imports none of them and lower
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -86,6 +87,19 @@ def get_planner(name: str) -> Planner:
     return getattr(module, function)
 
 
+def planner_options(name: str) -> frozenset[str] | None:
+    """The options that a planner of placements takes beside seed and time limit; None: whatever it is given.
+
+    Raises:
+        InputError: As `get_planner`.
+    """
+    parameters = inspect.signature(get_planner(name)).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return named - {"seed", "time_limit_s"}
+
+
 def planner_names() -> list[str]:
     """The built-in planners and those of installed packages, which are not imported for that."""
     return [*PLANNERS, *OF_STRATEGIES, *extensions.names(extensions.PLANNERS, PLANNERS)]
@@ -100,5 +114,5 @@ def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
 
 __all__ = [
     "NEEDS_SPLIT", "OF_STRATEGIES", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
-    "run_planner",
+    "planner_options", "run_planner",
 ]  # fmt: skip

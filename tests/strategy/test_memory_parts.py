@@ -101,9 +101,6 @@ def test_memory_does_not_change_the_question(tmp_path: Path, capsys: pytest.Capt
     (head,) = [line for line in shown if line.startswith("GB ")]
     assert head.split()[1:5] == ["weights", "gradients", "optimizer", "activations"]
     assert head.split()[-2:] == ["total", "memory"]
-        "total",
-        "memory",
-    ]
     without, beside = (rlplace.PlacementPlan.load(tmp_path / name) for name in ("x.plan.json", "y.plan.json"))
     assert beside.strategy is not None and beside.fingerprint == without.fingerprint
     peaks = {f"gpu{number}": peak for number, peak in enumerate(beside.predicted.peak_memory_bytes) if peak}

@@ -6,8 +6,9 @@ best feasible one becomes the plan. Nothing here searches.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -102,6 +103,15 @@ def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPl
         return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
+    return with_options(planner, list(inspect.signature(module.candidates).parameters.values())[2:])
+
+
+def with_options(planner: Callable[..., PlacementPlan], options: Sequence[inspect.Parameter]) -> Callable[..., PlacementPlan]:
+    """A planner whose signature names its options instead of taking any."""
+    signature = inspect.signature(planner)
+    named = [option.replace(kind=option.KEYWORD_ONLY) for option in options]
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    planner.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
     return planner
 
 

@@ -12,6 +12,7 @@ Kinds, with their share of the draws:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan
 from rlplace.planners.best import floor_answers, warm_up
 from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator, Score
-from rlplace.planners.common.floor import finish
+from rlplace.planners.common.floor import finish, with_options
 from rlplace.planners.common.groupgraph import group_graph
 from rlplace.planners.common.movekernels import CLUSTER, Tables, draw
 from rlplace.planners.common.repair import legalize
@@ -200,4 +201,4 @@ def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan
         return finish(problem, search.answer(), planner=name, seed=seed)
 
     planner.__name__, planner.__doc__ = name, module.__doc__
-    return planner
+    return with_options(planner, list(inspect.signature(module.SETTINGS).parameters.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -50,11 +51,17 @@ class Recipe(msgspec.Struct, frozen=True):
         from rlplace.zoo.functions import runs_code
 
         if runs_code(self.model) and os.environ.get("RANK", "0") == "0":
-            print(f"running code of this machine that the plan names: {show(self.model)}", file=sys.stderr, flush=True)
+            _note_code(self.model)
         with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             samples = batch or self.batch
             return load_model(self.model, batch=samples, seq=self.seq, dtype=self.dtype, device=device, resize=True)
+
+
+@functools.cache
+def _note_code(model: str) -> None:
+    """Says once which function of the user runs."""
+    print(f"running code of this machine that the plan names: {show(model)}", file=sys.stderr, flush=True)
 
 
 def recipe_of(plan: PlacementPlan) -> Recipe:

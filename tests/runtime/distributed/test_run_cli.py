@@ -146,17 +146,39 @@ def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
     assert "NOT EQUAL" in out and "worst gradient transformer.h.1.mlp.c_fc.weight" in out
 
 
-def test_synthetic_batches_stay_in_range():
-    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-    inputs = {"ids": ids, "labels": ids + 100, "mask": torch.arange(12).expand(2, 12) < 7, "scale": torch.tensor(2.0), "n": 3}
-    one = synthetic_batch(inputs, 6, seed=1, step=4)
-    assert one["ids"].shape == (6, 12)
-    assert torch.equal(one["labels"], one["ids"] + 100)  # tokens and labels stay together
-    assert torch.equal(one["mask"], inputs["mask"][:1].expand(6, 12))
-    assert all(sorted(row.tolist()) in [sorted(r.tolist()) for r in ids] for row in one["ids"])
-    assert one["scale"] is inputs["scale"] and one["n"] == 3
-    again, next_step = synthetic_batch(inputs, 6, seed=1, step=4), synthetic_batch(inputs, 6, seed=1, step=5)
-    assert torch.equal(one["ids"], again["ids"]) and not torch.equal(one["ids"], next_step["ids"])
+def test_synthetic_batches_hold_whole_samples():
+    ids = torch.stack([torch.randperm(9) + 100 * column for column in range(3)], dim=1)  # every column has its own range
+    inputs = {"ids": ids, "nested": [ids[:, 0] * 7], "mask": ids > 104, "scale": torch.tensor(2.0), "n": 3}
+    rows = {tuple(row) for row in ids.tolist()}
+    for samples in (4, 9, 20):
+        one = synthetic_batch(inputs, samples, seed=1, step=4)
+        found = [tuple(row) for row in one["ids"].tolist()]
+        counts = [found.count(row) for row in rows]
+        assert len(found) == samples == sum(counts) and max(counts) - min(counts) <= 1
+        assert torch.equal(one["nested"][0], one["ids"][:, 0] * 7) and torch.equal(one["mask"], one["ids"] > 104)
+        assert one["scale"] is inputs["scale"] and one["n"] == 3
+        again, next_step = (synthetic_batch(inputs, samples, seed=1, step=step) for step in (4, 5))
+        assert torch.equal(one["ids"], again["ids"]) and not torch.equal(one["ids"], next_step["ids"])
+
+
+RAGGED = {
+    "bags": {"offsets": torch.tensor([0, 2, 3, 5]), "values": torch.arange(8), "y": torch.randn(4, 1)},
+    "uneven bags": {"offsets": torch.tensor([0, 2, 3, 5]), "values": torch.arange(11)},
+    "bags of one": {"values": torch.tensor([7, 3, 5, 1]), "offsets": torch.arange(4)},
+    "ends, too": {"x": torch.randn(4, 2), "offsets": torch.tensor([0, 2, 3, 5, 8])},
+    "packed": {"padded": torch.randn(4, 6, 2), "lengths": torch.tensor([6, 4, 4, 2])},
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_samples_keep_their_order_where_it_may_mean_something(name):
+    inputs = RAGGED[name]
+    for step in range(3):
+        batch = synthetic_batch(inputs, 4, seed=0, step=step)
+        assert all(torch.equal(batch[key], value) for key, value in inputs.items())
+    twice = synthetic_batch(inputs, 8, seed=0, step=0)
+    for key, value in inputs.items():  # each half is the example again
+        assert torch.equal(twice[key], torch.cat([value, value]) if len(value) == 4 else value)
 
 
 @pytest.mark.slow

@@ -167,7 +167,9 @@ def train(
     # Frozen parameters, too: they get no gradient and no update.
     make = partial(OPTIMIZERS[options.optimizer or recipe.optimizer], lr=options.lr)
     optimizer = make(model.parameter_groups())
-    samples = samples_of_step(plan, loaded.example_inputs)
+    samples, example = samples_of_step(plan, loaded.example_inputs), loaded.example_inputs
+    if plan.strategy is not None and samples != microbatch_of(plan, recipe.batch):
+        example = known.build("meta", options.seed, batch=samples).example_inputs  # as many samples, each of its own
     comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
     reference = None
     if comparison is not None and dist.get_rank() == 0:
@@ -185,7 +187,7 @@ def train(
         if reference is not None:
             reference.steps = load_checkpoint(folder, reference.model, reference.optimizer).step
     for step in range(first_step, options.steps):
-        batch = synthetic_batch(loaded.example_inputs, samples, options.seed, step)
+        batch = synthetic_batch(example, samples, options.seed, step)
         memory = PeakMemory(device, held_tensors(model, optimizer)) if step == first_step + 1 else None
         if options.verify:
             wait_for_all()  # rank 0 comes from the unplaced model

@@ -15,6 +15,8 @@ from rlplace.runtime.distributed.execution.batches import samples_of
 from rlplace.runtime.distributed.ranks import devices_of
 from rlplace.runtime.native.why_not import why_not
 
+_INTEGERS = (torch.int64, torch.int32)
+
 
 def check_strategy(plan: PlacementPlan, verb: str) -> None:
     """Refuses what cannot be run of a strategy by itself, before any process waits for another; placements pass.
@@ -58,42 +60,48 @@ def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
 
 
 def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> Any:
-    """A batch for one step, the same on every rank.
+    """A batch for one step, the same on every rank: whole samples of a model's example inputs.
 
-    It comes from a model's example inputs, so that every value is in its range: a sample of a batch is one of theirs with its
-    elements shuffled. Tensors of the same shape are shuffled alike, which keeps labels beside their tokens, and tensors of at
-    most two different values, such as masks, are not shuffled at all, because their pattern means something.
+    Every sample of the example comes as often as any other, or once more, in an order of the step's own. Tensors with one row a
+    sample are indexed alike; all others stay as they are. Where rows may belong to samples in another way, such as values with
+    offsets or lengths in falling order, samples stay in their order.
 
     Args:
-        example_inputs: Nested tensors of one micro-batch; the batch is the first dimension of the first tensor.
+        example_inputs: Nested tensors; the batch is the first dimension of the first tensor that has one.
         samples: Size of the batch.
         seed: The run's seed.
         step: Number of the step.
 
     Returns:
-        The same nesting; tensors without a batch dimension as they are.
+        The same nesting.
     """
-    leaves = pytree.tree_leaves(example_inputs)
-    length = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+    leaves = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not leaves:
+        return example_inputs
+    length = len(leaves[0])
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    rounds = -(-samples // length)
+    if _in_order(leaves, length):
+        rows = torch.arange(length).repeat(rounds)[:samples]
+    else:
+        rows = torch.cat([torch.randperm(length, generator=generator) for _ in range(rounds)])[:samples]
 
-    def shuffled(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.dim() == 0 or len(leaf) != length:
-            return leaf
-        shape = tuple(leaf.shape[1:])
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + _number(shape))
-        rows = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        batch = leaf[torch.randint(len(leaf), (samples,), generator=rows)]
-        if shape and leaf.unique().numel() > 2:
-            flat = batch.reshape(samples, -1)
-            order = torch.rand(flat.shape, generator=generator).argsort(dim=1)
-            batch = flat.gather(1, order).reshape(batch.shape)
-        return batch
+    def drawn(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf if leaf.dim() == 0 or len(leaf) != length else leaf[rows]
 
-    return pytree.tree_map_only(torch.Tensor, shuffled, example_inputs)
+    return pytree.tree_map_only(torch.Tensor, drawn, example_inputs)
 
 
-def _number(shape: tuple[int, ...]) -> int:
-    number = 0
-    for size in shape:
-        number = (number * 8191 + size) % 1_000_003
-    return number
+def _in_order(leaves: Sequence[torch.Tensor], length: int) -> bool:
+    """Whether the order of samples may mean something.
+
+    It may where a tensor has another number of rows (ids of all bags behind one another, a graph's edges), where a vector of
+    integers falls (lengths, as packed sequences need them), and where one counts rows of another (an offset for every id).
+    """
+    if any(len(leaf) not in (1, length) for leaf in leaves):
+        return True
+    vectors = [leaf for leaf in leaves if leaf.dim() == 1 and len(leaf) == length > 1 and leaf.dtype in _INTEGERS]
+    falling = any(bool((leaf.diff() <= 0).all()) and bool(leaf[0] > leaf[-1]) for leaf in vectors)
+    return falling or (
+        len(vectors) > 1 and any(torch.equal(leaf.cpu(), torch.arange(length).to(leaf.dtype)) for leaf in vectors)
+    )

@@ -117,7 +117,7 @@ def _groups_joined() -> Iterator[None]:
             found.append(group)
         return found
 
-    _backward.get_param_groups = joined
+    _backward.get_param_groups = joined  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -1,0 +1,251 @@
+"""Every model of a collection through rlplace as a new user would take it, and whether it trains like the model itself.
+
+    python -m benchmarks.trials                                  all models and axes, as a table
+    python -m benchmarks.trials --few                            the models and axes of the tests
+    python -m benchmarks.trials --only 'clip*' --axes replicas   some
+    python -m benchmarks.trials --models mine.py                 the functions of a file or folder of your own
+
+Planned by `rlplace place`, run on gloo processes by a loop of three SGD steps, compared with the plain model on whole batches:
+loss, every gradient, parameters and buffers. A row is *equal*; *noted*, where the plan's notes say that it computes something else,
+which equals a loop over the parts; *random*, where the model draws in its forward and running is all that is tried; *refused*,
+with the reason (*late* by `distribute`, although it was planned); or WRONG, which a crash and a hang are, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trials.collection import OWN, Trial, call, trials
+from benchmarks.trials.jobs import run_jobs
+from benchmarks.trials.step import MOST, Case, compare, equal, missing
+
+BATCH, CALLS, LIMIT_S = 8, 40, 60.0
+ALONE = "replicate=1 shard=1 pipeline=1 tensor=1"
+COPIES = "replicate=2 shard=1 pipeline=1 tensor=1"
+AXES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "default": (2, ()),
+    "replicas": (2, ("--space", COPIES)),
+    "gather": (2, ("--space", f"{COPIES} microbatches=1", "--couple", "gather")),
+    "buffers": (2, ("--space", COPIES, "--buffers", "replica")),
+    "micro": (2, ("--space", f"{COPIES} microbatches=2")),
+    "recompute": (2, ("--space", f"{COPIES} recompute=full,selective")),
+    "shares1": (2, ("--space", "replicate=1 shard=2 pipeline=1 tensor=1 sharding=1")),
+    "shares3": (2, ("--space", "replicate=1 shard=2 pipeline=1 tensor=1 sharding=3")),
+    "pipeline": (2, ("--space", "replicate=1 shard=1 pipeline=2 tensor=1")),
+    "tensor": (2, ("--space", "replicate=1 shard=1 pipeline=1 tensor=2")),
+    "placement": (2, ("--space", "placement", "--planner", "round_robin")),
+    "copies x stages": (4, ("--space", "replicate=2 shard=1 pipeline=2 tensor=1")),
+    "shares x tensor": (4, ("--space", "replicate=1 shard=2 pipeline=1 tensor=2")),
+}
+"""By name: processes, and options of `rlplace place`."""
+
+FEW_AXES = ("default", "replicas", "shares3", "pipeline", "placement")
+FEW: tuple[str, ...] = ()
+"""Models of the tests."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a model on an axis; `worst` are the figures of what it is compared with, with the tensors' names."""
+
+    model: str
+    axis: str
+    status: str
+    reason: str = ""
+    worst: dict[str, tuple[float, str]] | None = None
+    plan: str = ""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A plan to ask for."""
+
+    trial: Trial
+    axis: str
+    path: str
+
+
+def _place(job: Planning) -> dict[str, Any]:
+    """Asks the command line for a plan."""
+    from rlplace.cli import common
+    from rlplace.cli.main import main
+
+    common.kept = _remembered
+    processes, options = AXES[job.axis]
+    words = ["place", job.trial.spec, "--cluster", f"cpu:{processes}", "--batch", str(BATCH)]
+    if "--planner" not in options:
+        words += ["--calls", str(CALLS)]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main([*words, *options, "--out", job.path])
+        except SystemExit as error:
+            code = int(error.code or 0)
+    line = next((line for line in reversed(said.getvalue().splitlines()) if line.startswith("rlplace: ")), "")
+    return {"code": code, "line": line.removeprefix("rlplace: ")}
+
+
+_MEMORY: dict[str, bytes] = {}
+
+
+def _remembered(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Keeps captures of a model between its axes, as `rlplace.cli.kept` does for `hf:` models between commands."""
+    key = repr((what, model, sorted(asked.items())))
+    if key not in _MEMORY:
+        made = make()
+        try:
+            _MEMORY[key] = pickle.dumps(made)
+        except Exception:  # what cannot be kept is made again
+            return made
+    return pickle.loads(_MEMORY[key])
+
+
+def _draws(trial: Trial) -> dict[str, Any]:
+    """Whether the loss of the model depends on more than its weights and inputs."""
+    import torch
+
+    losses = []
+    for seed in (1, 2):
+        model, inputs, loss = trial.make(0, BATCH)
+        torch.manual_seed(seed)
+        losses.append(call(model, inputs, loss).item())
+    return {"random": abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])}
+
+
+def _devices(path: str) -> int:
+    """How many processes a plan needs."""
+    return len({device for stage in json.loads(Path(path).read_text())["strategy"]["stages"] for device in stage["devices"]})
+
+
+def _words(path: str) -> str:
+    """What a plan chose, in short."""
+    data = json.loads(Path(path).read_text())["strategy"]
+    stages = data["stages"]
+    mesh = " ".join(f"{axis}={n}" for axis, n in stages[0].get("mesh", {}).items() if n > 1)
+    level = stages[0].get("sharding", 0)
+    again = sorted({how for stage in stages for how in stage.get("recompute", {}).values()})
+    parts = [f"{len(stages)} stages" if len(stages) > 1 else "", mesh, f"sharding={level}" if level else "", *again]
+    return ", ".join(filter(None, [*parts, f"{data['microbatches'][0]} x {data['microbatch'][0]}"]))
+
+
+def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
+    """The rows of one model."""
+    rows: dict[str, Row] = {}
+    (looked,) = next(iter(run_jobs(_draws, [trial], 1, limit_s, False)))
+    if "error" in looked:
+        return [Row(trial.name, axis, "broken", f"the plain model: {looked['error']}: {looked['line']}") for axis in axes]
+    with tempfile.TemporaryDirectory() as folder:
+        asked = [Planning(trial, axis, f"{folder}/{n}.plan.json") for n, axis in enumerate(axes)]
+        cases: dict[int, list[tuple[Planning, Case]]] = {}
+        for job, (found,) in zip(asked, run_jobs(_place, asked, 1, 2 * limit_s, False), strict=True):
+            if "error" in found or found["line"].startswith("unexpected "):
+                line = f"{found['error']}: {found['line']}" if "error" in found else found["line"]
+                rows[job.axis] = Row(trial.name, job.axis, "WRONG", f"place: {line}")
+            elif found["code"]:
+                rows[job.axis] = Row(trial.name, job.axis, "refused", found["line"])
+            else:
+                cases.setdefault(_devices(job.path), []).append((job, Case(trial, job.path, BATCH, looked["random"])))
+        for processes, planned in cases.items():
+            results = run_jobs(compare, [case for _, case in planned], processes, limit_s)
+            for (job, case), results_of in zip(planned, results, strict=True):
+                rows[job.axis] = _judged(trial, job, case, results_of)
+    return [rows[axis] for axis in axes]
+
+
+def _judged(trial: Trial, job: Planning, case: Case, results: list[dict[str, Any]]) -> Row:
+    """One row from what the processes found."""
+    words, failed = _words(job.path), next((one for one in results if "error" in one), None)
+    if failed is not None:
+        refused = all(one.get("refused") for one in results)
+        reason = failed["line"] if refused else f"{failed['error']}: {failed['line']}"
+        return Row(trial.name, job.axis, "late" if refused else "WRONG", reason, plan=words)
+    lost = missing(trial, BATCH, {name for one in results for name in one["held"]})
+    if lost:
+        return Row(trial.name, job.axis, "WRONG", f"no process holds {', '.join(lost)}", plan=words)
+    if case.random:
+        return Row(trial.name, job.axis, "random", "draws in its forward; it runs", plan=words)
+    worst = [
+        {name: max(one["figures"][at][name] for one in results) for name in MOST} for at in range(len(results[0]["figures"]))
+    ]
+    notes = "; ".join(results[0]["notes"])
+    for status, figures in zip(("equal", "noted"), worst, strict=False):
+        if equal(figures, trial.tolerance):
+            return Row(trial.name, job.axis, status, notes if status == "noted" else "", figures, words)
+    off = worst[-1]
+    over = [f"{name} {off[name][0]:.1e} off ({off[name][1]})" for name in MOST if off[name][0] > MOST[name] * trial.tolerance]
+    return Row(trial.name, job.axis, "WRONG", "; ".join([*over, *([f"noted: {notes}"] if notes else [])]), off, words)
+
+
+def _warm() -> None:
+    """Imports what every process would import for itself."""
+    import importlib
+
+    for name in (
+        "torch.export._trace", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._inductor.fx_passes",
+        "torch._inductor.sizevars", "numba", "scipy.optimize", "rlplace.cli.main", "rlplace.placing", "rlplace.branches",
+        "rlplace.runtime.distributed.distribute", "rlplace.runtime.native.run", "rlplace.runtime.native.notes",
+        "rlplace.strategy.plan", "rlplace.planners.round_robin", "rlplace.planners.common.repair", "rlplace.comparing.measure",
+        "rlplace.zoo.load", "rlplace.agents.first_use", "rlplace.simulator.loop", "rlplace.runtime.distributed.joint.engine",
+    ):  # fmt: skip
+        importlib.import_module(name)
+
+
+def rows_of(chosen: Sequence[Trial], axes: Sequence[str], lanes: int = 1, limit_s: float = LIMIT_S) -> Iterator[Row]:
+    """The rows of all models, as they come.
+
+    Args:
+        chosen: Models.
+        axes: Names of axes.
+        lanes: Models at once.
+        limit_s: Time for one case.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _warm()
+    with ProcessPoolExecutor(lanes, mp_context=get_context("fork")) as pool:
+        for rows in pool.map(tried, chosen, [axes] * len(chosen), [limit_s] * len(chosen)):
+            yield from rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", type=Path, default=[OWN], help="files and folders of functions of models")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of models")
+    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
+    parser.add_argument("--few", action="store_true", help="the models and axes of the tests")
+    parser.add_argument("--lanes", type=int, default=1, help="models at once")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time for one case, after which it hangs")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    options = parser.parse_args()
+    chosen = [trial for trial in trials(options.models) if any(fnmatch(trial.name, pattern) for pattern in options.only)]
+    axes = [axis for axis in options.axes if not options.few or axis in FEW_AXES]
+    if options.few:
+        chosen = [trial for trial in chosen if trial.name in FEW]
+    began, counts = time.monotonic(), dict[str, int]()
+    for row in rows_of(chosen, axes, options.lanes, options.limit_s):
+        counts[row.status] = counts.get(row.status, 0) + 1
+        if options.json:
+            print(json.dumps(asdict(row)), flush=True)
+        else:
+            print(f"{row.model:28} {row.axis:16} {row.status:8} {row.plan:34} {row.reason[:180]}", flush=True)
+    told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    print(f"{len(chosen)} models: {told}; {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return int(any(counts.get(status) for status in ("WRONG", "broken")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -319,8 +319,8 @@ def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str)
     facts = captured.facts() if captured.facts is not None else None
     conduct = (facts.conduct if facts is not None else None) or Conduct()
     strategy = replace(plan.strategy, reduction=conduct.reduction or MEAN, couple=couple, buffers=buffers)
-    notes = () if facts is None else notes_of(strategy, facts)
-    extra = {**plan.predicted.extra, **({"notes": list(notes)} if notes else {})}
+    notes = [*plan.predicted.extra.get("notes", ()), *(() if facts is None else notes_of(strategy, facts))]
+    extra = {**plan.predicted.extra, **({"notes": notes} if notes else {})}
     return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra))
 
 

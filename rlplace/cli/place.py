@@ -166,6 +166,12 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     plan, footprints = with_memory(placed, options) if options.memory else (placed.plan, [])
     if not options.memory:
         warn_of_update(placed, options)
+    notes = []
+    if loaded.graph is not None:
+        from rlplace.strategy.bf16 import bf16_note, without_bf16
+
+        kinds = without_bf16(loaded.graph, machine_of(options), np.unique(plan.device_of_group).tolist())
+        notes = [bf16_note(loaded.graph, kinds)] if kinds else []
     question = f"question: which device each group of ops runs on ({reason})"
     if options.json:
         say(question)
@@ -173,6 +179,8 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     def show() -> None:
         _show(plan, placed.problem)
         print(question + ("" if loaded.graph is None else "; --space auto asks for the whole strategy"))
+        for note in notes:
+            print(f"note: {note}")
         show_memory(footprints)
 
     return plan, show

@@ -23,6 +23,7 @@ from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.records import plain
 from rlplace.strategy.batches import search_batches
+from rlplace.strategy.bf16 import bf16_note, fp16_step_s, without_bf16
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.efficiency import BatchCurve
@@ -96,7 +97,9 @@ def plan_strategy(
     pricing: dict[str, Any] = {"other": other, "only": only, "costs": costs, "host": host}
     limit_s = math.inf if time_limit_s is None else time_limit_s
     ends_s = (time.monotonic() if began_s is None else began_s) + limit_s
+    asked_s = time.monotonic()
     question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
+    ask_s = time.monotonic() - asked_s
     names = question.costs.names
     extra: dict[str, Any] = {}
     search_s = max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s)
@@ -108,6 +111,11 @@ def plan_strategy(
         )
     finer = OpLevel(question, ends_s)
     answer = finer.checked(answer)
+    best = answer.ranked[0]
+    if kinds := without_bf16(graph, cluster, best.draft.devices):
+        affordable = time.monotonic() + ask_s <= ends_s  # as long as pricing took once
+        fp16_s = fp16_step_s(question, best.draft, (graph, other), only=only, costs=costs, host=host) if affordable else None
+        extra["notes"] = [bf16_note(graph, kinds, finer.evaluate(best.draft).step_time_s, fp16_s)]
     source = {
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),
@@ -125,7 +133,7 @@ def plan_strategy(
         planner=planner,
         seed=seed,
         device_of_group=np.zeros(0, dtype=np.int32),
-        strategy=answer.ranked[0].draft.strategy(names),
+        strategy=best.draft.strategy(names),
         source=source,
         predicted=predict(question, answer, finer, **extra).told(memory=_memory(question, answer, finer) if memory else ()),
     )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launch import run
 from plans import plan_of
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from rlplace.errors import InputError
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.graph.forward_graph import Graphs
 from rlplace.runtime.distributed.state import training_state
-from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.untrusted import _Unpickler
+from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_values
 
 STEPS = 5
@@ -237,70 +231,3 @@ def test_fewer_processes_and_back(four, folder):
         assert "without a learning rate schedule" in schedule
         assert "extra.a.b is a object" in data
     assert not (folder / "bad").exists()
-
-
-def test_a_crash_while_saving_leaves_the_last_one(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, model, step=step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
-    (tmp_path / ".step-00000004.partial").mkdir()
-    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009")
-    os.remove(tmp_path / "step-00000009" / "rlplace.json")
-    assert latest_checkpoint(tmp_path).name == "step-00000003"
-    assert load_checkpoint(tmp_path, model).step == 3
-    save_checkpoint(tmp_path, model, step=4)
-    assert not list(tmp_path.glob(".step*"))
-
-
-class ByName:
-    """Pickles as the getattr of something, as Python 3.11.0 to 3.11.3 pickle members of enums."""
-
-    def __init__(self, owner, name):
-        self.pair = owner, name
-
-    def __reduce__(self):
-        return getattr, self.pair
-
-
-def test_an_index_may_name_members_of_enums_and_nothing_else():
-    import pickle
-
-    def load(found):
-        return _Unpickler(io.BytesIO(pickle.dumps(found))).load()
-
-    encoding = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
-    assert load(ByName(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is encoding
-    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (torch.Size, "__init__"), (dict, "fromkeys")):
-        with pytest.raises(InputError, match="getattr"):
-            load(ByName(owner, name))
-
-
-class Harm:
-    """Unpickling it would run code."""
-
-    def __reduce__(self):
-        return os.system, ("touch /tmp/rlplace-harm",)
-
-
-def test_an_index_with_code_is_refused(tmp_path):
-    import pickle
-
-    model = torch.nn.Linear(2, 2)
-    path = save_checkpoint(tmp_path, model, step=1)
-    good = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(pickle.dumps(Harm()))
-    with pytest.raises(InputError, match=r"names (posix|nt)\.system"):
-        load_checkpoint(path, model)
-    (path / ".metadata").write_bytes(good[: len(good) // 2])
-    with pytest.raises(InputError, match="damaged"):
-        load_checkpoint(path, model)
-
-
-def test_a_model_of_another_shape_is_refused(tmp_path):
-    save_checkpoint(tmp_path, torch.nn.Linear(2, 2), step=1)
-    with pytest.raises(InputError, match=r"'weight' is \[2, 2\] there and \[2, 3\] in the model"):
-        load_checkpoint(tmp_path, torch.nn.Linear(3, 2))
-    with pytest.raises(InputError, match="saved without an optimizer"):
-        model = torch.nn.Linear(2, 2)
-        load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))

@@ -110,6 +110,73 @@ def test_equal_ops_of_several_models_are_pooled():
     assert rows[0].seconds == pytest.approx((1 + 3 * 4) / 4 * ops[0].seconds)
 
 
+def test_means_count_every_op():
+    """Three ops of 1 ms and one of 5 ms take 2 ms in the mean, both without work and in shapes that look alike."""
+    ready = sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
+    idle = [op("aten.item", "elementwise", 0, 0, s, count=n, dims={"x": n}) for s, n in ((1e-3, 3), (5e-3, 1))]
+    alike = [op("aten.mul.Tensor", "elementwise", 10, 100, s, count=n, dims={"x": n}) for s, n in ((1e-3, 3), (5e-3, 1))]
+    targets = calibrate([measurement([*ready, *idle, *alike])], KIND, by_model=False, holdout=0.0).table.kinds["cpu"].targets
+    assert targets["aten.item", "float32", "forward"].curve.floor_s == pytest.approx(2e-3)
+    (shape,) = targets["aten.mul.Tensor", "float32", "forward"].measured
+    assert shape.dims == {"flops": 10, "bytes": 100} and shape.seconds == pytest.approx(2e-3)
+
+
+def test_a_view_pays_the_host_time_of_its_backward():
+    """2 us of its own and 3 us of its backward, in its curve where it moves nothing and in its shapes where it does."""
+    views = [
+        op(target, "view", 0, size, seconds, direction)
+        for target, forward_bytes in (("aten.view", 0), ("aten.reshape", 1000))
+        for direction, size, seconds in (("forward", forward_bytes, 2e-6), ("backward", 0, 3e-6))
+    ]
+    targets = calibrate([measurement(views)], KIND, by_model=False, holdout=0.0).table.kinds["cpu"].targets
+    assert set(targets) == {(name, "float32", "forward") for name in ("aten.view", "aten.reshape")}
+    assert targets["aten.view", "float32", "forward"].curve.floor_s == pytest.approx(5e-6)
+    assert [shape.seconds for shape in targets["aten.reshape", "float32", "forward"].measured] == pytest.approx([5e-6])
+
+
+def issued(name, launches, step_s):
+    """Four ops of 1 us of work, each of which the host takes 30 us to issue as it was seen between marks."""
+    ops = [
+        msgspec.structs.replace(o, seconds=1e-6, issue_s=3e-5) for o in sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
+    ]
+    step = StepTiming(step_s, step_s, step_s, step_s, 20, 20)
+    return msgspec.structs.replace(measurement(ops, name), step=step, launches=launches)
+
+
+def test_a_whole_step_bounds_what_the_host_takes():
+    """Ten kernels in 200 us are issued in 20 us each at most, whatever was seen between marks; a long step says nothing."""
+    bound, long = issued("zoo:a", 10.0, 2e-4), issued("zoo:b", 10.0, 1.0)
+    for found, issue_s in (([bound, long], 2e-5), ([long], 3e-5)):
+        costs = calibrate(found, KIND, by_model=False, holdout=0.0).table.kinds["cpu"]
+        assert costs.eager_issue_s == pytest.approx(issue_s)
+    assert step_factor([bound]) == pytest.approx(1.0)  # the host explains the step, not its ops
+
+
+def test_held_out_shapes_are_not_fitted():
+    """One of four shapes is held out: its own time changes its error and not what is predicted for it."""
+    ops = sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[::6])
+
+    def error_of(found):
+        (error,) = calibrate([measurement(found)], KIND, by_model=False, holdout=0.25).by_shape
+        assert error.ops == 1
+        return error
+
+    plain = error_of(ops)
+    slowed = [msgspec.structs.replace(o, seconds=(3 if o.seconds == plain.measured_s else 1) * o.seconds) for o in ops]
+    held = error_of(slowed)
+    assert held.measured_s == pytest.approx(3.0 * plain.measured_s) and held.predicted_s == plain.predicted_s
+
+
+def test_a_model_at_another_batch_size_is_not_another():
+    first, second, third = (
+        measurement(sweep(f"aten.{name}.Tensor", "elementwise", 0.1, SIZES[::3]), model)
+        for name, model in (("add", "zoo:a"), ("add", "zoo:a"), ("mul", "zoo:b"))
+    )
+    second = msgspec.structs.replace(second, model=msgspec.structs.replace(second.model, batch=2))
+    errors = calibrate([first, second, third], KIND, holdout=0.0).by_model
+    assert [(error.label, error.loaned) for error in errors] == [("zoo:a", 1.0), ("zoo:a", 1.0), ("zoo:b", 1.0)]
+
+
 def test_measurements_that_do_not_belong_together_are_refused():
     ops = sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
     with pytest.raises(InputError, match="no timed ops"):

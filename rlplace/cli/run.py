@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlplace.cli.common import (
@@ -21,7 +19,7 @@ from rlplace.cli.common import (
     rate,
     seconds,
 )
-from rlplace.errors import InputError
+from rlplace.errors import InputError, MissingError
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 HELP = "under torchrun: train a plan's model as the plan says"
 EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
-
-_AFTER_RANK_0_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +56,13 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.runtime.distributed.job import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
-    with _rank_0_first():
+    plan: PlacementPlan | InputError
+    try:
         plan = _load(options)
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        plan = error  # rank 0 reports what all ranks have: torchrun then ends the others while they wait for it
     settings = job.JobOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(job.JobOptions)})
     return _train(plan, settings, options)
 
@@ -80,25 +81,20 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
     return plan
 
 
-@contextlib.contextmanager
-def _rank_0_first() -> Iterator[None]:
-    """Lets rank 0 alone report an error that all ranks have: torchrun ends the others once rank 0 has failed."""
-    try:
-        yield
-    except InputError:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(_AFTER_RANK_0_S)
-        raise
-
-
-def _train(plan: PlacementPlan, settings: JobOptions, options: argparse.Namespace) -> int:
+def _train(plan: PlacementPlan | InputError, settings: JobOptions, options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from rlplace.runtime.distributed.job import faults, job
     from rlplace.runtime.distributed.ranks import end_group, wait_for_all
 
-    device = job.start_job(settings, options.timeout)
+    try:
+        device = job.start_job(settings, options.timeout)
+    except MissingError as error:
+        faults.tell_torchrun(f"rank {os.environ.get('RANK', '0')}: {error}")
+        raise
     with faults.guard(debug=options.debug):
+        if isinstance(plan, InputError):
+            raise plan
         result = job.train(plan, device, settings, _step_printer(options))
         equal = result.comparison is None or dist.get_rank() != 0 or result.comparison.equal
         if dist.get_rank() == 0:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from launch import forks, start
+from launch import forked, forks, start, torchrun
 from plans import plan_of
 from torch import nn
 
@@ -175,10 +175,58 @@ def test_leaves_early(tmp_path):
     assert re.search(rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0 \(stage 0, {HOST}\) wait", line)
 
 
+ONLY_ONE = """
+import os
+import torch
+
+def net(batch=4):
+    if os.environ.get("RANK") == "1":
+        raise OSError("no data on this host")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    return model, {"input": torch.randn(batch, 4)}, lambda output: output.square().mean()
+"""
+
+
+OWN_PLAN = """
+import os, sys
+from rlplace.cli.main import main
+
+sys.exit(main(["run", "--plan", f"{os.environ['RANK']}.plan.json"]))
+"""
+
+
+def planned(model, path):
+    words = f"place {model} --cluster cpu:2 --space replicate=2 --batch 4 --calls 9 --out {path}"
+    assert main(words.split()) == 0
+
+
+def first_line(err):
+    return next(line for line in err.splitlines() if line.startswith("rlplace:"))
+
+
+@pytest.mark.parametrize("launcher", ["none", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_rank_0_repeats_what_another_rank_reports_unseen(tmp_path, launcher):
+    (tmp_path / "mine.py").write_text(ONLY_ONE)
+    planned(f"{tmp_path / 'mine.py'}:net", tmp_path / "p.plan.json")
+    command = ["-m", "rlplace", "run", "--plan", tmp_path / "p.plan.json", "--steps", "1"]
+    if launcher == "none":  # a file of its own for every rank, rank 0's first
+        code, _, err = forked(2, *command)
+    else:
+        code, _, err = torchrun(2, "--local-ranks-filter", 0, *command)
+    assert code != 0 and re.fullmatch(rf"rlplace: rank 1 \({HOST}\): model .* raised OSError: no data on .*", first_line(err))
+
+
+def test_a_process_without_its_plan_is_heard_of(tmp_path):
+    (tmp_path / "own_plan.py").write_text(OWN_PLAN)
+    planned("zoo:mlp,layers=2,width=8", tmp_path / "0.plan.json")
+    code, _, err = forked(2, tmp_path / "own_plan.py", cwd=tmp_path)
+    assert code != 0 and re.fullmatch(rf"rlplace: rank 1 \({HOST}\): 1.plan.json: cannot be read: .*", first_line(err))
+
+
 def test_torchrun_never_reads_half_a_word(tmp_path, monkeypatch):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    faults._tell_torchrun("rank 1 is gone")
+    faults.tell_torchrun("rank 1 is gone")
     whole = file.read_text()
     assert "rank 1 is gone" in json.loads(whole)["message"]["message"]
 
@@ -187,7 +235,7 @@ def test_torchrun_never_reads_half_a_word(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(json, "dump", cut_off)
-    faults._tell_torchrun("rank 2 is gone")
+    faults.tell_torchrun("rank 2 is gone")
     assert file.read_text() == whole
 
 

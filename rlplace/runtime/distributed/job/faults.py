@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -58,6 +59,7 @@ class _Job:
     store: Any
     part: str = ""
     told: bool = False
+    repeated: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.part + ', ' if self.part else ''}host {platform.node() or 'unknown'})"
@@ -93,13 +95,41 @@ class _Job:
         self.told = True
         with contextlib.suppress(RuntimeError):  # without a store each speaks for itself
             if self.store.add("reporters", 1) > 1:
-                return
+                return self.repeat()
+            self.put("reported", {"line": line if line.startswith("rank ") else f"{self}: {line}", "stream": _hidden_stream()})
         if trace is not None:
             traceback.print_exception(trace)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())  # in one piece
+        _write(line)
+
+    def repeat(self) -> None:
+        """Shows on rank 0 what another process reports where no terminal shows it, as under ``--local-ranks-filter 0``."""
+        with contextlib.suppress(RuntimeError):
+            if self.rank or self.repeated or self.look("reporters") is None:
+                return
+            self.store.wait(["reported"], timedelta(seconds=_GRACE_S))
+            found = self.look("reported")
+            if found is not None and found["stream"] not in (None, _hidden_stream()):
+                _write(str(found["line"]))
+                self.repeated = True
+
+
+def _write(line: str) -> None:
+    """Writes one line to stderr in one piece, behind what stdout holds."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"rlplace: {' '.join(line.split())}\n".encode())
+
+
+def _hidden_stream() -> str | None:
+    """What stderr is, where it is a file or goes nowhere; None for a terminal or a pipe, which somebody reads."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(2)
+        if stat.S_ISREG(found.st_mode):
+            return f"{platform.node()}:{found.st_dev}:{found.st_ino}"
+        if stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev:
+            return os.devnull
+    return None
 
 
 _job: _Job | None = None
@@ -121,7 +151,7 @@ def watch_over(part: str = "") -> None:
     _job = _Job(dist.get_rank(), dist.get_world_size(), store, part or (_job.part if _job is not None else ""))
     store.delete_key(f"ended/{_job.rank}")  # of a group before this one in the same store
     _job.put(f"member/{_job.rank}", {"name": str(_job), "host": platform.node(), "pid": os.getpid()})
-    _tell_torchrun(f"{_job} {_GONE}")  # unless it finds the time for another last word
+    tell_torchrun(f"{_job} {_GONE}")  # unless it finds the time for another last word
     if _earlier_hook is not None:
         return
     _earlier_hook, sys.excepthook = sys.excepthook, _hook
@@ -157,8 +187,10 @@ def _end(job: _Job, error: BaseException, debug: bool) -> NoReturn:
     except RuntimeError:
         line = f"the job's store is gone, with torchrun or with rank 0: {job} waited for {activity.current(error).text}"
     if line is not None:
-        _tell_torchrun(line)
+        tell_torchrun(line)
         job.say(line, error if debug else None)
+    else:
+        job.repeat()
     _exit(error.exit_code if isinstance(error, RlplaceError) else 1)
 
 
@@ -250,6 +282,7 @@ def _terminated(number: int, frame: Any) -> None:
         gone = next((rank for rank in range(_job.world) if rank != _job.rank and _job.gone(rank)), None)
         if gone is not None and _job.look("reporters") is None:
             _job.say(f"{_job.name(gone)} {_GONE}")
+        _job.repeat()
         _job.put(f"ended/{_job.rank}", {"by": "launcher"})
     _exit(_TERMINATED)
 
@@ -277,7 +310,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _tell_torchrun(line: str) -> None:
+def tell_torchrun(line: str) -> None:
     """The summary of torchrun then has the line, too. An error file that is empty for a moment ends torchrun, not a restart."""
     file = os.environ.get(_ERROR_FILE)
     if file is not None:

@@ -218,6 +218,7 @@ def test_prediction_uses_measured_shapes_exactly(graph):
     assert len(work) > 10
     np.testing.assert_allclose(times.seconds[work], [wanted[keys[op]] for op in work.tolist()], rtol=1e-9)
     assert times.shares().keys() <= {"measured", "calibrated"}
+    assert "measured" not in explain_times(graph, KIND, table, host="compiled").shares()  # it runs other kernels
 
 
 def test_a_model_that_was_measured_twice_does_not_predict_itself():

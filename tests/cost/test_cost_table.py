@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.cost import CostTable
 from rlplace.cost.foreign import SHIPPED, as_costs, shipped_costs
-from rlplace.cost.table import Curve, KindCosts, MeasuredShape, Residual
+from rlplace.cost.table import Curve, KindCosts, MeasuredShape, Residual, TargetCosts
 from rlplace.cost.tablefile import table_from_dict, table_to_dict
 from rlplace.errors import InputError
 
@@ -53,6 +53,21 @@ def test_a_table_over_another():
     assert merged.kinds["a100-80g"].measured[KEY][0].seconds == 1e-5
     assert "cpu" in merged.kinds
     assert as_costs(TABLE).kinds["v100"] == shipped_costs().kinds["v100"]
+
+
+def test_what_was_measured_again_counts():
+    """Of a target and of a class the upper table's entry, whose numbers the fingerprint covers."""
+    old, new = (TargetCosts(CURVE, (MeasuredShape({"bytes": 8}, seconds),)) for seconds in (1e-3, 2e-3))
+    other = ("aten.add.Tensor", "float32", "forward")
+    below, above = (
+        CostTable({"cpu": KindCosts(measured={KEY: one.measured}, targets=targets)})
+        for one, targets in ((old, {KEY: old, other: old}), (new, {KEY: new}))
+    )
+    merged = above.over(below).kinds["cpu"]
+    assert merged.targets == {KEY: new, other: old} and merged.measured == {KEY: new.measured}
+    assert len({table.fingerprint for table in (below, above, CostTable({"cpu": KindCosts(targets={KEY: old})}))}) == 3
+    changed = CostTable({"cpu": KindCosts(measured={KEY: old.measured}, targets={KEY: old, other: new})})
+    assert changed.fingerprint != below.fingerprint
 
 
 def edited(path, value):

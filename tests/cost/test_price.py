@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.cluster import KINDS, Cluster
 from rlplace.cost import device_times, explain_times, price, split_backward
+from rlplace.cost.calls import calls_of
 from rlplace.cost.foreign import shipped_costs
-from rlplace.cost.price import kind_times
+from rlplace.cost.price import kind_times, owners
 from rlplace.errors import InputError
 from rlplace.graph.capture import capture
-from rlplace.graph.coarsen import coarsen
+from rlplace.graph.coarsen import Grouping, coarsen
 from rlplace.graph.opgraph import GRADIENT, INPUT
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
@@ -163,6 +164,54 @@ def test_views_do_not_keep_storages_alive():
     order = [op for op in range(problem.num_ops) if op != 1] + [1]
     late = simulate_reference(problem, [0] * problem.num_groups, order=[order])
     assert late.peak_memory_bytes[0] == ONE.devices[0].reserved_bytes + 64 + (1 << 20) + (1 << 10)
+
+
+def by_module(graph, names):
+    """A grouping with a group for each of these modules; an update goes to the last."""
+    number = {name: group for group, name in enumerate(names)}
+    cluster = [number[graph.op_module[op]] if op >= 0 else len(names) - 1 for op in graph.op_forward.tolist()]
+    cluster = np.where(graph.op_phase == UPDATE, len(names) - 1, cluster).astype(np.int32)
+    return Grouping(cluster, np.arange(len(names), dtype=np.int32), tuple(names), tuple((name,) for name in names))
+
+
+def test_what_is_trained_lives_with_its_update_and_what_is_not_with_its_first_reader():
+    """Module b, group 0, reads after module a, group 1; updates are in group 2."""
+    builder = GraphBuilder()
+    weight, table = builder.parameter("w", 4096), builder.parameter("t", 64, is_buffer=True)
+    source = builder.input(128)
+    h = builder.op("a", [source, weight, table], 256)
+    builder.op("b", [h, weight, table, source], 256)
+    builder.op("c", [builder.op("c", [h], 8)], 8)
+    graph = builder.build()
+    grouping = by_module(graph, ("b", "a", "c"))
+    of_parameter, of_tensor = owners(graph, grouping)
+    assert of_parameter.tolist() == [2, 1]
+    assert (of_tensor[weight], of_tensor[table], of_tensor[source], of_tensor[h]) == (2, 1, 1, -1)
+    assert price(graph, FOUR, groups=grouping).weight_bytes.tolist() == [0, 64 + 128, 4096]
+
+
+def test_what_leaves_a_task_is_there_until_its_end():
+    """The first op's 1000 bytes are read inside and outside: at the last op they stand beside 10 + 20 and 500 for a moment."""
+    builder = GraphBuilder()
+    h = builder.op("a", [builder.input(64)], 1000)
+    small = builder.op("a", [h], 10)
+    end = builder.op("a", [small], 20, temporary_bytes=500)
+    builder.op("b", [h, end], 30)
+    graph = builder.build()
+    problem = price(graph, ONE, groups=by_module(graph, ("a", "b")))
+    assert dict(zip(problem.op_names, problem.temporary_bytes.tolist(), strict=True)) == {
+        "a/forward": 510,
+        "b/forward": 30,  # which nothing reads
+    }
+
+
+def test_causal_attention_computes_the_tiles_up_to_the_diagonal():
+    builder = GraphBuilder()
+    builder.op("a", [builder.input(64)], 64, kind="attention", flops=1e9)
+    graph = builder.build()
+    for keys in (1, 4, 1000):
+        marked = dataclasses.replace(graph, op_dims={0: {"causal": 1, "heads": 1, "queries": keys, "keys": keys, "width": 1}})
+        assert calls_of(marked).flops.sum() == pytest.approx(1e9 * np.tril(np.ones((keys, keys))).mean())
 
 
 def test_source_and_group_contents():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.problem import Links
-from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_s, ring_order
+from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_s, contention, ring_order
 from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
 
 GIB = 1 << 30
@@ -45,6 +45,29 @@ def test_ring_by_hand():
     # every pair has its own channel: the quarters for the three peers move side by side
     assert collective_s(links, "all_to_all", range(4), size) == pytest.approx(3e-6 + 2 * hop + size / 4 / 1e9)
     assert collective_s(links, "all_reduce", [0, 2], size) == pytest.approx(3e-6 + hop + size / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hops"),
+    [("all_reduce", 4), ("all_gather", 3), ("reduce_scatter", 3), ("broadcast", 2), ("all_to_all", 3)],
+)
+def test_an_empty_message_takes_its_hops(kind, hops):
+    """Of four devices: a launch and the further hops of the ring, of the tree (up and down, or once), or of all peers."""
+    links = uniform(4, latency=3.0)
+    assert collective_s(links, kind, range(4), 0) == pytest.approx(3.0 + (hops - 1) * HOP_LATENCY_SHARE * 3.0)
+
+
+def test_groups_on_one_channel_slow_each_other():
+    """Two rings of two devices: alone each puts both of its hops on the bus, together they put four there."""
+    bus = tuple(tuple((0,) if i != j else () for j in range(4)) for i in range(4))
+    shared = dataclasses.replace(uniform(4), channels=bus)
+    assert contention(shared, [[0, 1], [2, 3]]) == pytest.approx(2.0)
+    assert contention(shared, [[0, 1]]) == contention(uniform(4), [[0, 1], [2, 3]]) == 1.0
+
+
+def test_a_piece_begins_with_its_first_size():
+    curve = Curve(2, (Piece(0.0, 1.0, 1.0), Piece(8.0, 5.0, 2.0)))
+    assert curve.seconds(np.array([0.0, 7.0, 8.0, 10.0])).tolist() == [1.0, 8.0, 5.0 + 8.0 / 2, 5.0 + 10.0 / 2]
 
 
 def test_tree_wins_for_small_messages_of_many_devices():

@@ -11,8 +11,8 @@ import pytest
 from rlplace.errors import InputError
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Links, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.simulator import Timeline, simulate
-from rlplace.simulator.reference import simulate_reference
+from rlplace.simulator import Timeline, default_priority, simulate
+from rlplace.simulator.reference import reference_priority, simulate_reference
 
 
 @pytest.fixture(params=[simulate, simulate_reference], ids=["fast", "reference"])
@@ -43,6 +43,26 @@ def test_chain_over_two_devices(run: Callable[..., Timeline]) -> None:
     assert line.step_time_s == 6 and line.busy_s.tolist() == [2, 1]
     assert line.peak_memory_bytes.tolist() == [14, 30]  # 10 + 4; 20 + 4 (copy) + 1 (output) + 5 (temporary)
     assert not line.feasible and line.violations == ("gpu1 needs 30 bytes and has 29, 1 short",)
+
+
+@pytest.mark.parametrize("priority", [default_priority, reference_priority])
+def test_bottom_levels_count_devices_that_can_run_an_op(priority: Callable[..., Any]) -> None:
+    """2 s in the mean of 1 and 3, before 4 s on the only device that runs it, before 6 s or, beside that, 1 s."""
+    problem = build_problem(
+        "levels", time_s=[[1.0, 3.0], [None, 4.0], [6.0, 6.0], [1.0, 1.0]], memory_bytes=[None] * 2,
+        tensors=[TensorSpec(0, 1, [1]), TensorSpec(1, 1, [2, 3])],
+    )  # fmt: skip
+    assert priority(problem).tolist() == [12.0, 10.0, 6.0, 1.0]
+
+
+def test_two_readers_on_a_device_share_a_copy(run: Callable[..., Timeline]) -> None:
+    problem = build_problem(
+        "readers", time_s=[[1.0] * 3] * 4, tensors=[TensorSpec(0, 2, [1, 2, 3])], memory_bytes=[None] * 3,
+        bandwidth_bytes_per_s=2.0, latency_s=1.0,
+    )  # fmt: skip
+    line = run(problem, [0, 1, 1, 2])
+    assert transfers(line) == [(0, 0, 1, 1, 3), (0, 0, 2, 1, 3)]
+    assert line.peak_memory_bytes.tolist() == [2, 2, 2] and line.step_time_s == 5
 
 
 def test_a_waiting_transfer_holds_back_later_ones_that_want_its_channels(run: Callable[..., Timeline]) -> None:

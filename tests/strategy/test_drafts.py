@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.drafts import Draft, Place, draft_of
+from rlplace.strategy.drafts import Draft, Place, draft_of, plain_draft
 
 
 @st.composite
@@ -40,3 +40,15 @@ def test_names_and_numbers_say_the_same(draft: Draft) -> None:
     assert draft_of(strategy.pipelines[0], names) == draft
     assert strategy.batch == draft.batch
     assert strategy.devices == draft.devices
+
+
+def test_samples_of_replicas_that_are_unlike() -> None:
+    """Two replicas of two places: 3 passes of 2 samples and 1 of 2, or as many of 2 and 3, or all alike, or one of each."""
+    places = [Place((0, 1), shard=2, sharding=1), Place((2,))]
+    sizes = {((2,), (3, 1)): 8, ((2, 3), (2,)): 10, ((2,), (3,)): 12, ((2, 3), (3, 1)): 9}
+    for (microbatch, microbatches), samples in sizes.items():
+        draft = plain_draft((0, 1, 2), places, microbatch=microbatch, microbatches=microbatches, schedule="gpipe")
+        assert draft.data_degree == 2 and draft.batch == samples
+    pair = plain_draft((0, 2, 3, 5, 6), places, [0, 1, 0, 1])
+    assert (pair.blocks_of(0), pair.blocks_of(1), pair.stage_of_block) == ([0, 1, 3, 4], [2, 5], [0, 0, 1, 2, 2, 3])
+    assert plain_draft((0, 1, 2), places[::-1]).data_degree == 2

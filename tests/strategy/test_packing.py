@@ -1,0 +1,137 @@
+"""What executors are given: tables of traffic, ways, frames and rows, by hand and as if nothing had been kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from random_costs import random_costs, random_draft
+
+from rlplace.cluster import Cluster
+from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S
+from rlplace.problem import Links
+from rlplace.problem.collectives import collective_s
+from rlplace.strategy import columns as c
+from rlplace.strategy.costs import Cut, Tie
+from rlplace.strategy.drafts import Place, plain_draft
+from rlplace.strategy.meshes import borders
+from rlplace.strategy.packing import Packer
+from rlplace.strategy.ties import tie_exchanges
+from rlplace.strategy.traffic import Traffic, table_s
+
+FOUR = Cluster.preset("a100-80g:4")
+MIXED = Cluster.preset("a100-80g:2+t4:2")
+SIZE = float(1 << 26)
+
+
+def joined_by(bandwidth, channels=None):
+    """The cluster of four with other links."""
+    return dataclasses.replace(FOUR, links=Links(bandwidth, np.full((4, 4), 1e-6), channels), text=None)
+
+
+def packed(cluster, blocks=6, **changes):
+    costs = dataclasses.replace(random_costs(np.random.default_rng(0), cluster, blocks), known={}, **changes)
+    return costs, Packer(costs, cluster, Traffic(cluster))
+
+
+def test_several_groups_take_as_long_as_the_slowest():
+    bandwidth = np.full((4, 4), 1e9)
+    bandwidth[2, 3] = bandwidth[3, 2] = 1e8
+    cluster = joined_by(bandwidth)
+    quick, slow = (collective_s(cluster.links, "all_reduce", group, SIZE) for group in ((0, 1), (2, 3)))
+    assert slow > 5 * quick
+    assert table_s(Traffic(cluster).table("all_reduce", ((0, 1), (2, 3))), SIZE) == pytest.approx(slow)
+    assert table_s(Traffic(cluster).table("all_reduce", ((0, 1),)), SIZE) == pytest.approx(quick)
+
+
+def test_ways_that_share_a_channel_hold_one_number_in_common():
+    """From 0 to 1 over channels 0 and 1, from 2 to 3 over the first of them, from 1 to 2 over the second."""
+    held = [[() for _ in range(4)] for _ in range(4)]
+    held[0][1], held[2][3], held[1][2] = (0, 1), (0,), (1,)
+    cluster = joined_by(np.full((4, 4), 1e9), tuple(map(tuple, held)))
+    pairs = {(0, 1): (((0, 1),), 1.0), (2, 3): (((2, 3),), 1.0), (1, 2): (((1, 2),), 0.5)}
+    ways = Traffic(cluster).ways(pairs)
+    first, second, third = (set(ways[border].channels) for border in pairs)
+    assert first & second and first & third and not second & third
+    assert (ways[0, 1].latency_s, ways[0, 1].part, ways[1, 2].part) == (1e-6, 1.0, 0.5)
+    assert ways[1, 2].s_per_byte == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize("devices", [3, DEVICES_PER_SOCKET, DEVICES_PER_SOCKET + 1, 2 * DEVICES_PER_SOCKET])
+def test_devices_of_a_host_share_the_memory_of_its_sockets(devices):
+    sockets = 1 if devices <= DEVICES_PER_SOCKET else 2
+    traffic = Traffic(Cluster.preset(f"a100-80g:{devices}"))
+    assert devices * traffic.host_memory_bytes_per_s(0) == pytest.approx(sockets * HOST_MEMORY_BYTES_PER_S)
+
+
+FIELDS = ("stage_place", "places", "microbatches", "actions", "action_ptr", "ways", "way_ptr", "way_channels", "room_bytes")
+TABLES = (c.GATHER_TABLE, c.SCATTER_TABLE, c.REDUCE_TABLE, c.EXPERT_GATHER_TABLE, c.EXPERT_SCATTER_TABLE)
+
+
+def contents(packer, draft):
+    """A frame with its rows and tables in place of their numbers, which depend on what was asked before."""
+    frame = packer.frame(draft)
+    found = {name: getattr(frame, name) for name in FIELDS}
+    found["tables"] = packer.traffic.tables[frame.places[:, TABLES].astype(int)]
+    found["places"] = np.delete(frame.places, TABLES, axis=1)
+    return found | {"rows": packer.costed.rows[frame.row]}
+
+
+def unlike_pairs():
+    """Drafts on the same devices that differ in one thing each."""
+    pair = [Place((0, 1), replicate=2), Place((2, 3), replicate=2)]
+    narrow = [pair[0], Place((2, 3), tensor=2)]
+    for places, size, count in ((pair, 1, 4), (pair, 1, 8), (pair, 2, 4), (narrow, 1, 4), (narrow[::-1], 1, 4)):
+        yield plain_draft((0, 3, 6), places, microbatch=(size,), microbatches=(count,), schedule="1f1b")
+    yield plain_draft((0, 3, 6), pair, microbatches=(4,), schedule="gpipe")
+    yield plain_draft((0, 2, 6), pair, microbatches=(4,), schedule="gpipe")
+
+
+@pytest.mark.parametrize("cluster", [FOUR, MIXED], ids=["alike", "mixed"])
+def test_what_was_packed_before_changes_nothing(cluster):
+    rng = np.random.default_rng(1)
+    drafts = [*unlike_pairs(), *(random_draft(rng, cluster, 6) for _ in range(40))]
+    costs, kept = packed(cluster)
+    for draft in drafts:
+        found, fresh = contents(kept, draft), contents(Packer(costs, cluster, Traffic(cluster)), draft)
+        for name, wanted in fresh.items():
+            np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+        assert found["microbatches"].max() == max(draft.microbatches)
+
+
+def test_a_row_is_that_of_the_slowest_replica_and_kind():
+    """A replica on each kind of device, of 1 and of 3 samples: the t4 is slower at its own samples, wherever these are more."""
+    for samples in ((1, 3), (3, 1)):
+        costs, packer = packed(MIXED, ties=())
+        place = Place((0, 2), replicate=2)
+        frame = packer.frame(plain_draft((0, 6), [place], microbatch=samples))
+        rows = packer.costed.rows[frame.row.ravel()].max(axis=0)
+        passes = [costs.passes(kind, Cut(count)) for kind, count in zip((0, 1), samples, strict=True)]
+        np.testing.assert_array_equal(rows[:, c.FORWARD], np.maximum(*(one.forward_s for one in passes)))
+        for how in range(3):
+            slowest = np.maximum(*(one.backward_s + one.again_s[how] for one in passes))
+            np.testing.assert_array_equal(rows[:, c.BACKWARD + how], slowest)
+            np.testing.assert_array_equal(rows[:, c.KEPT + how], np.maximum(*(one.kept_bytes[how] for one in passes)))
+
+
+def test_copies_of_a_tied_weight_on_one_place_count_once():
+    """Blocks 0, 2, 3 and 5 hold it; the first place has three of them, the second one."""
+    _, packer = packed(FOUR, ties=(Tie((0, 2, 3, 5), 100, 50, 200),))
+    loop = plain_draft((0, 1, 2, 4, 6), [Place((0,)), Place((1,))], [0, 1, 0, 1], microbatches=(4,), schedule="looped_bfs")
+    whole = plain_draft((0, 6), [Place((0,))])
+    for draft, blocks in ((loop, [2, 3]), (whole, [2, 3, 5])):
+        ties = packer.ties(packer.frame(draft), draft)
+        assert ties.block.tolist() == blocks and ties.again_bytes.tolist() == [[100.0, 50.0, 200.0]] * len(blocks)
+    assert packer.ties(packer.frame(loop), loop).places.tolist() == [0, 1]
+
+
+def test_a_tie_is_summed_at_the_size_of_its_largest_part():
+    """One place shares it over two devices, the other has it whole, and it is summed whole."""
+    costs, _ = packed(FOUR, ties=(Tie((0, 5), 1 << 26, 1 << 26, 0),), item=1.0)
+    for places in ([Place((0, 1), shard=2, sharding=1), Place((2,))], [Place((2,)), Place((0, 1), shard=2, sharding=1)]):
+        draft = plain_draft((0, 3, 6), places, microbatches=(4,), schedule="1f1b")
+        ((seconds, involved),) = tie_exchanges(draft, costs, Traffic(FOUR))
+        first = tuple(place.devices[0] for place in places)
+        assert involved == (0, 1) and seconds == pytest.approx(collective_s(FOUR.links, "all_reduce", first, SIZE))
+    assert set(borders(draft)) == {(0, 1), (1, 0)}

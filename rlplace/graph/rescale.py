@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError, show, whole_number
+from rlplace.errors import CaptureError, InputError, show, whole_number
 from rlplace.graph.opgraph import FORWARD, OpGraph
 from rlplace.problem.check import MAX_BYTES
 
@@ -30,11 +30,19 @@ def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[
     """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them.
 
     Raises:
-        InputError: The second has another number of samples than was asked for.
+        InputError: The second has another number of samples than was asked for, or the model does not run with it.
     """
-    whole = whole if whole.samples > 1 else capture_at(2)
-    asked = whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples
-    other = capture_at(asked)
+    rows = whole.samples
+    try:
+        whole = whole if rows > 1 else capture_at(2)
+        asked = whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples
+        other = capture_at(asked)
+    except CaptureError as error:
+        raise InputError(
+            f"the model runs with {rows} samples, the rows of the first tensor of its inputs, but not with others: {error}; "
+            "the first tensor must have one row a sample, or place a capture, which has this size only: "
+            "rlplace.place(rlplace.capture(model, inputs), ...)"
+        ) from error
     if other.samples != asked:
         raise InputError(
             f"{whole.name[:80]}: a batch of {asked} is asked for, and the first tensor of its inputs has {other.samples} rows; "

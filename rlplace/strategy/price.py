@@ -121,7 +121,11 @@ class PricedBlocks:
         if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
             return reason
         if len(self._graphs) == 1 and cut.samples != self.graph.samples:
-            return f"the model was captured with {self.graph.samples} samples only, asked for {cut.samples}"
+            size = self.graph.samples
+            return (
+                f"the model was captured with {size} samples only, asked for {cut.samples}: use a batch of {size} or a "
+                "multiple of it, or place the module itself with its example inputs"
+            )
         try:
             self._at(cut)
         except InputError as error:

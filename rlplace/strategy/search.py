@@ -17,12 +17,14 @@ import msgspec
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.rivals import too_large
 from rlplace.records import plain
+from rlplace.strategy.costs import Cut
 from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.fit import fitted, tuned
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
 from rlplace.strategy.published import published_starts
+from rlplace.strategy.shares import divisors
 from rlplace.strategy.stages import try_stages
 from rlplace.strategy.tries import OutOfBudgetError, Progress, Question, Tried, Tries
 from rlplace.strategy.uniform import Option, Options
@@ -245,6 +247,9 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
             return InputError(f"no strategy can run: {key}")
         why = f". Of what it leaves: {other}" if other else ""
         return InputError(f"space: it leaves no strategy; relax {key} first{why}")
+    unpriced = [question.costs.why_not(Cut(samples)) for samples in divisors(question.batch)]
+    if None not in unpriced:
+        return InputError(f"no strategy for a batch of {question.batch}: {unpriced[-1]}")
     words = [f"space: it leaves no strategy for a batch of {question.batch}"]
     for key, values in plain(question.space).items():
         if _any_uniform(dataclasses.replace(question, space=msgspec.structs.replace(question.space, **{key: None}))):

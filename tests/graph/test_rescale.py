@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import rlplace
 from rlplace.cost import price
 from rlplace.errors import InputError
 from rlplace.graph.capture import capture
-from rlplace.graph.rescale import rescale
+from rlplace.graph.rescale import rescale, two_captures
 from rlplace.graph.weight_gradients import split_weight_gradients
 from rlplace.zoo import load_model
 
@@ -125,3 +126,24 @@ def test_nothing_becomes_negative():
     with pytest.raises(InputError, match=r"op_temporary_bytes\[0\] is 100 at 2 and 0 at 4 samples and would be negative at 5"):
         rescale(shrinking[1], shrinking[0], 5)
     assert (rescale(shrinking[1], shrinking[0], 3).op_temporary_bytes == 50).all()
+
+
+class Graphs(nn.Module):
+    """Ten nodes a graph, and one target a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+
+    def forward(self, nodes, target):
+        return {"loss": (self.layers(nodes).unflatten(0, (-1, 10)).mean(1) - target).square().mean()}
+
+
+def test_a_model_of_one_size_says_which_tensor_must_have_a_row_a_sample():
+    inputs = {"nodes": torch.randn(40, 4), "target": torch.randn(4, 8)}
+    with pytest.raises(
+        InputError, match=r"runs with 40 samples, .* not with others: cannot capture Graphs: .*; the first tensor"
+    ):
+        rlplace.place(Graphs(), "cpu:2", example_inputs=inputs, calls=9)
+    with pytest.raises(InputError, match=r"a batch of 20 is asked for, and the first tensor of its inputs has 40 rows"):
+        two_captures(capture(Graphs(), inputs), lambda samples: capture(Graphs(), inputs))

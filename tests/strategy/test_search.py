@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 from brute_force import quicker, small_question
+from captured import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_costs import random_costs
@@ -21,6 +22,7 @@ from rlplace.strategy.evaluate import Evaluator
 from rlplace.strategy.fit import fitted
 from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.moves import Moves
+from rlplace.strategy.price import PricedBlocks
 from rlplace.strategy.savings import steps
 from rlplace.strategy.search import search
 from rlplace.strategy.space import Space
@@ -185,7 +187,9 @@ def test_neighbours_are_strategies_of_the_same_batch() -> None:
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
-    with pytest.raises(InfeasibleError, match=r"no strategy fits: the nearest \(.*\) is too large by .* on 4 devices together") as info:
+    with pytest.raises(
+        InfeasibleError, match=r"no strategy fits: the nearest \(.*\) is too large by .* on 4 devices together"
+    ) as info:
         search(question(0, factor=1e-5, space="offload=none"))
     assert info.value.short_bytes > 0
 
@@ -208,6 +212,17 @@ def test_a_space_that_leaves_nothing_says_what_to_relax(space: str, batch: int, 
 def test_a_batch_of_fewer_samples_than_replicas_names_the_nearest() -> None:
     with pytest.raises(InputError, match="batch of 3; relax replicate=2 first, or use a batch of 4"):
         search(question(0, batch=3, space="replicate=2 shard=2 pipeline=1"))
+
+
+def test_one_captured_size_names_the_batches_that_there_are() -> None:
+    cluster = Cluster.preset("cpu:2")
+    scores = Evaluator(PricedBlocks(captured("vit", 6), cluster), cluster)
+    for batch, space in ((8, ""), (7, "tensor=1"), (4, "microbatch=4")):
+        with pytest.raises(
+            InputError, match=r"captured with 6 samples only, .* a batch of 6 or a multiple of it, or place"
+        ):
+            search(Question(scores, batch, Space.parse(space)))
+    assert search(Question(scores, 12), calls=20).ranked
 
 
 def test_what_cannot_run_is_left_out() -> None:

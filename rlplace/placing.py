@@ -318,7 +318,9 @@ def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str)
     assert plan.strategy is not None
     facts = captured.facts() if captured.facts is not None else None
     conduct = (facts.conduct if facts is not None else None) or Conduct()
-    strategy = replace(plan.strategy, reduction=conduct.reduction or MEAN, couple=couple, buffers=buffers)
+    gathers = couple if conduct.couples or facts is None or conduct.unseen is not None else "replica"
+    mixing = conduct.mixing if gathers == "gather" else ()
+    strategy = replace(plan.strategy, reduction=conduct.reduction or MEAN, couple=gathers, mixing=mixing, buffers=buffers)
     notes = [*plan.predicted.extra.get("notes", ()), *(() if facts is None else notes_of(strategy, facts))]
     extra = {**plan.predicted.extra, **({"notes": notes} if notes else {})}
     return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra))

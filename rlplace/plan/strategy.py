@@ -133,6 +133,7 @@ class Strategy(Record, frozen=True):
             ``"sum:mask"``, ``"valid:labels"`` or ``"nonzero:ids"``.
         couple: What a loss that couples samples is computed over: the samples of each pass of a ``"replica"``, or
             ``"gather"``, those of the whole batch, whose embeddings or outputs replicas exchange.
+        mixing: With ``"gather"``, modules whose result for a sample depends on other samples.
         buffers: Where a forward writes buffers by its samples: ``"whole"`` keeps batches in one piece, ``"replica"`` lets every
             replica and micro-batch write by its own samples.
 
@@ -144,6 +145,7 @@ class Strategy(Record, frozen=True):
     pipelines: Annotated[tuple[Pipeline, ...], Meta(min_length=1)]
     reduction: Text = "mean"
     couple: Couple = "replica"
+    mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"
 
     def __post_init__(self) -> None:
@@ -184,10 +186,10 @@ class Strategy(Record, frozen=True):
             data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
             build(Pipeline, own, where)  # whose messages name its fields without a list
         made = build(_File, data, where)
-        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.buffers)
+        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.mixing, made.buffers)
 
 
-_OF_STEP = ("batch", "reduction", "couple", "buffers")
+_OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers")
 """Keys of a file that belong to the step, where those of its one pipeline stand beside them."""
 
 
@@ -198,6 +200,7 @@ class _File(Record, frozen=True):
     pipelines: tuple[Pipeline, ...]
     reduction: Text = "mean"
     couple: Couple = "replica"
+    mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"
 
 

@@ -28,6 +28,7 @@ from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
 from rlplace.runtime.native.conduct import MEAN, SUM
 from rlplace.runtime.native.counting import Targets
+from rlplace.runtime.native.gather import gather_output
 from rlplace.runtime.native.gradients import ParameterHooks, Ties, average_left_out, sum_parts
 from rlplace.runtime.native.mesh import Place
 from rlplace.runtime.native.streams import step_stream
@@ -131,6 +132,11 @@ class StrategyModel(DistributedModel):
         return total, stash
 
     @property
+    def _gathers(self) -> bool:
+        """Whether replicas compute the loss of the whole batch."""
+        return self.strategy.couple == "gather" and self.place.data_degree > 1
+
+    @property
     def _counts(self) -> str | None:
         """What weights losses in place of samples; None: samples do."""
         reduction = self.batching.reduction
@@ -150,7 +156,10 @@ class StrategyModel(DistributedModel):
 
         def loss(output: Any, part: Batch) -> torch.Tensor:
             made[:] = [self._output_like(output)]
-            return self._loss_of(output, part.get(TARGET))
+            target = part.get(TARGET)
+            if self._gathers and self._loss is not None:
+                output, target = gather_output((output, target), passes[0].samples, self.place)
+            return self._loss_of(output, target)
 
         value, stash = self._run(passes, loss)
         if not made:  # another process has the last stage
@@ -171,6 +180,11 @@ class StrategyModel(DistributedModel):
         own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
+            if outputs is not None and self._gathers and self._loss is not None:
+                outputs = [
+                    (gather_output(output, one.samples, self.place), n)
+                    for (output, n), one in zip(outputs, passes, strict=True)
+                ]
             if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
                 outputs = [self._loss_and_count(output, one) for (output, _), one in zip(outputs, passes, strict=True)]
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
@@ -183,7 +197,9 @@ class StrategyModel(DistributedModel):
             ]
         mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
         gathered = gather_values(mine, self.place.device, everywhere=True)
-        wanted = [own] if self.batching.share == "replica" else list(range(len(replicas)))
+        wanted = (
+            [own] if self.batching.share == "replica" or (self._gathers and self._loss is None) else [*range(len(replicas))]
+        )
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         spec = pytree.tree_structure(parts[0][0])

@@ -30,23 +30,32 @@ def units(model: nn.Module, named: Iterable[str] = ()) -> Iterator[tuple[str, nn
 
     Args:
         model: The model.
-        named: Paths that a strategy names as blocks; modules inside of them are no units of their own.
+        named: Paths that a strategy names as blocks; modules inside of them are no units of their own. Of a list of modules its
+            elements are units.
 
     Raises:
-        InputError: A named path is no module that can be called.
+        InputError: A named path is no module.
     """
     chosen = set(named)
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in chosen:
         if not path or path not in modules:
             raise InputError(f"strategy: block {show(path)} is no module of {type(model).__name__}; see block_names(model)")
-        if type(modules[path]) in (nn.ModuleList, nn.ModuleDict):
-            raise InputError(f"strategy: block {show(path)} is a list of modules; name its elements ({path}.0, ...)")
+    chosen = {inner for path in chosen for inner in _callable(path, modules[path])}
     seen: set[int] = set()
     for path, module in _inside(model, "", chosen, isinstance(model, _LISTS)):
         if id(module) not in seen:
             seen.add(id(module))
             yield path, module
+
+
+def _callable(path: str, module: nn.Module) -> Iterator[str]:
+    """The path of a module, or those of the modules in a list, which has no forward of its own."""
+    if type(module) not in (nn.ModuleList, nn.ModuleDict):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _callable(f"{path}.{name}", child)
 
 
 def _inside(module: nn.Module, path: str, chosen: set[str], listed: bool) -> Iterator[tuple[str, nn.Module]]:

@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,7 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Capt
             if _writes(program.graph_module):  # then what writes in place makes a new value, which any stage may read
                 program = program.run_decompositions({})
         recorded = program.module(check_guards=False)
+        _open_regions(recorded)
         for name, module in found.items():
             recorded.add_submodule(name, module)
         _call_units(recorded.graph)
@@ -132,6 +134,49 @@ def _writes(module: fx.GraphModule) -> bool:
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
     schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
     return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+def _open_regions(module: fx.GraphModule) -> None:
+    """Puts the ops of regions without gradients where the regions stand, and refuses other regions around units.
+
+    Raises:
+        InputError: Units run under autocast, say, which a graph without the region would lose.
+    """
+    graph = module.graph
+    for node in [node for node in graph.nodes if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
+        enabled, inner, *operands = node.args
+        region = attrgetter(str(inner.target))(module)
+        _open_regions(region)
+        values = dict(zip((one for one in region.graph.nodes if one.op == "placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            made: Any = ()
+            for one in region.graph.nodes:
+                if one.op == "output":
+                    made = pytree.tree_map_only(fx.Node, values.__getitem__, one.args[0])
+                elif one.op == "get_attr":
+                    setattr(module, f"{inner.target}_{one.target}", attrgetter(str(one.target))(region))
+                    values[one] = graph.get_attr(f"{inner.target}_{one.target}")
+                elif one.op != "placeholder":
+                    values[one] = graph.node_copy(one, values.__getitem__)
+            if not enabled:
+                for at, value in enumerate(made):
+                    if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+                        detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+                        detached.meta.update(value.meta)
+                        made = (*made[:at], detached, *made[at + 1 :])
+        for user in list(node.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not inner.users:
+            graph.erase_node(inner)
+    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    regions = [inner for path, inner in module.named_modules() if path in read and isinstance(inner, fx.GraphModule)]
+    if any(node.target is torch.ops.rlplace.unit.default for region in regions for node in region.graph.nodes):
+        raise InputError(
+            "native: blocks run inside of a region, such as autocast, that a record of the forward cannot hold; put the region "
+            "inside of the blocks, or plan with pipeline=1"
+        )
 
 
 def _shapes(value: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ class Conduct:
         samples: Of the example batch.
         where: The first module whose result for a sample depends on others, "" for the model's own forward or its loss; None
             where samples are apart.
+        mixing: All such modules, those that read what the first has made among them.
         counters: Buffers that a forward writes, alike whatever the samples are.
         written: Buffers that a forward writes, with values that depend on the samples.
         toggles: Parameters whose `requires_grad` the forward changes.
@@ -36,6 +37,7 @@ class Conduct:
     parts: float = 0.0
     samples: int = 0
     where: str | None = None
+    mixing: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     toggles: tuple[str, ...] = ()
@@ -50,3 +52,15 @@ class Conduct:
     def couples(self) -> bool:
         """Whether the loss of a batch is no weighted mean of those of its parts."""
         return not self.reduction and self.incomparable is None
+
+    def reason(self) -> str:
+        """Why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""
+        if self.indivisible is not None:
+            return f"the batch cannot be divided, half of it raised {self.indivisible}"
+        if self.written:
+            return f"the forward writes {self.written[0]} by the samples that it gets"
+        if self.couples:
+            return f"the loss couples samples{f', first in {self.where}' if self.where else ''}"
+        if self.reduction not in (MEAN, ""):
+            return f"the loss is no mean over samples, but weighted by {self.reduction}"
+        return ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -90,7 +91,13 @@ class Targets(TorchFunctionMode):
             zip(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"), args, strict=False)
         )
         target, ignored = given["target"], given.get("ignore_index", IGNORED)
-        if target.is_floating_point() or given.get("reduction", "mean") != "mean" or given.get("reduce") is not None:
+        if (
+            target.is_floating_point()
+            or isinstance(target, FakeTensor)
+            or target.is_meta
+            or given.get("reduction", "mean") != "mean"
+            or given.get("reduce") is not None
+        ):
             return function(**given)
         if self._thin:
             given["target"] = target = torch.where(target % 3 == 1, ignored, target)

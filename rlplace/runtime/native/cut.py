@@ -72,13 +72,13 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
     trained, stages = _trained(captured), []
     for number, (taken, given) in enumerate(pairwise(crossing)):
         own = [node for node in nodes if stage_of[node] == number]
-        needed = _needed([*own, *given], set(taken))
+        needed = needed_for([*own, *given], set(taken))
         for buffer, stage in written.items():
             if buffer in needed and stage != number:
                 raise InputError(
                     f"native: buffer {show(buffer.target)} is written in stage {stage} and read in {number}; cut elsewhere"
                 )
-        graph, inputs = _stage_graph(nodes, taken, given, needed)
+        graph, inputs = stage_graph(nodes, taken, given, needed)
         stages.append(
             StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
         )
@@ -139,12 +139,12 @@ def _trained(captured: Captured) -> set[fx.Node]:
     return trained
 
 
-def _stage_graph(
+def stage_graph(
     nodes: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], needed: set[fx.Node]
 ) -> tuple[fx.Graph, tuple[int, ...]]:
     """A graph of some nodes, and the positions of the flat inputs that it reads."""
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    read = [node for node in placeholders if node in needed]
+    read = [node for node in placeholders if node in needed and node not in taken]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in (*taken, *read):
         copies[node] = graph.placeholder(node.name)
@@ -163,7 +163,7 @@ def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
     return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
 
 
-def _needed(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
+def needed_for(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     """Everything behind some nodes, up to what the stage before hands over."""
     needed, open_nodes = set(taken), list(wanted)
     while open_nodes:

@@ -19,6 +19,7 @@ from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
 from rlplace.runtime.native.capture import capture
 from rlplace.runtime.native.cut import StageGraph, cut
+from rlplace.runtime.native.gather import why_no_gather
 from rlplace.runtime.native.model_layouts import find_layouts
 from rlplace.runtime.native.rehearsal import rehearse
 from rlplace.runtime.native.why_not import ModelFacts, TensorFacts
@@ -85,7 +86,12 @@ def facts_of(module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = N
         facts = examine(module, keyword_inputs(module, inputs))
     except InputError as error:
         facts = model_facts(module, no_cut=str(error))
-    return replace(facts, conduct=rehearse(module, inputs, loss, flops))
+    conduct, no_gather = rehearse(module, inputs, loss, flops), None
+    if conduct.couples and loss is None and facts.no_cut is None:
+        no_gather = why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
+    elif conduct.couples and loss is None:
+        no_gather = facts.no_cut
+    return replace(facts, conduct=conduct, no_gather=no_gather)
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

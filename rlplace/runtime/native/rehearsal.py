@@ -51,6 +51,7 @@ class _Run:
         watch: What happened on the way.
         rows: Samples.
         toggles: Parameters whose `requires_grad` the forward changed.
+        unlike: See `AlikeDraws`.
     """
 
     loss: float
@@ -61,6 +62,7 @@ class _Run:
     watch: Watch
     rows: int
     toggles: tuple[str, ...]
+    unlike: str | None
 
 
 def affordable(model: nn.Module, flops: float) -> str | None:
@@ -117,7 +119,7 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     """Runs the halves of a batch, and compares."""
     samples = whole.rows
     half = -(-samples // 2)
-    batches = [inputs, _rows(inputs, samples, slice(0, half)), _rows(inputs, samples, slice(half, samples))]
+    batches = [inputs, rows_of(inputs, samples, slice(0, half)), rows_of(inputs, samples, slice(half, samples))]
     common: dict[str, Any] = {
         "whole": whole.loss,
         "samples": samples,
@@ -125,7 +127,7 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
         "hooked": whole.watch.hooked,
         "differentiates": whole.watch.differentiates,
         "sparse": tuple(name for name, gradient in whole.gradients.items() if gradient.layout != torch.strided),
-        "incomparable": whole.watch.draws,
+        "incomparable": whole.unlike,
     }
     try:
         plain = [whole, *(_run(model, batch, loss, double, thinned=False) for batch in batches[1:])]
@@ -140,10 +142,12 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     reduction = reduction or next((way for way in ways if _fits(plain, _counted(plain, way), double)), "")
     halves = plain[1:]
     counters, written = _written(model, whole, halves)
+    mixing = () if reduction else _mixing(whole, halves)
     return Conduct(
         reduction=reduction,
         parts=sum(part.loss * part.rows for part in halves) / samples,
-        where=None if reduction else _where(whole, halves),
+        where=None if reduction else next(iter(mixing), ""),
+        mixing=mixing,
         counters=counters,
         written=written,
         **common,
@@ -175,8 +179,8 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
 
     for path, module in own.named_modules():
         module.register_forward_hook(note(path))
-    watch, targets = Watch(), Targets(thin=thinned)
-    with torch.enable_grad(), watch.differentiating(), AlikeDraws(watch), watch, targets:
+    watch, targets, draws = Watch(), Targets(thin=thinned), AlikeDraws()
+    with torch.enable_grad(), watch.differentiating(), draws, watch, targets:
         value = loss_of(own(*args, **kwargs), loss).reshape(())
     if not math.isfinite(float(value.detach())):
         raise _NoNumberError("its loss is no finite number")
@@ -185,14 +189,16 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
     names = {id(parameter): name for name, parameter in own.named_parameters()}
     toggles = tuple(names.get(one, "a parameter") for one in watch.toggles)
     counts[TARGETS] = targets.count
-    return _Run(float(value.detach()), gradients, _state(own), outputs, counts, watch, samples_of(inputs), toggles)
+    return _Run(
+        float(value.detach()), gradients, _state(own), outputs, counts, watch, samples_of(inputs), toggles, draws.unlike
+    )
 
 
 def _doubled(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
-def _rows(inputs: Any, samples: int, rows: slice) -> Any:
+def rows_of(inputs: Any, samples: int, rows: slice) -> Any:
     """The rows of every tensor with as many rows as there are samples, as runs cut a batch."""
 
     def taken(leaf: torch.Tensor) -> torch.Tensor:
@@ -243,15 +249,16 @@ def _fits(runs: Sequence[_Run], weights: Sequence[float], double: bool) -> bool:
     return True
 
 
-def _where(whole: _Run, halves: Sequence[_Run]) -> str:
-    """The first module whose rows differ between the whole batch and its parts; the model itself where none does."""
+def _mixing(whole: _Run, halves: Sequence[_Run]) -> tuple[str, ...]:
+    """Modules whose rows differ between the whole batch and its parts, in the order of their first calls; never the root."""
+    found = []
     for path, output in whole.outputs.items():
         parts = [part.outputs.get(path) for part in halves]
         if path and output.is_floating_point() and output.dim() and len(output) == whole.rows and None not in parts:
             joined = torch.cat([part for part in parts if part is not None])
             if joined.shape != output.shape or not torch.allclose(joined, output, rtol=1e-5, atol=1e-7, equal_nan=True):
-                return path
-    return ""
+                found.append(path)
+    return tuple(found)
 
 
 def _written(model: nn.Module, whole: _Run, halves: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:

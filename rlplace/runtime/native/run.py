@@ -24,6 +24,7 @@ from rlplace.runtime.native.buffers import StepBuffers
 from rlplace.runtime.native.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.native.facts import model_facts
+from rlplace.runtime.native.gather import GatheredForward
 from rlplace.runtime.native.gradients import ParameterHooks, Ties
 from rlplace.runtime.native.mesh import Place, check_same, find_place
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts, lay_out
@@ -88,6 +89,10 @@ def prepare(
     model.to(place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
+    if strategy.couple == "gather" and loss is None and place.data_degree > 1:
+        forward = GatheredForward(model, meta, place, strategy.mixing, named)
+        forward.record(example_inputs)
+        vars(model)["forward"] = forward
     root = wrap_stage(model, found, stage, place, pipelined=False, outside=outside, mixed_precision=mixed_precision)
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)

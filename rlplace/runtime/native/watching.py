@@ -22,14 +22,12 @@ class Watch(TorchFunctionMode):
         toggles: Ids of parameters whose `requires_grad` is changed.
         hooked: A hook is registered on an activation.
         differentiates: Gradients are computed.
-        draws: A random op whose results depend on values or on the number of samples; None without one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.toggles = set[int]()
         self.hooked = self.differentiates = False
-        self.draws: str | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         changed = loses(function, args, kwargs)
@@ -57,43 +55,53 @@ class Watch(TorchFunctionMode):
 
 
 class AlikeDraws(TorchDispatchMode):
-    """Gives every random op the numbers of one row, for all rows, from a stream of its own."""
+    """Gives every random op the numbers of one row, for all rows, and all ops the same stream.
 
-    def __init__(self, watch: Watch) -> None:
-        """Notes in `watch` what cannot be made alike."""
+    So the numbers of a sample depend neither on the other samples of a pass nor on the ops that ran before.
+
+    Attributes:
+        count: Random ops so far.
+        unlike: One whose results depend on values or on the number of samples; None without one.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._watch, self._number = watch, 0
+        self.count = 0
+        self.unlike: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        self._number += 1
-        torch.manual_seed(self._number)
-        name = func._schema.name.removeprefix("aten::")
+        self.count += 1
+        torch.manual_seed(1)
+        name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
         own = {key: value for key, value in kwargs.items() if key != "generator"}
         first, rest = (args[0], args[1:]) if args else (None, ())
         values = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((rest, own)))
-        if name == "bernoulli" and isinstance(first, torch.Tensor):
+        rows = isinstance(first, torch.Tensor) and not values
+        if name == "bernoulli" and overload == "default" and isinstance(first, torch.Tensor):
             return (_row(first, torch.rand) < first).to(first)
         if name == "native_dropout":
             mask = _row(first, torch.rand) >= args[1]
             return first * mask / (1 - args[1]), mask
-        if name == "normal" and (isinstance(first, torch.Tensor) or values):
+        if name == "normal" and (overload.startswith("Tensor") or values):
             mean, std = (*args, own.get("std", 1.0))[:2]
             shape = mean if isinstance(mean, torch.Tensor) else std
             return mean + std * _row(shape, torch.randn)
-        if name.endswith("_") and isinstance(first, torch.Tensor) and not values:
+        if name.endswith("_") and rows:
             row = torch.empty_like(first[:1] if first.dim() else first)
             return first.copy_(func(row, *rest, **own).expand_as(first))
-        if name.endswith("_like") and not values:
+        if (
+            rows and name != "multinomial" and name != "poisson"
+        ):  # ``rand_like``, and what writes of the kind above become in graphs
             return func(first[:1] if first.dim() else first, *rest, **own).expand_as(first).clone()
         sizes = next((at for at, value in enumerate(args) if isinstance(value, (list, tuple))), None)
         if sizes is not None and name in ("rand", "randn", "randint", "normal"):
             shape = list(args[sizes])
             drawn = func(*args[:sizes], [1, *shape[1:]] if shape else [], *args[sizes + 1 :], **own)
             return drawn.expand(shape).clone()
-        self._watch.draws = name
+        self.unlike = name
         return func(*args, **kwargs)
 
 

@@ -59,6 +59,7 @@ class ModelFacts:
         hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
         backward_hooks: Those with hooks on gradients.
         subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        no_gather: Why replicas cannot gather what a loss reads; None where they can, or nobody looked.
         conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
     """
 
@@ -72,6 +73,7 @@ class ModelFacts:
     hooked_outside: tuple[str, ...] = ()
     backward_hooks: tuple[str, ...] = ()
     subclass: str | None = None
+    no_gather: str | None = None
     conduct: Conduct | None = None
 
 
@@ -275,5 +277,7 @@ def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]
         yield "--couple gather computes the loss of the whole batch at once; plan with microbatches=1"
     if pipeline.data_degree > 1 and (len(pipeline.stages) > 1 or len(set(pipeline.microbatch)) > 1):
         yield "--couple gather is for replicas of one stage and equal size; plan with pipeline=1"
+    if pipeline.data_degree > 1 and facts.no_gather is not None:
+        yield f"--couple gather: {facts.no_gather}"
     if pipeline.data_degree > 1 and (facts.batch_norm or (facts.conduct is not None and facts.conduct.written)):
         yield "--couple gather gathers what a loss reads, and statistics inside of the model stay a replica's; plan without it"

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rlplace.graph.export import lies_in
 from rlplace.plan.strategy import Stage
 from rlplace.runtime.native.gradients import left_out
 from rlplace.runtime.native.mesh import Place
@@ -68,7 +69,8 @@ def wrap_stage(
         mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
     """
     for path, how in stage.recompute.items():
-        recompute(blocks[path], how)
+        for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
+            recompute(unit, how)
     if stage.data_degree == 1 and mixed_precision is None:
         return root
     cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
@@ -78,13 +80,16 @@ def wrap_stage(
             group = place.mesh["replicate"].get_group()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another word for it, which 2.11 has not
-                return DistributedDataParallel(
+                wrapped = DistributedDataParallel(
                     root,
                     device_ids=ids,
                     process_group=group,
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
+                    find_unused_parameters=True,  # an expert without tokens, a teacher under no_grad
                 )
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+            return wrapped
         shared: Any = partial(replicate, mesh=place.mesh["replicate"], **cast)  # type: ignore[arg-type]
     else:
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
@@ -93,7 +98,8 @@ def wrap_stage(
     shared = partial(shared, ignored_params={p for p in root.parameters() if left_out(p)})  # see `average_left_out`
     for path, block in blocks.items():
         if path not in outside and stands_alone(root, block):
-            shared(block, offload_policy=offload(stage.offload.get(path), place.device))
+            inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
+            shared(block, offload_policy=offload(inside, place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     return root

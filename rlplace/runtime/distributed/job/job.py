@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import platform
 import statistics
 from collections.abc import Callable
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rlplace.errors import MissingError
+from rlplace.errors import InputError, MissingError
+from rlplace.graph.fake import computed_values
 from rlplace.plan.plan import PlacementPlan
 from rlplace.recipe import check_graph, cluster_of_plan, recipe_of
 from rlplace.runtime.distributed.distribute import distribute
 from rlplace.runtime.distributed.job.training import microbatch_of, samples_of_step, synthetic_batch
-from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison
+from rlplace.runtime.distributed.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
 from rlplace.runtime.distributed.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
 from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.distributed.state.whole import gather_values
@@ -97,7 +99,10 @@ class JobResult:
             "losses": comparison.losses,
             "worst_gradient": list(comparison.worst["gradient"]),
             "worst_parameter": list(comparison.worst["parameter"]),
-            "reference": "graph" if comparison.streams else "module",
+            "worst_buffer": list(comparison.worst["buffer"]),
+            "first_loss": list(comparison.first or ()),
+            "mean_of_parts": comparison.mean_of_parts,
+            "why": comparison.why or None,
         }  # fmt: skip
         return {
             "engine": self.engine,
@@ -161,6 +166,7 @@ def train(
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
     loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    whole = copy.deepcopy(loaded.module, computed_values(loaded.module)) if options.verify and dist.get_rank() == 0 else None
     model = distribute(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
     )
@@ -172,12 +178,11 @@ def train(
         example = known.build("meta", options.seed, batch=samples).example_inputs  # as many samples, each of its own
     comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
     reference = None
-    if comparison is not None and dist.get_rank() == 0:
-        whole = known.build("cpu", options.seed).module.to(device)
+    if whole is not None:
+        whole = whole.to(device)
         updates = make([p for p in whole.parameters() if p.requires_grad])
-        dtype, same = None if policy is None else policy.param_dtype, plan.strategy is None
-        passes, seed = _passes(plan), options.seed
-        reference = Reference(whole, updates, device, loaded.loss, passes, seed, **loop, same_streams=same, dtype=dtype)
+        dtype = None if policy is None else policy.param_dtype
+        reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype)
     first_step, folder = 0, options.checkpoint
     losses: list[float] = []
     seconds: list[float] = []
@@ -192,12 +197,17 @@ def train(
         if options.verify:
             wait_for_all()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
-        losses.append(float(train_step(model, optimizer, batch, **loop)))
+        with alike_draws(options.verify) as draws:
+            losses.append(float(train_step(model, optimizer, batch, **loop)))
         seconds.append(read_clock(device) - begin)
         if memory is not None:
             peak_bytes = memory.read_bytes()
+        if draws is not None:
+            _check_draws(plan, draws.count)
         if reference is not None and comparison is not None:
-            comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
+            with alike_draws(True) as own:
+                comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
+            comparison.random, comparison.unlike = comparison.random or own.count > 0, comparison.unlike or own.unlike
         if comparison is not None and step == first_step:  # later, parameters are apart by rounding that the optimizer enlarges
             gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
             if reference is not None:
@@ -211,8 +221,9 @@ def train(
     step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
         parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, device)
+        buffers = gather_values({name: buffer.detach() for name, buffer in model.named_buffers()}, device)
         if reference is not None:
-            comparison.compare_parameters(parameters, reference)
+            comparison.compare_state(parameters, buffers, reference)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 
@@ -237,8 +248,18 @@ def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak
     ]
 
 
-def _passes(plan: PlacementPlan) -> int:
-    """In so many micro-batches the whole model runs a step."""
+def _check_draws(plan: PlacementPlan, count: int) -> None:
+    """Refuses to compare a tensor group that draws numbers for parts of activations."""
+    if count and plan.strategy is not None and any(stage.axis("tensor") > 1 for stage in plan.strategy.stages):
+        raise InputError(
+            "run: --verify: the model draws random numbers, as dropout does, and a tensor group draws those of its parts; "
+            "switch them off in the MODEL, for example hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or "
+            "leave --verify out"
+        )
+
+
+def _parts(plan: PlacementPlan) -> int:
+    """Micro-batches of all replicas in a step."""
     if plan.strategy is None:
         return 1
     pipeline = plan.strategy.pipelines[0]

@@ -1,30 +1,30 @@
 """The unplaced model beside the distributed one: the same steps in one process, and how far they are apart.
 
-The reference goes micro-batch by micro-batch, with the shares that the distributed model gives them, so that batch
-normalisation sees the same samples. A model with dropout or other random ops runs as its exported graph, in which these ops
-draw from the same streams as in the distributed one; any other model runs as it is.
+The reference is a copy of the very weights that are distributed, and runs the model's own code on the whole batch in one piece.
+Random numbers are alike for all samples in both, so that dropout can be compared whatever the plan divides.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
-from rlplace.errors import InputError
-from rlplace.graph.export import rewrite_devices
-from rlplace.graph.fake import meta_copy
+from rlplace.graph.fake import computed_values
 from rlplace.graph.inputs import split_inputs
 from rlplace.runtime.distributed.execution.batches import samples_of
-from rlplace.runtime.distributed.graph.forward_graph import Loss, flat_inputs, forward_graph
-from rlplace.runtime.distributed.graph.randomness import random_key
+from rlplace.runtime.distributed.graph.forward_graph import Loss
 from rlplace.runtime.measure import Autocast, loss_of
-from rlplace.runtime.native.batches import Share, even_sizes, passes_of, signature_of
+from rlplace.runtime.native.batches import even_sizes
+from rlplace.runtime.native.rehearsal import rehearse, rows_of
+from rlplace.runtime.native.watching import AlikeDraws
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
@@ -38,18 +38,17 @@ class Reference:
     """The unplaced model, trained in one process like the distributed one.
 
     Attributes:
-        model: On its device.
+        model: A copy, on its device.
         optimizer: Of its parameters.
         device: Where it computes.
         loss: Of a model that does not return it.
-        microbatches: In so many passes it runs a step.
-        seed: Of random ops.
+        parts: Micro-batches of all replicas that a plan divides a step into.
         clip: Norm that gradients are clipped to.
         autocast: Makes what forwards run under.
-        same_streams: Whether the distributed model draws from the streams of the exported graph.
         dtype: What parameters are cast to for a step, as under mixed precision.
         steps: So many it has made.
-        streams: Whether it runs as exported graph, because it has random ops.
+        mean_of_parts: The mean loss over the parts of the first batch; None before it, and where there is one part.
+        why: Why that differs from the loss of the batch, where a rehearsal shows it.
         slack: By parameter how far its updates may have carried it because a gradient is known up to rounding only.
     """
 
@@ -57,70 +56,55 @@ class Reference:
     optimizer: torch.optim.Optimizer
     device: torch.device
     loss: Loss | None
-    microbatches: int
-    seed: int
+    parts: int = 1
     clip: float | None = None
     autocast: Autocast = contextlib.nullcontext
-    same_streams: bool = True
     dtype: torch.dtype | None = None
     steps: int = 0
-    streams: bool = False
+    mean_of_parts: float | None = None
+    why: str = ""
     slack: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
-        self._runs: dict[Any, Callable[[Any], torch.Tensor]] = {}
 
     def step(self, batch: Any, tolerance: float) -> float:
-        """One step; leaves the gradients in place and returns the loss."""
-        samples, total = samples_of(batch), 0.0
-        sizes = even_sizes(samples, min(samples, self.microbatches))
+        """One step of the whole batch in one piece; leaves the gradients in place and returns the loss."""
+        batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(self.device), batch)
+        before = self._copy() if self.steps == 0 and self.parts > 1 else None
         self.optimizer.zero_grad(set_to_none=True)
-        share = Share(0, sizes, tuple(size / samples for size in sizes), samples)
-        for part in passes_of({"call": batch}, share, ["call"], (), self.device):
-            args, kwargs = split_inputs(part.inputs["call"])
-            key = signature_of(part.inputs)
-            with self.autocast():
-                if key not in self._runs:
-                    self._runs[key] = self._runner(args, kwargs)
-                with random_key(self.seed, self.steps):
-                    value = self._runs[key]((args, kwargs)) * part.weight
-            value.backward()  # type: ignore[no-untyped-call]
-            total += float(value.detach())
+        with self.autocast():
+            value = self._loss_of(self.model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        if before is not None:
+            self._compare_parts(before, batch, float(value.detach()), tolerance)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
         self._note_slack(tolerance)
         self.optimizer.step()
         self.steps += 1
-        return total
+        return float(value.detach())
 
-    def _runner(self, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
-        graph = forward_graph(meta_copy(self.model), args, kwargs, loss=self.loss)
-        if graph.random_ops == 0:
-            return lambda call: loss_of(functional_call(self.model, self._cast(), *call), self.loss)
-        if not self.same_streams:
-            raise InputError(
-                f"run: --verify: the model has {graph.random_ops} random ops, such as dropout, and under a strategy every "
-                "process draws from torch's own stream; switch them off in the MODEL, for example "
-                "hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or leave --verify out"
-            )
-        self.streams = True
-        for node in graph.module.graph.nodes:
-            rewrite_devices(node, self.device)
-        graph.module.recompile()
-        tensors = {**self.parameters, **dict(self.model.named_buffers()), **graph.constants}
-        held = [tensors[name].to(self.device) for name in graph.held]
-        where = -1 if graph.loss is None else graph.loss
+    def _copy(self) -> nn.Module:
+        return copy.deepcopy(self.model, computed_values(self.model))
 
-        def run(call: Any) -> torch.Tensor:
-            loss: torch.Tensor = graph.module(*held, *flat_inputs(*call))[where]
-            return loss.reshape(())
+    def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        args, kwargs = split_inputs(batch)
+        cast = {} if self.dtype is None else {name: p.to(self.dtype) for name, p in model.named_parameters()}
+        return loss_of(functional_call(model, cast, args, kwargs), self.loss).reshape(())
 
-        return run
-
-    def _cast(self) -> dict[str, torch.Tensor]:
-        """Parameters in the dtype that they are gathered in under mixed precision."""
-        return {} if self.dtype is None else {name: p.to(self.dtype) for name, p in self.parameters.items()}
+    def _compare_parts(self, model: nn.Module, batch: Any, whole: float, tolerance: float) -> None:
+        """Notes the mean loss over the parts of a batch, and why it differs from the loss of the whole."""
+        samples, total, first = samples_of(batch), 0.0, 0
+        with torch.no_grad(), self.autocast(), contextlib.suppress(Exception):  # what cannot be divided raises
+            for size in even_sizes(samples, min(samples, self.parts)):
+                own = rows_of(batch, samples, slice(first, first + size))
+                total += float(self._loss_of(copy.deepcopy(model, computed_values(model)), own)) * size / samples
+                first += size
+            self.mean_of_parts = total
+        if self.mean_of_parts is None or abs(total - whole) > tolerance * abs(whole):
+            conduct = rehearse(model, batch, self.loss)
+            self.why = conduct.reason()
 
     def _note_slack(self, tolerance: float) -> None:
         """How far the next update may carry a parameter because its gradient is known up to rounding only.
@@ -129,11 +113,21 @@ class Reference:
         in attention, moves by up to the learning rate in either direction.
         """
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        magnitudes = {name: p.grad.detach().abs() for name, p in self.parameters.items() if p.grad is not None}
-        largest = max((float(g.max()) for g in magnitudes.values()), default=0.0)
+        magnitudes = {name: p.grad.detach().to_dense().abs() for name, p in self.parameters.items() if p.grad is not None}
+        largest = max((float(g.max()) for g in magnitudes.values() if g.numel()), default=0.0)
         for name, gradient in magnitudes.items():
             unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
             self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
+
+
+@contextlib.contextmanager
+def alike_draws(enabled: bool) -> Any:
+    """Inside, random numbers are alike for all samples; yields what was drawn: `AlikeDraws`, or None where not enabled."""
+    if not enabled:
+        yield None
+        return
+    with torch.random.fork_rng(), AlikeDraws() as draws:
+        yield draws
 
 
 @dataclass
@@ -143,14 +137,24 @@ class RunComparison:
     Attributes:
         tolerance: See `TOLERANCE`.
         losses: Per step the relative difference of the loss.
-        worst: Name and error of the worst "gradient", after the first step, and "parameter", after the last.
-        streams: Whether the reference ran as exported graph, because it has random ops.
+        first: Loss of the first step: distributed, and of the whole batch in one piece.
+        worst: Name and error of the worst "gradient", after the first step, "parameter" and "buffer", after the last.
+        mean_of_parts: See `Reference`; so is `why`.
+        why: See `mean_of_parts`.
+        random: The model draws random numbers, which were alike for all samples.
+        unlike: A random op whose numbers could not be made alike; None without one.
     """
 
     tolerance: float
     losses: list[float] = field(default_factory=list)
-    worst: dict[str, tuple[str, float]] = field(default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0)})
-    streams: bool = False
+    first: tuple[float, float] | None = None
+    worst: dict[str, tuple[str, float]] = field(
+        default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0), "buffer": ("", 0.0)}
+    )
+    mean_of_parts: float | None = None
+    why: str = ""
+    random: bool = False
+    unlike: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -159,25 +163,34 @@ class RunComparison:
 
     def compare_loss(self, loss: float, expected: float) -> None:
         """Notes the losses of one step."""
+        self.first = self.first or (loss, expected)
         difference = abs(loss - expected) / max(abs(expected), 1e-12)
         self.losses.append(difference if difference == difference else float("inf"))
 
     def compare_gradients(self, gradients: Mapping[str, Any], reference: Reference) -> None:
         """Notes gradients (None: there is none) by first name, after the first step."""
-        largest = max((float(p.grad.abs().max()) for p in reference.parameters.values() if p.grad is not None), default=0.0)
+        dense = {name: p.grad.to_dense() for name, p in reference.parameters.items() if p.grad is not None}
+        largest = max((float(grad.abs().max()) for grad in dense.values() if grad.numel()), default=0.0)
         for name, expected in reference.parameters.items():
-            grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            grad = dense.get(name, torch.zeros_like(expected))
             found = gradients.get(name)
-            accepted = self.tolerance * (float(grad.abs().max()) + _NOISE * largest) + 1e-30
-            self._note("gradient", name, grad if found is None else found.to(grad) - grad, accepted)
+            most = float(grad.abs().max()) if grad.numel() else 0.0
+            accepted = self.tolerance * (most + _NOISE * largest) + 1e-30
+            self._note("gradient", name, grad if found is None else found.to_dense().to(grad) - grad, accepted)
 
-    def compare_parameters(self, parameters: Mapping[str, Any], reference: Reference) -> None:
-        """Notes parameters by first name, after the last step."""
-        self.streams = reference.streams
+    def compare_state(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], reference: Reference) -> None:
+        """Notes parameters by first name, and buffers, after the last step."""
+        self.mean_of_parts, self.why = reference.mean_of_parts, reference.why
         for name, expected in reference.parameters.items():
             slack = reference.slack.get(name, torch.zeros(()))
-            allowed = self.tolerance * float(expected.detach().abs().max()) + slack.to(expected) + 1e-30
+            most = float(expected.detach().abs().max()) if expected.numel() else 0.0
+            allowed = self.tolerance * most + slack.to(expected.device) + 1e-30
             self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)
+        for name, expected in reference.model.named_buffers():
+            if name in buffers and expected.numel():
+                found, own = (value.to(expected.device, torch.complex128) for value in (buffers[name], expected))
+                allowed = self.tolerance * float(own.abs().max()) + 1e-30
+                self._note("buffer", name, found - own if found.shape == own.shape else torch.full((1,), float("inf")), allowed)
 
     def _note(self, kind: str, name: str, difference: torch.Tensor, accepted: Any) -> None:
         """Keeps the worst tensor; not a number counts as infinitely far."""
@@ -187,13 +200,25 @@ class RunComparison:
 
     def lines(self) -> list[str]:
         """For people."""
-        how = "run as a graph with the same random streams" if self.streams else "run as it is"
         verdict = "equal" if self.equal else "NOT EQUAL"
-        return [
-            f"{verdict} to the unplaced model ({how}) within {self.tolerance:g}: losses of {len(self.losses)} steps differ "
-            f"by up to {max(self.losses, default=0.0):.1e} of their size",
+        made = [
+            f"{verdict} to the unplaced model on whole batches in one piece within {self.tolerance:g}: losses of "
+            f"{len(self.losses)} steps differ by up to {max(self.losses, default=0.0):.1e} of their size",
             "; ".join(
                 f"worst {kind} {name}: {error:.2g} of what is accepted" if name else f"every {kind} equal bit for bit"
                 for kind, (name, error) in self.worst.items()
             ),
         ]
+        if self.random:
+            made.append("random numbers were alike for all samples and ops in both, which training does not do")
+        if self.unlike is not None and not self.equal:
+            made.append(
+                f"the model draws by {self.unlike}, whose numbers depend on the plan: what it reaches cannot be compared"
+            )
+        if not self.equal and self.first is not None and self.mean_of_parts is not None:
+            loss, whole = self.first
+            made.append(
+                f"the first batch in one piece has loss {whole:.6g}, the mean over the plan's parts of it is "
+                f"{self.mean_of_parts:.6g}, and {loss:.6g} was trained{f': {self.why}' if self.why else ''}"
+            )
+        return made

@@ -103,6 +103,13 @@ def _member(
         try:
             pipe.send(work(job))
         except BaseException as error:
-            line = " ".join(str(error).split())[:400]
+            line = " ".join(str(_root(error)).split())[:400]
             refused = isinstance(error, RlplaceError)
-            pipe.send({"error": type(error).__name__, "line": line, "refused": refused, "trace": traceback.format_exc()})
+            pipe.send({"error": type(_root(error)).__name__, "line": line, "refused": refused, "trace": traceback.format_exc()})
+
+
+def _root(error: BaseException) -> BaseException:
+    """What raised first: pipelines raise an error of their own from it."""
+    while error.__cause__ is not None and not isinstance(error, RlplaceError):
+        error = error.__cause__
+    return error

@@ -20,7 +20,7 @@ STEPS, RATE = 3, 0.05
 MOST = {"loss": 2e-5, "gradient": 2e-4, "after": 2e-4}
 """Differences that count as equal, relative to the largest element of a tensor."""
 
-FLOOR = 1e-3
+FLOOR = 1e-2
 """Gradients below this part of the largest one are compared with it: some are nothing but rounding (the bias of keys)."""
 
 

@@ -142,6 +142,7 @@ def _model(options: argparse.Namespace) -> int:
     from rlplace.planners import get_planner
 
     others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None}
+    others |= {"couple": "replica", "buffers": "whole"}
     asked = argparse.Namespace(**{**vars(options), **others, "calls": None, "microbatches": None, "schedule": None})
     if placement_reason(asked) is None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import given, print_table, say
@@ -11,7 +12,9 @@ from rlplace.errors import InputError
 from rlplace.plan.memory import memory_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
-from rlplace.text import gb, names_in_a_row
+from rlplace.problem import Device
+from rlplace.problem.problem import FULL, fullest_share, fullness
+from rlplace.text import gb, names_in_a_row, percent
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
@@ -99,6 +102,19 @@ def show_parts(predicted: Prediction) -> None:
     hosts = [f"{gb(size)} GB on host {host}" for host, size in enumerate(predicted.host_bytes) if size]
     if hosts:
         print(f"in host memory: {', '.join(hosts)}")
+
+
+def full_note(peak_bytes: Sequence[int], devices: Sequence[Device]) -> str | None:
+    """What to know of a plan that fills devices to the brim; None for one that leaves room."""
+    pairs = [(device, peak) for device, peak in zip(devices, peak_bytes, strict=True) if device.memory_bytes]
+    full = [device.name for device, peak in pairs if device.memory_bytes and fullness(peak / device.memory_bytes) == "full"]
+    if not full:
+        return None
+    share = percent(fullest_share(peak_bytes, devices))
+    return (
+        f"{names_in_a_row(full)}: up to {share} of the memory; from {100 * FULL:.0f} % on, what torch's allocator adds may not "
+        "fit: a smaller --batch, more devices, or --space recompute=full leave room"
+    )
 
 
 _COARSE = "; too many ops to simulate each, so activations are all that passes hold"

@@ -25,7 +25,7 @@ from rlplace.cli.common import (
     say,
     seconds,
 )
-from rlplace.cli.memory import add_memory_options, check_memory_options, show_memory, warn_of_update, with_memory
+from rlplace.cli.memory import add_memory_options, check_memory_options, full_note, show_memory, warn_of_update, with_memory
 from rlplace.cli.strategy import machine_of, place_strategy, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
@@ -220,6 +220,8 @@ def _show(plan: PlacementPlan, problem: Problem) -> None:
         print(f"held back so that the plan fits op by op, too: {', '.join(kept)}")
     if predicted.op_level is not None:
         print(op_level_line(predicted.op_level, problem))
+    if note := full_note(peaks, problem.devices):
+        print(f"note: {note}")
 
 
 def op_level_line(op_level: Prediction, problem: Problem) -> str:

@@ -74,7 +74,7 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
     say(f"capturing and pricing the model of {options.plan} again")
     machine = cluster_of_plan(plan) if options.cluster is None else other_cluster(plan, options.cluster)
     asked = ask_again(plan, machine)
-    predicted = prediction(asked.evaluate(), plan.strategy.batch)
+    predicted = prediction(asked.evaluate(), plan.strategy.batch, asked.question.cluster)
     if options.trace:
         _trace(asked, options.trace)
     if options.json:

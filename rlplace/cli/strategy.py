@@ -21,8 +21,8 @@ from rlplace.cli.common import (
     print_table,
     say,
 )
+from rlplace.cli.memory import full_note, show_parts
 from rlplace.cluster import Cluster
-from rlplace.cli.memory import show_parts
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
@@ -145,16 +145,17 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
         _show_batches(batches)
     print()
     show_devices(predicted, machine)
-    cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
     if predicted.memory:
         print()
         show_parts(predicted)
+    cut = "" if predicted.extra.get("complete", True) else "; cut by its budget: --time-limit or --calls give it more"
     checked = "" if predicted.executor == "blocks" else ", the first ones again op by op"
     print(f"planner {plan.planner}: {predicted.search_calls} strategies simulated block by block{checked}{cut}")
     if basis := basis_words((plan.source or {}).get("op_times") or {}):
         print(f"op times: {basis}")
-    for note in predicted.extra.get("notes", ()):
-        print(f"note: {note}")
+    for note in (full_note(predicted.peak_memory_bytes, machine.devices), *predicted.extra.get("notes", ())):
+        if note:
+            print(f"note: {note}")
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:

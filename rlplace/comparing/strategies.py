@@ -49,13 +49,14 @@ def strategy_row(
             best, calls = _searched(name, question, settings)
         except InputError as error:  # the kind, or the runtime, leaves nothing
             raise InfeasibleError(str(error)) from None
+        said = question.scores.evaluate(best.draft)
         return PlacementPlan(
             problem=problem.fingerprint,
             planner=name,
             seed=0,
             device_of_group=np.zeros(0, dtype=np.int32),
             strategy=best.draft.strategy(question.costs.names),
-            predicted=prediction(question.scores.evaluate(best.draft), question.batch).told(search_calls=calls),
+            predicted=prediction(said, question.batch, question.cluster).told(search_calls=calls),
         )
 
     run = attempt(place, problem, judge=lambda plan: plan.predicted, catch=(RlplaceError,) if strict else (Exception,))

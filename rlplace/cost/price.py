@@ -226,6 +226,7 @@ def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...
 def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
     """Data to price the same problem again, and the fingerprints that check it."""
     return {
+        "name": graph.name,
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),
         "graph_fingerprint": graph.fingerprint,

@@ -110,7 +110,7 @@ class Session:
         return dataclasses.replace(
             self.plan,
             strategy=pool.drafts[number].strategy(self.question.costs.names),
-            predicted=prediction(pool.said[number], self.question.batch),
+            predicted=prediction(pool.said[number], self.question.batch, self.question.cluster),
             planner="session",
         )
 

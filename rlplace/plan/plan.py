@@ -106,6 +106,18 @@ class PlacementPlan:
         data = {key: value for key, value in replace(self, samples=None).to_dict().items() if key not in beside}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
+    def __str__(self) -> str:
+        """A sentence: what runs where, step time, memory and batch."""
+        from rlplace.plan.words import sentence
+
+        return sentence(self)
+
+    def _repr_html_(self) -> str:
+        """The head of the plan's report, with its key figures, for notebooks."""
+        from rlplace.plan.words import html_head
+
+        return html_head(self)
+
     def with_predicted(self, predicted: Prediction) -> PlacementPlan:
         """The same plan with another prediction."""
         return replace(self, predicted=predicted)

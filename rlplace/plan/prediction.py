@@ -13,7 +13,9 @@ from rlplace.records import Number, Record, Whole, build, plain
 
 Facts = Mapping[str, Any]
 
-_SIMULATED = ("step_time_s", "samples_per_s", "peak_memory_bytes", "feasible", "executor", "compute", "transfer", "idle")
+_SIMULATED = (
+    "step_time_s", "samples_per_s", "peak_memory_bytes", "fullest_share", "feasible", "executor", "compute", "transfer", "idle",
+)  # fmt: skip
 
 
 class Prediction(Record, frozen=True):
@@ -23,6 +25,7 @@ class Prediction(Record, frozen=True):
         step_time_s: Simulated step time; None when the plan is not feasible.
         samples_per_s: Samples per second.
         peak_memory_bytes: Peak memory per device.
+        fullest_share: Peak over memory of the fullest device; None where none has a limit.
         feasible: Whether the plan fits and can run.
         host_bytes: Bytes of the model in the memory of each host.
         parts: Seconds of a step on the busiest device, by activity.
@@ -47,6 +50,7 @@ class Prediction(Record, frozen=True):
     step_time_s: float | None = None
     samples_per_s: float | None = None
     peak_memory_bytes: tuple[Whole, ...] = ()
+    fullest_share: float | None = None
     feasible: bool | None = None
     host_bytes: tuple[Whole, ...] = ()
     parts: dict[str, Number] | None = None

@@ -59,6 +59,16 @@ def fullest_share(peak_bytes: Iterable[float], devices: Iterable[Device]) -> flo
     return max((peak / device.memory_bytes for peak, device in pairs if device.memory_bytes), default=None)
 
 
+TIGHT, FULL = 0.90, 0.97
+"""Shares of a device's memory: from the first on a plan is tight, from the second on full. What the allocator holds beyond what
+was asked of it is a few per cent in most steps (docs/cost-model/memory.md)."""
+
+
+def fullness(share: float | None) -> str:
+    """How full a device is in a word: "roomy", "tight" or "full"; without a limit it is roomy."""
+    return "roomy" if share is None or share < TIGHT else "tight" if share < FULL else "full"
+
+
 @dataclass(frozen=True, eq=False)
 class Links:
     """Communication between every ordered pair of devices.

@@ -93,7 +93,7 @@ def render(data: ReportData) -> str:
         "planners": sections.planners(data),
         "measured": sections.measured(data),
         "about": sections.about(data, __version__),
-        "title": sections.escape(f"{data.problem.name or 'Plan'} by {data.plan.planner}"),
+        "title": sections.escape(sections.page_title(data)),
         "style": style,
         "script": script,
         "data": json_text(data.to_dict()),

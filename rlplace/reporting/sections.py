@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import html
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from rlplace.cost.timings import PlanTiming
 from rlplace.plan.strategy import uniform_words
-from rlplace.problem.problem import fullest_share
+from rlplace.plan.words import BADGES, escape, figure_list, head, title, verdict
+from rlplace.problem.problem import fullest_share, fullness
 from rlplace.reporting.data import ReportData
 from rlplace.reporting.lanes import COLLECTIVE
 from rlplace.simulator import path as chain
@@ -25,9 +27,14 @@ _CAUSES = {
 }  # fmt: skip
 
 
-def escape(value: Any) -> str:
-    """Any value as text of the page; characters that UTF-8 cannot hold become question marks."""
-    return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
+def page_title(data: ReportData) -> str:
+    """Model, cluster and step time; the kinds of devices where nobody names a cluster."""
+    plan, problem = data.plan, data.problem
+    if not isinstance((plan.source or {}).get("cluster"), str):
+        kinds = Counter(device.kind or "device" for device in problem.devices)
+        text = "+".join(f"{kind}:{count}" for kind, count in kinds.items())
+        plan = dataclasses.replace(plan, source={**(plan.source or {}), "cluster": text})
+    return title(plan, data.timeline.step_time_s, problem.name)
 
 
 def summary(data: ReportData) -> str:
@@ -35,17 +42,13 @@ def summary(data: ReportData) -> str:
     line, plan, problem = data.timeline, data.plan, data.problem
     step = line.step_time_s
     used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
-    verdict = '<span class="badge good">feasible</span>' if line.feasible else '<span class="badge bad">infeasible</span>'
+    fullest = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
     words = [f"Plan of {plan.planner}", f"{_samples(line.samples)} a step"]
     words.append("groups one by one" if plan.strategy is None else uniform_words(plan.strategy))
     if plan.order is not None:
         words.append("an order of its own")
-    parts = [
-        f'<section id="summary"><h1>{escape(problem.name or "Plan")} {verdict}</h1>',
-        f'<p class="lead">{escape(", ".join(words))}.</p>',
-    ]
-    if bound := _bound((plan.predicted.parts or {}) if step else {}):
-        parts.append(f'<p class="lead">{escape(bound)}</p>')
+    lead = [f"{', '.join(words)}.", _bound((plan.predicted.parts or {}) if step else {})]
+    parts = ['<section id="summary">' + head(page_title(data), verdict(line.feasible, fullest), lead)]
     if not line.feasible:
         shown = [*line.violations[:_REASONS]]
         if len(line.violations) > _REASONS:
@@ -54,7 +57,6 @@ def summary(data: ReportData) -> str:
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
     crossing = problem.tensor_bytes[line.transfer_tensor]  # collectives left out
-    fullest = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
     filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
     figures = [
         ("Step time", seconds_text(step), ""),
@@ -62,16 +64,15 @@ def summary(data: ReportData) -> str:
         ("Devices used", str(used), f"of {problem.num_devices}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
-        ("Between devices", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"),
     ]
-    if plan.strategy is not None:  # collectives move most of what it moves
-        figures[-1] = ("Between stages", *figures[-1][1:])
+    if len(line.transfer_tensor):
+        between = "stages" if plan.strategy is not None else "devices"  # collectives move most of what a strategy moves
+        figures.append((f"Between {between}", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"))
     calls = np.isin(data.lanes.row, [i for i, row in enumerate(data.lanes.rows) if row.kind == COLLECTIVE])
     if calls.any():
         span_s = float((data.lanes.end_s[calls] - data.lanes.start_s[calls]).sum())
         figures.append(("Collectives", f"{int(calls.sum()):,}", f"{seconds_text(span_s)} in all"))
-    cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
-    return "\n".join([*parts, f'<dl class="figures">{cells}</dl></section>'])
+    return "\n".join([*parts, f"{figure_list(figures)}</section>"])
 
 
 _DOING = {
@@ -93,7 +94,6 @@ def devices(data: ReportData) -> str:
     rows = []
     for index, device in enumerate(data.problem.devices):
         peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
-        over = limit is not None and peak > limit
         share = None if not limit else peak / limit
         cells = {
             "Device": _cell(device.name),
@@ -103,9 +103,9 @@ def devices(data: ReportData) -> str:
             "Share of the step": _share(float(line.busy_s[index]) / step) if step else _cell("-"),
             "Idle before, within, after": _cell(_idle(data, index)),
             "Resident": _cell(bytes_text(int(data.resident_bytes[index]))),
-            "Peak": _cell(bytes_text(peak), "bad" if over else ""),
-            "Memory": _cell("no limit" if limit is None else bytes_text(limit)),
-            "Peak of memory": _cell("-") if share is None else _share(share, over=over),
+            "Peak": _cell(bytes_text(peak), "" if share is None else _LEVELS[fullness(share)]),
+            "Memory": _cell("-" if limit is None else bytes_text(limit)),
+            "Peak of memory": _cell("-") if share is None else _share(share, _LEVELS[fullness(share)]),
         }
         rows.append(("", cells))
     note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
@@ -173,7 +173,7 @@ def planners(data: ReportData) -> str:
             "Samples/s": _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
             "Speed against this plan": _cell(relation),
             "Devices": _cell(str(row.devices_used or "-")),
-            "Largest share of memory": _cell(percent(row.memory_share), "" if row.feasible else "bad"),
+            "Largest share of memory": _cell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
             "Planning": _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
         }
         rows.append(_noted(row.this, row.note, cells))
@@ -267,8 +267,15 @@ def _noted(this: bool, said: str, cells: dict[str, Cell]) -> Row:
     return "this" if this else "", {**cells, "": _cell(note, "text")}
 
 
+_NOTHING = ("", "-")
+"""Cells without content; a column of them is left out."""
+
+
 def _table(label: str, rows: Sequence[Row]) -> str:
-    names = [escape(name) for name in rows[0][1]]
+    first, *others = rows[0][1]
+    used = [first, *(name for name in others if any(cells[name][0] not in _NOTHING for _, cells in rows))]
+    rows = [(kind, {name: cells[name] for name in used}) for kind, cells in rows]
+    names = [escape(name) for name in used]
     top = "".join(f'<th scope="col">{name}</th>' for name in names)
     body = []
     for kind, cells in rows:
@@ -291,10 +298,14 @@ def _cell(value: Any, kind: str = "") -> Cell:
     return escape(value), kind
 
 
-def _share(value: float, *, over: bool = False) -> Cell:
+_LEVELS = {**BADGES, "roomy": ""}
+"""Class of a cell by how full a device is."""
+
+
+def _share(value: float, level: str = "") -> Cell:
     width = 100 * min(1.0, max(0.0, value))
-    bar = f'<svg class="meter{" over" if over else ""}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-    return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', "bad" if over else ""
+    bar = f'<svg class="{f"meter {level}".strip()}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+    return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', f"share {level}".strip()
 
 
 def _samples(count: int) -> str:

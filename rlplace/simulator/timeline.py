@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
+from rlplace.problem.problem import fullest_share
 from rlplace.simulator.records import TRANSFER
 
 EXECUTOR = "list"
@@ -61,6 +62,7 @@ class Timeline:
             step_time_s=step,
             samples_per_s=self.samples / step if step else None,
             peak_memory_bytes=tuple(int(peak) for peak in self.peak_memory_bytes),
+            fullest_share=fullest_share(self.peak_memory_bytes.tolist(), problem.devices),
             feasible=self.feasible,
             executor=EXECUTOR,
             compute=busy,

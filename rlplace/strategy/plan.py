@@ -21,6 +21,7 @@ from rlplace.graph.opgraph import OpGraph
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
+from rlplace.problem.problem import fullest_share
 from rlplace.records import plain
 from rlplace.strategy.batches import search_batches
 from rlplace.strategy.bf16 import bf16_note, fp16_step_s, without_bf16
@@ -117,6 +118,7 @@ def plan_strategy(
         fp16_s = fp16_step_s(question, best.draft, (graph, other), only=only, costs=costs, host=host) if affordable else None
         extra["notes"] = [bf16_note(graph, kinds, finer.evaluate(best.draft).step_time_s, fp16_s)]
     source = {
+        "name": graph.name,
         "graph": None if graph.source is None else dict(graph.source),
         "capture": dict(graph.capture),
         "graph_fingerprint": graph.fingerprint,
@@ -162,7 +164,7 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
     quickest = min(answer.ranked, key=lambda tried: tried.key)
     near = sorted(unlike(answer.ranked, 1 + RANKED), key=lambda tried: (tried != best, tried.key))
     chosen = dict.fromkeys([*near, quickest, *filter(None, [answer.uniform]), *kinds])
-    return prediction(finer.evaluate(best.draft), question.batch).told(
+    return prediction(finer.evaluate(best.draft), question.batch, question.cluster).told(
         search_calls=answer.calls,
         extra={"complete": answer.complete, **extra},
         strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),
@@ -203,12 +205,13 @@ def _look(draft: Draft, detailed: bool) -> tuple[object, ...]:
     return look
 
 
-def prediction(said: Evaluation, batch: int) -> Prediction:
-    """What an executor says of a step of so many samples, as plans keep it."""
+def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
+    """What an executor says of a step of so many samples on a cluster, as plans keep it."""
     return Prediction(
         step_time_s=said.step_time_s if said.feasible else None,
         samples_per_s=batch / said.step_time_s if said.feasible else None,
         peak_memory_bytes=said.peak_memory_bytes,
+        fullest_share=fullest_share(said.peak_memory_bytes, cluster.devices),
         host_bytes=said.host_bytes,
         feasible=said.feasible,
         parts=said.parts,

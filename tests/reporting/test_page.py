@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rlplace
+import rlplace.text
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
 from rlplace.plan.plan import make_plan
@@ -247,3 +248,48 @@ def test_report_writes_all_or_nothing(tmp_path):
     with pytest.raises(InputError, match="this problem is"):
         rlplace.report(random_problem(1, num_groups=6, num_devices=2), plan, path, planners=())
     assert path.read_text() == "kept" and sorted(p.name for p in tmp_path.iterdir()) == ["r.html"]
+
+
+def filled(share):
+    """A plan that fills its one device to a share, with room for ten digits."""
+    limit = 10_000_000_000
+    problem = build_problem("brim", time_s=[[1.0], [1.0]], tensors=[TensorSpec(0, 0, [1])], memory_bytes=[limit],
+                            resident_bytes=[int(share * limit), 0])  # fmt: skip
+    return render(report_data(problem, make_plan(problem, [0] * problem.num_groups, planner="hand")))
+
+
+@pytest.mark.parametrize(
+    ("share", "level", "words"),
+    [(0.5, "good", "feasible"), (0.92, "tight", "feasible, 92.0 % of memory"), (0.999, "bad", "feasible, 99.9 % of memory")],
+)
+def test_a_plan_that_fills_its_memory_is_not_green(share, level, words):
+    text = filled(share)
+    assert f'<span class="badge {level}">{words}</span>' in text
+    (kind,) = re.findall(r'<td class="([^"]*)" data-label="Peak of memory">', text)
+    assert kind.split() == ["share"] + ([] if level == "good" else [level])
+    assert re.search(
+        rf'data-label="Peak of memory">{100 * share:.1f} %<svg class="meter{"" if level == "good" else f" {level}"}"', text
+    )
+
+
+def test_the_title_names_model_cluster_and_step(piped):
+    source = {"graph": {"model": "hf:gpt2"}, "cluster": "a100-80g:4"}
+    text = render(dataclasses.replace(piped, plan=dataclasses.replace(piped.plan, source=source)))
+    step = rlplace.text.seconds_text(piped.timeline.step_time_s)
+    assert (
+        f"<title>hf:gpt2 on a100-80g:4, {step} a step</title>" in text and f"<h1>hf:gpt2 on a100-80g:4, {step} a step " in text
+    )
+    devices = tuple(dataclasses.replace(device, kind="l4") for device in piped.problem.devices)
+    plain = render(dataclasses.replace(piped, problem=dataclasses.replace(piped.problem, devices=devices, name="mine")))
+    assert f"<title>mine on l4:4, {step} a step</title>" in plain
+
+
+def test_columns_without_content_are_left_out(piped):
+    rows = [PlannerRow("one", True, 0.3, 26.6, True, None, 4, None), PlannerRow("two", False, None, None, False, None, 0, 1.5)]
+    text = render(dataclasses.replace(piped, planners=tuple(rows)))
+    table = text.split('aria-label="Planners"')[1].split("</table>")[0]
+    heads = re.findall(r'<th scope="col">(.*?)</th>', table)
+    assert heads == ["Planner", "Step time", "Samples/s", "Speed against this plan", "Devices", "Planning", ""]
+    assert all(line.count("<td") == len(heads) - 1 for line in table.split("<tr")[2:])
+    devices = text.split('aria-label="Devices"')[1].split("</table>")[0]
+    assert "Kind" not in devices and "Peak of memory" in devices  # the problem names no kinds

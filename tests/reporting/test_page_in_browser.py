@@ -447,3 +447,38 @@ def test_hundreds_of_devices_are_drawn_on_a_sharp_screen(browser, tmp_path):
     )
     assert all(max(size) <= 16384 and size[0] * size[1] <= 1.65e7 for size in sizes)
     assert all(len(colors_in(browser, name)) > 8 for name in ("lanes", "memory"))
+
+
+def test_where_all_devices_do_the_same_kinds_of_work_have_colours(browser, page, piped, tmp_path):
+    """As in a sharded plan: one colour for a device would paint everything alike."""
+    problem = random_problem(3, num_groups=24, num_devices=2, shape="chain")
+    data = report_data(problem, make_plan(problem, [0] * 24, planner="hand"))
+    path = tmp_path / "alike.html"
+    path.write_text(render(data), encoding="utf-8")
+    assert show(browser, path.as_uri()) == []
+    assert browser.execute_script("return document.getElementById('color').value") == "phase"
+    legend = ["forward", "backward", "update"]
+    assert (
+        browser.execute_script("return [...document.querySelectorAll('#device-legend li')].map((e) => e.textContent)") == legend
+    )
+    stripes = browser.execute_script(
+        "return [...document.querySelectorAll('#tree > div')]"
+        ".map((line) => [...line.querySelectorAll('i')].map((part) => part.style.width))"
+    )
+    assert all(len(parts) >= 2 and sum(float(part[:-1]) for part in parts) == pytest.approx(100, abs=0.1) for parts in stripes)
+    painted = colors_in(browser, "modules")
+    phases = [data.to_dict()["colors"]["phase"][data.to_dict()["phases"].index(name)] for name in legend]
+    assert all(painted.get(color.upper(), 0) > 50 for color in phases)
+    show(browser, page)  # where devices differ, they have colours
+    assert browser.execute_script("return document.querySelector('#device-legend li').textContent") == "gpu0"
+
+
+def test_bars_span_their_column(browser, page):
+    show(browser, page)
+    wide = browser.execute_script(
+        """return [...document.querySelectorAll("td.share")].map((cell) => {
+          const style = getComputedStyle(cell), bar = cell.querySelector(".meter").getBoundingClientRect().width;
+          return bar - (cell.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+        });"""
+    )
+    assert len(wide) > 4 and all(abs(rest) <= 1 for rest in wide)

@@ -13,6 +13,7 @@ from torch import nn
 
 import rlplace
 from rlplace.cli.main import main
+from rlplace.cli.strategy import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.plan.memory import HeldMemory, memory_of
@@ -107,3 +108,16 @@ def test_memory_does_not_change_the_question(tmp_path: Path, capsys: pytest.Capt
     assert {name: row.total_bytes for row in memory_of(beside.predicted) for name in row.devices} == peaks
     assert main([*words, "--memory", "--json"]) == 0
     assert "weights" in json.loads(capsys.readouterr().out)["predicted"]["memory"][0]["parts"]
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.96, False), (0.975, True)])
+def test_a_full_device_is_noted(
+    gpt2: tuple[nn.Module, rlplace.OpGraph], share: float, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From 97 % on, with the device and what to do."""
+    cluster = parse("a100-80g:2")
+    plan = plan_strategy(gpt2[1], cluster, 8, calls=10)
+    peaks = (int(share * 80e9), *plan.predicted.peak_memory_bytes[1:])
+    show_strategy(plan.with_predicted(plan.predicted.told(peak_memory_bytes=peaks)), cluster)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: gpu0: up to 97.5 % of the memory")]
+    assert bool(lines) is said

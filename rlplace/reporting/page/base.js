@@ -15,6 +15,8 @@ function decoded(shared, rest) {
 }
 const opNames = decoded(data.ops.shared, data.ops.rest);
 const groupNames = decoded(data.groups.shared, data.groups.rest);
+// Where all modules run on the same devices, as in a sharded plan, colours of devices say nothing: kinds of work have one each.
+const byWork = new Set(data.groups.device).size < 2;
 
 function digits(value) {
   return Math.abs(value) >= 999.95 ? value.toFixed(0) : String(Number(value.toPrecision(4)));

@@ -184,16 +184,16 @@ const graph = {
   },
 
   paintBox(context, node, box) {
-    const parts = shares(node), main = parts.length ? category(parts[0].device) : inks.line;
+    const most = byWork ? [] : shares(node), main = byWork ? inks.soft : most.length ? category(most[0].device) : inks.line;
     context.beginPath();
     context.roundRect(box.x, box.y, box.wide, box.tall, 5);
     context.save();
     context.clip();
-    context.fillStyle = mixed(main, 0.2, inks.panel);
+    context.fillStyle = mixed(main, byWork ? 0.08 : 0.2, inks.panel);
     context.fillRect(box.x, box.y, box.wide, box.tall);
     let x = box.x;
-    for (const { device, share } of parts.slice().sort((a, b) => a.device - b.device)) {
-      context.fillStyle = category(device);
+    for (const { color, share } of stripes(node)) {
+      context.fillStyle = color;
       context.fillRect(x, box.y + box.tall - 6, box.wide * share + 0.5, 6);
       x += box.wide * share;
     }

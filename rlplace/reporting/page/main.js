@@ -23,8 +23,7 @@ function paintNow() { // for printing, which does not wait for the next frame
 function showLegends() {
   const items = [];
   if (lanes.color === "phase") {
-    const seen = new Set(data.ops.phase);
-    data.phases.forEach((name, phase) => { if (seen.has(phase)) items.push(legendItem(data.colors.phase[phase], name.replace("_", " "))); });
+    items.push(...phasesDone().map((phase) => legendItem(data.colors.phase[phase], phaseName(phase))));
     if (data.rows.some((row) => row.kind === "link")) items.push(legendItem(data.colors.transfer, "transfer"));
   } else if (lanes.color === "microbatch") {
     for (let m = 0; m < Math.min(data.microbatches, 24); m++) items.push(legendItem(category(m), String(m)));
@@ -40,16 +39,24 @@ function showLegends() {
   }
   if (data.rows.some((row) => row.kind === "collective")) items.push(legendItem(data.colors.collective, "collective"));
   $("legend").replaceChildren(...items);
+  if (byWork) {
+    $("device-legend").setAttribute("aria-label", "Kinds of work");
+    $("device-legend").replaceChildren(...phasesDone().map((phase) => legendItem(data.colors.phase[phase], phaseName(phase))));
+    return;
+  }
   const devices = data.devices.slice(0, 32).map((device, i) => legendItem(category(i), device.name));
   if (data.devices.length > 32) devices.push(legendItem("transparent", `and ${data.devices.length - 32} more`));
   $("device-legend").replaceChildren(...devices);
 }
 
+const phasesDone = () => data.phases.map((_, phase) => phase).filter((phase) => tree.work[0][phase] > 0);
+
 function watchTools() {
-  const choices = [["module", "Module"], ["phase", "Phase"], ["device", "Device"]];
+  const choices = [["module", "Module"], ["phase", "Kind of work"], ["device", "Device"]];
   if (data.microbatches > 1) choices.splice(2, 0, ["microbatch", "Micro-batch"]);
   $("color").replaceChildren(...choices.map(([value, text]) => new Option(text, value)));
-  if (data.microbatches > 1) $("color").value = lanes.color = "microbatch";
+  if (byWork) $("color").value = lanes.color = "phase";
+  else if (data.microbatches > 1) $("color").value = lanes.color = "microbatch";
   $("color").addEventListener("change", () => { lanes.color = $("color").value; showLegends(); paintTime(); });
   $("in").addEventListener("click", () => zoom(0.5));
   $("out").addEventListener("click", () => zoom(2));
@@ -75,6 +82,7 @@ function watchTools() {
     }
   });
   $("less").addEventListener("click", () => { closeAll(); showTree(); graph.arrange(); });
+  $("between").parentElement.hidden = byWork;
   $("between").addEventListener("change", () => { graph.between = $("between").checked; graph.repaint(); });
   $("graph-in").addEventListener("click", () => graph.zoom(1.4));
   $("graph-out").addEventListener("click", () => graph.zoom(1 / 1.4));

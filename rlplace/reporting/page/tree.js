@@ -27,6 +27,14 @@ function readTree() {
       tree.first[at] = Math.min(tree.first[at], data.groups.order[group]);
     }
   });
+  tree.work = Array.from({ length: count }, () => new Float64Array(data.phases.length));
+  for (const row of lanes.rows) {
+    if (row.kind !== "device") continue;
+    for (let i = 0; i < row.op.length; i++) {
+      const phase = data.ops.phase[row.op[i]];
+      for (let at = data.groups.node[data.ops.group[row.op[i]]]; at >= 0; at = parent[at]) tree.work[at][phase] += row.end[i] - row.start[i];
+    }
+  }
   for (const list of tree.children) list.sort((a, b) => tree.first[a] - tree.first[b]);
   tree.label = label;
   tree.parent = parent;
@@ -40,6 +48,14 @@ function shares(node) { // of every device that does some of the work, largest f
   const weight = total > 0 ? time : tree.spread[node], sum = weight.reduce((a, b) => a + b, 0) || 1;
   return Array.from(weight, (value, device) => ({ device, share: value / sum })).filter((part) => part.share > 0).sort((a, b) => b.share - a.share);
 }
+
+function stripes(node) { // what a module's stripe is made of: devices in their order, or kinds of work
+  if (!byWork) return shares(node).sort((a, b) => a.device - b.device).map(({ device, share }) => ({ color: category(device), name: data.devices[device].name, share }));
+  const work = tree.work[node], sum = work.reduce((a, b) => a + b, 0) || 1;
+  const parts = Array.from(work, (value, phase) => ({ color: data.colors.phase[phase], name: phaseName(phase), share: value / sum }));
+  return parts.filter((part) => part.share > 0);
+}
+const phaseName = (phase) => data.phases[phase].replace("_", " ");
 
 function visibleNodes() { // from the top, each open module before its children
   const found = [], stack = [0];
@@ -82,7 +98,8 @@ function nodeDetails(node) {
   if (group >= 0) lines.push(`${countText(tree.ops[node], "op")} in one group`);
   else lines.push(`${countText(tree.groups[node], "group")}, ${countText(tree.ops[node], "op")}`);
   lines.push(`${secondsText(tree.time[node])} of work a step, ${bytesText(tree.bytes[node])} resident`);
-  for (const { device, share } of shares(node).slice(0, 8)) {
+  if (byWork) for (const { name, share } of stripes(node)) lines.push(`${name}: ${(100 * share).toFixed(0)} % of it`);
+  else for (const { device, share } of shares(node).slice(0, 8)) {
     lines.push(group >= 0 ? `on ${data.devices[device].name}` : `${data.devices[device].name}: ${(100 * share).toFixed(0)} % of it`);
   }
   return lines;
@@ -103,12 +120,13 @@ function showTree(focus = -1) {
     time.className = "time";
     time.textContent = secondsText(tree.time[node]);
     stripe.className = "stripe";
-    const parts = shares(node);
-    stripe.setAttribute("aria-label", parts.slice(0, 4).map(({ device, share }) => `${data.devices[device].name} ${(100 * share).toFixed(0)} %`).join(", "));
-    stripe.append(...parts.sort((a, b) => a.device - b.device).map(({ device, share }) => {
+    const parts = stripes(node);
+    const most = parts.slice().sort((a, b) => b.share - a.share).slice(0, 4);
+    stripe.setAttribute("aria-label", most.map(({ name, share }) => `${name} ${(100 * share).toFixed(0)} %`).join(", "));
+    stripe.append(...parts.map(({ color, share }) => {
       const part = document.createElement("i");
       part.style.width = `${100 * share}%`;
-      part.style.background = category(device);
+      part.style.background = color;
       return part;
     }));
     line.append(name, time, stripe);

@@ -70,11 +70,11 @@ def _results(pipes: Sequence[Connection], members: Sequence[Any], limit_s: float
     found: dict[int, Result] = {}
     end = time.monotonic() + limit_s
     while len(found) < len(pipes) and (left := end - time.monotonic()) > 0:
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
-        for ready in wait(list(waiting), left):
-            rank = waiting[ready]  # type: ignore[index]
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+        for ready in wait(waiting, left):
+            rank = next(rank for rank, pipe in enumerate(pipes) if pipe is ready)
             try:
-                found[rank] = ready.recv()  # type: ignore[union-attr]
+                found[rank] = pipes[rank].recv()
             except EOFError:
                 members[rank].join()
                 code = members[rank].exitcode

@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace) -> None:
         draft = search(question, calls=400).ranked[0].draft
         plan = PlacementPlan(
             "0" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(question.costs.names),
-            predicted=prediction(question.scores.evaluate(draft), BATCH),
+            predicted=prediction(question.scores.evaluate(draft), BATCH, question.cluster),
         )  # fmt: skip
         lab = Lab(model, wrong, question)
         try:

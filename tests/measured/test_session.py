@@ -23,7 +23,7 @@ def planned(asked):
     draft = search(asked, calls=120).ranked[0].draft
     return PlacementPlan(
         "1" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(asked.costs.names),
-        predicted=prediction(asked.scores.evaluate(draft), asked.batch),
+        predicted=prediction(asked.scores.evaluate(draft), asked.batch, asked.cluster),
     )  # fmt: skip
 
 

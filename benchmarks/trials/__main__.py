@@ -95,7 +95,7 @@ def _place(job: Planning) -> dict[str, Any]:
     from rlplace.cli import common
     from rlplace.cli.main import main
 
-    common.kept = _remembered
+    vars(common)["kept"] = _remembered
     processes, options = AXES[job.axis]
     words = ["place", job.trial.spec, "--cluster", f"cpu:{processes}", "--batch", str(BATCH)]
     if "--planner" not in options:
@@ -154,7 +154,12 @@ def _words(path: str) -> str:
     mesh = " ".join(f"{axis}={n}" for axis, n in stages[0].get("mesh", {}).items() if n > 1)
     level = stages[0].get("sharding", 0)
     again = sorted({how for stage in stages for how in stage.get("recompute", {}).values()})
-    parts = [f"{len(stages)} stages" if len(stages) > 1 else "", mesh, f"sharding={level}" if level else "", *again]
+    parts = [
+        f"{len(stages)} stages {data['schedule']}" if len(stages) > 1 else "",
+        mesh,
+        f"sharding={level}" if level else "",
+        *again,
+    ]
     return ", ".join(filter(None, [*parts, f"{data['microbatches'][0]} x {data['microbatch'][0]}"]))
 
 
@@ -188,8 +193,9 @@ def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
 
 def _judged(trial: Trial, job: Planning, case: Case, results: list[dict[str, Any]]) -> Row:
     """One row from what the processes found."""
-    words, failed = _words(job.path), next((one for one in results if "error" in one), None)
-    if failed is not None:
+    words, failures = _words(job.path), [one for one in results if "error" in one]
+    if failures:
+        failed = min(failures, key=lambda one: "gloo" in one["line"])  # others lost a process that failed
         refused = all(one.get("refused") for one in results)
         reason = failed["line"] if refused else f"{failed['error']}: {failed['line']}"
         return Row(trial.name, job.axis, "late" if refused else "WRONG", reason, plan=words)

@@ -10,6 +10,7 @@ from transformers.models.bert.modeling_bert import BertForMaskedLM
 from transformers.models.clip.modeling_clip import CLIPModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification
 from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 from transformers.models.vit.modeling_vit import ViTForImageClassification
@@ -67,7 +68,7 @@ def hf_vit(batch: int = 8) -> Made:
 
 def hf_mixtral(batch: int = 8) -> Made:
     config = AutoConfig.for_model("mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SMALL)
-    return GPT2LMHeadModel(config), _tokens(batch)
+    return MixtralForCausalLM(config), _tokens(batch)
 
 
 def hf_clip(batch: int = 8) -> Made:

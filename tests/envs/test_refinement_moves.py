@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlplace.envs import MeasuredBackend, RefinementEnv, SimulatedBackend, make_instance, refinement
+from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, SimulatedBackend, make_instance, refinement
 from rlplace.envs.instance import score
 from rlplace.errors import InputError
 from rlplace.problem.build import TensorSpec, build_problem
@@ -73,6 +73,67 @@ def test_masks_keep_provable_memory_within_the_limits():
             assert env.action_masks()[k] == fits
             tried += not fits
     assert tried > 20
+
+
+def two_groups(*memory):
+    """Groups of 10 and 20 bytes that hand on nothing, on two devices."""
+    return build_problem(
+        "two", time_s=[[1e-3] * 2] * 2, tensors=[TensorSpec(0, 0, [1])], memory_bytes=memory, resident_bytes=[10, 20]
+    )
+
+
+def legal_plans(problem, plan):
+    """Plans after a move that is offered, and whether it is legal."""
+    env = RefinementEnv([problem], moves=64)
+    env.reset(seed=0, options={"plan": plan})
+    found = {}
+    for k in range(1, 64):
+        groups, devices = env.move(k)
+        if len(groups):
+            moved = np.array(plan)
+            moved[groups] = devices
+            found[tuple(moved.tolist())] = bool(env.action_masks()[k])
+    return found
+
+
+@pytest.mark.parametrize(("room", "legal"), [(30, True), (29, False)])
+def test_a_device_may_be_filled_to_the_last_byte(room, legal):
+    assert legal_plans(two_groups(room, 40), [0, 1])[0, 0] == legal
+    building = PlacementEnv([two_groups(room, 40)])
+    building.reset(seed=0)
+    building.step(0)
+    assert building.action_masks().tolist() == [legal, True]
+
+
+def test_moves_of_a_plan_that_does_not_fit_fill_no_device_further():
+    """A first device of 20 holds 30, one and a half times what it has; the second has 10, then 40, then 19."""
+    for room, legal in (
+        (10, {(1, 0): True, (0, 1): False}),
+        (40, {(1, 0): True, (0, 1): True}),
+        (19, {(1, 0): True, (0, 1): True}),
+    ):
+        found = legal_plans(two_groups(20, room), [0, 0])
+        assert {plan: found[plan] for plan in legal} == legal
+
+
+def test_the_best_plan_stays_what_it_was():
+    """Moves after the best one change neither the plan at the end nor what was won."""
+    env = RefinementEnv([random_problem(2, num_groups=10, num_devices=3)], start="greedy", max_moves=6)
+    env.reset(seed=1)
+    rewards, plans, done = [], [env.current_plan().copy()], False
+    while not done:
+        gains = env.move_scores()
+        choice = (
+            int(gains[1:].argmax()) + 1 if len(plans) < 3 else int(np.where(env.action_masks(), gains, np.inf)[1:].argmin()) + 1
+        )
+        _, reward, done, _, info = env.step(choice)
+        rewards.append(reward)
+        plans.append(env.current_plan().copy())
+    simulator = SimulatedBackend().simulator(env.instance)
+    scores = [score(*simulator.evaluate(plan), env.instance.reference_step_time_s) for plan in plans]
+    assert scores[-1] > min(scores)
+    assert sum(rewards) == pytest.approx(scores[0] - min(scores))
+    np.testing.assert_array_equal(info["device_of_group"], plans[int(np.argmin(scores))])
 
 
 def test_an_illegal_move_ends_the_episode():

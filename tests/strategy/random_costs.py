@@ -83,20 +83,21 @@ class RandomCosts:
             bytes_[:, EXPERT_ALL_TO_ALL], calls[:, EXPERT_ALL_TO_ALL] = 2 * border, 2.0
         sent = (border / spread).astype(np.int64)
         sent[-1] = 0
+        returned = sent * 3 // 4  # what is sent need not be trained
         light = (border / spread).astype(np.int64)
         whole = kept.astype(np.int64)
         keeps = np.stack([light + whole, light + whole // 3, light])
         # A backward begins with the gradient of its output, what runs again and something for a moment; then pieces of
         # `random_ops` go, a third with the last but one and the last one each, where that of its input is there, too.
         begins = whole // 3 + np.stack([0 * whole, whole * 2 // 3, whole])
-        ends = light + whole // 3 + np.append(0, sent[:-1]) - keeps
+        ends = light + whole // 3 + np.append(0, returned[:-1]) - keeps
         gradients = self.held(cut.tensor, cut.expert).gradient_bytes
         grown = [
             light + whole + gradients // 10 - keeps,
             light + whole * 2 // 3 + gradients * 9 // 10 - keeps,
             ends + gradients,
         ]
-        most = np.maximum(begins + sent, ends)
+        most = np.maximum(begins + returned, ends)
         working = [np.stack([whole // 5] * 3), most, np.maximum(begins, ends), np.maximum.reduce([most, *grown])]
         return PassCosts(
             forward_s=forward,
@@ -106,7 +107,7 @@ class RandomCosts:
             kept_bytes=keeps,
             working_bytes=np.stack(working),
             sent_bytes=sent,
-            returned_bytes=sent,
+            returned_bytes=returned,
             halved_bytes=keeps + (whole * self.between).astype(np.int64),
             collective_bytes=bytes_,
             collective_calls=calls,

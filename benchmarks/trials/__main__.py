@@ -97,7 +97,7 @@ def _place(job: Planning) -> dict[str, Any]:
 
     vars(common)["kept"] = _remembered
     processes, options = AXES[job.axis]
-    words = ["place", job.trial.spec, "--cluster", f"cpu:{processes}", "--batch", str(BATCH)]
+    words = ["place", job.trial.spec, "--cluster", f"cpu:{processes}", *(["--batch", str(BATCH)] if job.trial.sized else [])]
     if "--planner" not in options:
         words += ["--calls", str(CALLS)]
     said = io.StringIO()
@@ -142,14 +142,19 @@ def _notes(path: str) -> str:
     return str(json.loads(Path(path).read_text()).get("predicted", {}).get("extra")) if Path(path).exists() else ""
 
 
+def _strategy(path: str) -> dict[str, Any]:
+    """The strategy of a plan, as its file has it."""
+    return json.loads(Path(path).read_text())["strategy"]
+
+
 def _devices(path: str) -> int:
     """How many processes a plan needs."""
-    return len({device for stage in json.loads(Path(path).read_text())["strategy"]["stages"] for device in stage["devices"]})
+    return len({device for stage in _strategy(path)["stages"] for device in stage["devices"]})
 
 
 def _words(path: str) -> str:
     """What a plan chose, in short."""
-    data = json.loads(Path(path).read_text())["strategy"]
+    data = _strategy(path)
     stages = data["stages"]
     mesh = " ".join(f"{axis}={n}" for axis, n in stages[0].get("mesh", {}).items() if n > 1)
     level = stages[0].get("sharding", 0)
@@ -183,7 +188,8 @@ def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
             elif found["code"]:
                 rows[job.axis] = Row(trial.name, job.axis, "refused", found["line"])
             else:
-                cases.setdefault(_devices(job.path), []).append((job, Case(trial, job.path, BATCH, looked["random"])))
+                samples = _strategy(job.path)["batch"]
+                cases.setdefault(_devices(job.path), []).append((job, Case(trial, job.path, samples, looked["random"])))
         for processes, planned in cases.items():
             results = run_jobs(compare, [case for _, case in planned], processes, limit_s)
             for (job, case), results_of in zip(planned, results, strict=True):

@@ -39,11 +39,15 @@ class Trial:
         """Of the function."""
         return self.build.__name__
 
+    @property
+    def sized(self) -> bool:
+        """Whether the function takes the number of samples."""
+        return "batch" in inspect.signature(self.build).parameters
+
     def make(self, seed: int, batch: int) -> tuple[nn.Module, Any, Loss | None]:
         """Model, inputs and loss, drawn with a seed."""
         torch.manual_seed(seed)
-        sized = "batch" in inspect.signature(self.build).parameters
-        model, inputs, *loss = self.build(batch=batch) if sized else self.build()
+        model, inputs, *loss = self.build(batch=batch) if self.sized else self.build()
         whole = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return model, whole, loss[0] if loss else None
 

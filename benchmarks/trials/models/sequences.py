@@ -149,5 +149,5 @@ class _TimeFirst(nn.Module):
         return F.mse_loss(self.head(self.body(x[:-1])[0]), x[1:])
 
 
-def samples_in_the_second_dimension(batch: int = 8) -> Made:
-    return _TimeFirst(), {"x": torch.randn(6, batch, 4)}
+def samples_in_the_second_dimension() -> Made:
+    return _TimeFirst(), {"x": torch.randn(6, 8, 4)}

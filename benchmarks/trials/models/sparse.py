@@ -115,10 +115,10 @@ class _Messages(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
-def graph_by_edges(batch: int = 8) -> Made:
-    nodes = 3 * batch
-    edges = torch.randint(0, nodes, (2, 50))
-    return _Messages(), {"x": torch.randn(nodes, 8), "edge_index": edges, "y": torch.randint(0, 3, (nodes,))}
+def graph_by_edges() -> Made:
+    """One graph: its size is its own."""
+    edges = torch.randint(0, 24, (2, 50))
+    return _Messages(), {"x": torch.randn(24, 8), "edge_index": edges, "y": torch.randint(0, 3, (24,))}
 
 
 class _Pooled(nn.Module):
@@ -133,12 +133,9 @@ class _Pooled(nn.Module):
         return F.mse_loss(self.head(pooled)[:, 0], y)
 
 
-def graphs_pooled_by_number(batch: int = 8) -> Made:
-    return _Pooled(), {
-        "x": torch.randn(5 * batch, 8),
-        "graph": torch.arange(batch).repeat_interleave(5),
-        "y": torch.randn(batch),
-    }
+def graphs_pooled_by_number() -> Made:
+    """Eight graphs of five nodes."""
+    return _Pooled(), {"x": torch.randn(40, 8), "graph": torch.arange(8).repeat_interleave(5), "y": torch.randn(8)}
 
 
 class _Adjacency(nn.Module):

@@ -117,23 +117,22 @@ def test_moves_of_a_plan_that_does_not_fit_fill_no_device_further():
 
 
 def test_the_best_plan_stays_what_it_was():
-    """Moves after the best one change neither the plan at the end nor what was won."""
-    env = RefinementEnv([random_problem(2, num_groups=10, num_devices=3)], start="greedy", max_moves=6)
+    """Two good moves, two bad ones, and a good one that does not make up for these: the second one's plan and gain stay."""
+    env = RefinementEnv([random_problem(2, num_groups=10, num_devices=3)], start="greedy", max_moves=5)
     env.reset(seed=1)
-    rewards, plans, done = [], [env.current_plan().copy()], False
-    while not done:
+    rewards, plans = [], [env.current_plan().copy()]
+    for good in (True, True, False, False, True):
         gains = env.move_scores()
-        choice = (
-            int(gains[1:].argmax()) + 1 if len(plans) < 3 else int(np.where(env.action_masks(), gains, np.inf)[1:].argmin()) + 1
-        )
-        _, reward, done, _, info = env.step(choice)
+        choice = gains[1:].argmax() if good else np.where(env.action_masks(), gains, np.inf)[1:].argmin()
+        _, reward, done, _, info = env.step(int(choice) + 1)
         rewards.append(reward)
         plans.append(env.current_plan().copy())
+    assert done
     simulator = SimulatedBackend().simulator(env.instance)
     scores = [score(*simulator.evaluate(plan), env.instance.reference_step_time_s) for plan in plans]
-    assert scores[-1] > min(scores)
-    assert sum(rewards) == pytest.approx(scores[0] - min(scores))
-    np.testing.assert_array_equal(info["device_of_group"], plans[int(np.argmin(scores))])
+    assert scores[0] > scores[1] > scores[2] == min(scores) and scores[5] < scores[4]
+    assert rewards == pytest.approx([scores[0] - scores[1], scores[1] - scores[2], 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(info["device_of_group"], plans[2])
 
 
 def test_an_illegal_move_ends_the_episode():

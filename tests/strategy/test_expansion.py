@@ -1,0 +1,67 @@
+"""The ops of a draft where random drafts leave room: buckets and gradients of models that are hardly anything but weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from random_costs import random_costs
+from random_ops import RandomOps
+
+from rlplace.cluster import Cluster
+from rlplace.problem.collectives import collective_s
+from rlplace.simulator import simulate
+from rlplace.strategy.drafts import Place, plain_draft
+from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.expand import expand_draft
+
+MIB = 1 << 20
+CLUSTER = Cluster.preset("a100-80g:4")
+
+
+def weights_alone(sizes):
+    """Blocks with weights of so many bytes, of which a backward makes gradients in ten pieces, and next to no activations."""
+    costs = random_costs(np.random.default_rng(0), CLUSTER, len(sizes))
+    none = np.ones(len(sizes))
+    return RandomOps.of(
+        dataclasses.replace(costs, weights=np.array(sizes, float), activation=none, border=none, item=1.0, known={})
+    )
+
+
+def test_buckets_are_full_at_one_and_then_at_25_mebibytes():
+    """Twenty pieces of 4 MiB: the first is a bucket, then seven are one (28 MiB), seven more, and the five that are left."""
+    costs = weights_alone([40 * MIB] * 2)
+    expanded = expand_draft(plain_draft((0, 2), [Place((0, 1), replicate=2)], microbatches=(2,)), costs, CLUSTER)
+    problem = expanded.problem
+    found = {name: op for op, name in enumerate(problem.op_names) if name.startswith("bucket")}
+    assert len(found) == 4
+    took = [float(problem.time_s[op].min()) for _, op in sorted(found.items())]
+    wanted = [collective_s(CLUSTER.links, "all_reduce", (0, 1), float(size * MIB)) for size in (4, 28, 28, 20)]
+    assert took == pytest.approx(wanted, rel=0.01)
+
+
+def test_replicas_on_unlike_devices_are_lanes_of_their_own():
+    mixed = Cluster.preset("a100-80g:2+t4:2")
+    costs = RandomOps.of(random_costs(np.random.default_rng(0), mixed, 3))
+    for devices, stands_for in (((0, 1), ((0, 1),)), ((0, 2), ((0,), (2,))), ((2, 3), ((2, 3),))):
+        draft = plain_draft((0, 3), [Place(devices, replicate=2)])
+        assert expand_draft(draft, costs, mixed).stands_for == stands_for
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_weights_and_gradients_of_every_level(level, microbatches):
+    """Where there is nothing else, both executors hold the same to a thousandth: no gradient twice, and none too few."""
+    costs = weights_alone([64 * MIB, 32 * MIB, 96 * MIB])
+    place = Place((0, 1), shard=2, sharding=level) if level else Place((0, 1), replicate=2)
+    draft = plain_draft((0, 3), [place], microbatches=(microbatches,))
+    expanded = expand_draft(draft, costs, CLUSTER)
+    line = simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
+    said = Evaluator(costs, CLUSTER).evaluate(draft)
+    held = np.array(said.peak_memory_bytes[:1]) - CLUSTER.devices[0].reserved_bytes
+    assert line.peak_memory_bytes[0] == pytest.approx(held[0], rel=1e-3)
+    if level == 0:  # weights, gradients and six times as much state, whole
+        assert held[0] == pytest.approx(8 * 192 * MIB, rel=1e-3)
+    if level == 1 and microbatches > 1:  # half of all that, and whole weights and gradients besides
+        assert held[0] >= (8 / 2 + 2) * 192 * MIB * 0.999

@@ -162,6 +162,15 @@ def test_what_is_kept_for_the_backward_is_live_at_once():
     assert group_pinned_bytes(problem).tolist() == [11.0, 22.0, 43.0]
 
 
+def test_what_several_ops_read_is_kept_once():
+    problem = build_problem(
+        "twice", time_s=[[1.0]] * 4, memory_bytes=[None], group=[0] * 4, phase=[FORWARD, BACKWARD, BACKWARD, BACKWARD],
+        tensors=[TensorSpec(0, 30, [1, 2, 3]), TensorSpec(1, 1, [2]), TensorSpec(2, 1, [3])],
+    )  # fmt: skip
+    assert group_saved_bytes(problem).tolist() == [32.0]
+    assert simulate(problem, [0]).peak_memory_bytes.tolist() == [32]
+
+
 def test_an_op_needs_its_inputs_outputs_and_temporaries():
     assert largest_op_bytes(three_layers()).tolist() == [10.0 + 8.0, 10.0 + 20.0 + 500.0, 20.0 + 40.0]
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.graph.opgraph import OpGraph
+    from rlplace.graph.rescale import CaptureAt
     from rlplace.runtime.native.why_not import ModelFacts
     from rlplace.strategy.efficiency import BatchCurve
     from rlplace.strategy.space import Space
@@ -224,9 +225,18 @@ class Captured:
     """
 
     graph: OpGraph
-    capture_at: Callable[[int], OpGraph] | None = None
+    capture_at: CaptureAt | None = None
     facts: Callable[[], ModelFacts] | None = None
     why_not_placed: Callable[[], str | None] | None = None
+
+    def why_no_placement(self) -> str | None:
+        """Why the engine of placements cannot run this model; None where nothing is known against it."""
+        if self.why_not_placed is None:
+            return None
+        conduct = None if self.facts is None else self.facts().conduct
+        if conduct is not None and conduct.kept:
+            return f"the forward writes {conduct.kept[0]}, a plain attribute, which no graph holds; register it as a buffer"
+        return self.why_not_placed()
 
     def check_placed(self) -> None:
         """Refuses placements of a model that their engine cannot run.
@@ -234,7 +244,7 @@ class Captured:
         Raises:
             InputError: With the reason.
         """
-        reason = None if self.why_not_placed is None else self.why_not_placed()
+        reason = self.why_no_placement()
         if reason is not None:
             raise InputError(f"a placement of ops cannot run this model: {reason}; leave --space out, which plans a strategy")
 
@@ -305,7 +315,7 @@ def answer(
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
     graph, capture_at = captured.graph, captured.capture_at
-    if captured.why_not_placed is not None and captured.why_not_placed() is not None:
+    if captured.why_no_placement() is not None:
         return Answer(strategy)
     return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
@@ -380,20 +390,22 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
 def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]) -> Captured:
     """A module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.graph.capture import capture
-    from rlplace.graph.opgraph import OpGraph
+    from rlplace.graph.opgraph import FORWARD, OpGraph
 
     if isinstance(target, OpGraph):
         _refuse_capture(how, "a graph was captured as it is")
         return Captured(target)
-    from rlplace.runtime.distributed.graph.forward_graph import why_not_traced
+    from rlplace.runtime.distributed.joint.traceable import why_not_traced
     from rlplace.runtime.native.facts import facts_of
 
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, **how)
 
-    def capture_at(samples: int) -> OpGraph:
-        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, like=whole, **how)
+    def capture_at(samples: int, method: str | None = None) -> OpGraph:
+        by = {**how, "like": whole} if method is None else {**how, "method": method}
+        return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, **by)
 
+    ops = int((whole.op_phase == FORWARD).sum())
     facts = cache(partial(facts_of, target, inputs, loss, float(whole.op_flops.sum())))
-    return Captured(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"])))
+    return Captured(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"], ops)))

@@ -188,7 +188,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     from rlplace.placing import Captured
 
     @cache
-    def capture_at(batch: int) -> OpGraph:
+    def capture_at(batch: int, method: str | None = None) -> OpGraph:
         source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
@@ -198,7 +198,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
 
             say(f"building {model}")
             loaded = build(batch)
-            say(f"capturing one training step of {batch} samples")
+            say(f"capturing one training step of {batch} samples{f' by {method}' if method else ''}")
             return capture(
                 loaded.module,
                 loaded.example_inputs,
@@ -208,11 +208,12 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
                 master_weights=options.master_weights,
                 name=loaded.name,
                 source=source,
-                like=None if batch == samples else capture_at(samples),
+                like=None if batch == samples or method is not None else capture_at(samples),
+                method=method,
             )
 
         with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
-            return dataclasses.replace(kept("graph", model, source, made))
+            return dataclasses.replace(kept("graph", model, {**source, "method": method}, made))
 
     def build(batch: int, device: str = "meta") -> LoadedModel:
         from rlplace.zoo import load_model
@@ -236,10 +237,12 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     @cache
     def why_not_placed() -> str | None:
         def made() -> str | None:
-            from rlplace.runtime.distributed.graph.forward_graph import why_not_traced
+            from rlplace.graph.opgraph import FORWARD
+            from rlplace.runtime.distributed.joint.traceable import why_not_traced
 
-            loaded = build(samples)
-            return why_not_traced(loaded.module, loaded.example_inputs, capture_at(samples).capture["method"])
+            loaded, graph = build(samples), capture_at(samples)
+            ops = sum(op == FORWARD for op in graph.op_phase.tolist())
+            return why_not_traced(loaded.module, loaded.example_inputs, graph.capture["method"], ops)
 
         with contextlib.redirect_stdout(sys.stderr):
             return kept("traced", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)

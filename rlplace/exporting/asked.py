@@ -81,7 +81,8 @@ def ask(plan: PlacementPlan) -> Asked:
     inputs = keyword_inputs(loaded.module, loaded.example_inputs)
     found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
-        results, calls, outside, _ = observe(loaded.module, inputs, {"": loaded.module, **found})
+        seen = observe(loaded.module, inputs, {"": loaded.module, **found})
+    results, calls, outside = seen.results, seen.calls, seen.outside
     layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
     if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
         raise InputError(f"export: {reason}")

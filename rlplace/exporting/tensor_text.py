@@ -33,7 +33,7 @@ def tensor_wraps(asked: Asked) -> Wraps:
     blocks: dict[str, list[str]] = {}
     entries = [f"{path}.{region.entry}" for path, b in asked.layouts.blocks.items() for region in b.regions if region.entry]
     watched = {name: asked.model.get_submodule(name) for name in (*asked.layouts.blocks, *entries)}
-    calls = observe(asked.model, asked.inputs, watched)[1] if sequence else {}
+    calls = observe(asked.model, asked.inputs, watched).calls if sequence else {}
     for path, layout in asked.layouts.blocks.items():
         _check(asked, path, layout)
         blocks.setdefault(_styles(path, layout, calls, sequence), []).append(path)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlplace.errors import InputError
 from rlplace.graph.inputs import split_inputs
+from rlplace.graph.loss import no_loss
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.apply import apply
 from rlplace.runtime.distributed.execution import activity
@@ -138,5 +139,5 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     else:
         value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(value, Tensor):
-        raise InputError("the model's output has no loss; pass loss= to step_timer")
+        raise InputError(no_loss(output))
     return value

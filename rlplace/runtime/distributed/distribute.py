@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.graph.sizes import resize_batch
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import check_first_batches, micro_batch
+from rlplace.runtime.distributed.execution.batches import check_first_batches, micro_batch, samples_of
 from rlplace.runtime.distributed.graph.forward_graph import Graphs, Loss
 from rlplace.runtime.distributed.job import faults
 from rlplace.runtime.distributed.model import Batching, DistributedModel
@@ -107,6 +108,9 @@ def distribute(
             lambda leaf: torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf,
             {**keyword_inputs(model, args), **kwargs},
         )
+        samples, wanted = samples_of(inputs), plan.strategy.pipelines[0].microbatch[0]
+        if example_inputs is None and samples != wanted:  # what was captured is a batch of another size
+            inputs = resize_batch(inputs, samples, wanted)
         placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
     check_first_batches(placed, placed.ranks, placed.batching.share)
     return placed

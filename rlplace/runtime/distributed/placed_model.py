@@ -13,14 +13,15 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.graph.fake import meta_copy, tensors_in
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.execution.batches import any_loss, check_inputs, check_same_graph, has_target, takes_target
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss, flat_inputs
+from rlplace.runtime.distributed.execution.batches import check_inputs, check_same_graph, has_target, takes_target
+from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, Graphs, Loss, any_value, flat_inputs
 from rlplace.runtime.distributed.joint.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.distributed.joint.engine import Engine
 from rlplace.runtime.distributed.joint.graph import joint_graph
 from rlplace.runtime.distributed.model import Batching, DistributedModel, Stash
 from rlplace.runtime.distributed.ranks import Ranks
 from rlplace.runtime.distributed.state.whole import agree, own_tree
+from rlplace.runtime.native.gradients import ParameterHooks
 
 JOINT_GRAPH = "joint_graph"
 """What runs placements."""
@@ -53,12 +54,13 @@ class PlacedModel(DistributedModel):
         graphs: Graphs,
     ) -> None:
         super().__init__(meta_copy(model), ranks, batching, seed, JOINT_GRAPH)
+        self._hooks = ParameterHooks(model)
         self._plan, self._graphs, self._loss = plan, graphs, loss
         args, kwargs, target = example
         self._with_target = target is not None or takes_target(loss)
         if self._with_target and has_target(model):
             raise InputError("distribute: target= is an input of the model, so the loss cannot have one; rename either of them")
-        first = graphs(self.meta_model, args, kwargs, any_loss if self._with_target and target is None else loss, target)
+        first = graphs(self.meta_model, args, kwargs, any_value if self._with_target and target is None else loss, target)
         check_same_graph(first, ranks)
         check_same_ops(first, planned_devices(plan))
         owners = build_joint(first, plan, ranks.device).owners
@@ -85,8 +87,9 @@ class PlacedModel(DistributedModel):
                 "distribute: the model returns no scalar loss to train on; give distribute(..., loss=fn) and call "
                 "the model with target=..., or evaluate under torch.no_grad()"
             )
-        with Stash(dict(self.named_parameters())) as stash:
+        with Stash(dict(self.named_parameters()), after=self._hooks.run_after) as stash:
             loss = engine.train(flat_inputs(args, kwargs, target), self.random_state)
+            self._hooks.run(dict(self.named_parameters()))
         return partial(_output_of, graph), loss, stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:

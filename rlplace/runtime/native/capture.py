@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from rlplace.errors import InputError, show
 from rlplace.graph.export import TOGGLES, export_training_graph, loses
@@ -85,21 +87,26 @@ def _(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in noted]
 
 
-def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = ()) -> Captured:
+def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = (), seen: Observed | None = None) -> Captured:
     """Records a forward.
 
     Args:
         model: Real or meta module, in the mode that is to be run. It is called on fake tensors; nothing is allocated.
         inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
         blocks: Paths that stay whole besides the model's blocks: what a strategy names.
+        seen: What a run has shown for these units; None: it is run.
 
     Raises:
         InputError: The forward cannot be recorded, with the reason.
     """
     found = dict(units(model, blocks))
     try:
-        seen = observe(model, inputs, found)
+        seen = seen or observe(model, inputs, found)
         calls, source = seen.calls, model
+        if seen.reentrant:
+            raise InputError(
+                "native: the model calls reentrant checkpoints, which torch's pipelines do not run; give use_reentrant=False"
+            )
         if seen.lost is not None:
             raise InputError(f"native: {seen.lost}, which a pipeline would lose; plan with pipeline=1")
         if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
@@ -197,12 +204,16 @@ class Observed(NamedTuple):
         calls: By unit what it is first called with.
         outside: Units whose parameters are read while they do not run.
         lost: What the forward does outside of units that a record of it cannot hold; None where it does nothing such.
+        reentrant: The forward calls reentrant checkpoints.
+        unreached: Parameters that may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`.
     """
 
     results: dict[str, Any]
     calls: dict[str, Any]
     outside: set[str]
     lost: str | None
+    reentrant: bool
+    unreached: bool
 
 
 def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Observed:
@@ -217,7 +228,7 @@ def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Obs
     where = next(model.parameters()).device
     zeros = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=where), dict(inputs))
     with torch.random.fork_rng(devices=[]):
-        seen = _observe(model, zeros, found, contextlib.nullcontext())
+        seen = _observe(model, zeros, found, contextlib.nullcontext())._replace(unreached=True)  # other values, other ways
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -271,13 +282,35 @@ def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: A
     # On fake processor tensors, which CUDA's autocast does not reach, the run follows its rules by another way.
     cuda = torch.is_autocast_enabled("cuda")
     region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
+    original, reentrant = CheckpointFunction.apply, list[bool]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        reentrant.append(True)
+        return original(*args, **kwargs)
+
+    watched = mock.patch.object(CheckpointFunction, "apply", noted)
     try:
-        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads:
-            model(**inputs)
+        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads, watched:
+            output = model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return Observed(results, calls, reads.outside, reads.lost)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return Observed(results, calls, reads.outside, reads.lost, bool(reentrant), not trained <= _reached(output))
+
+
+def _reached(output: Any) -> set[int]:
+    """Ids of the parameters that a gradient of the loss, or of all that a forward returned without one, flows back to."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output if loss is None else loss) if isinstance(leaf, torch.Tensor)]
+    seen, found = set[Any](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting.extend(before for before, _ in node.next_functions)
+    return found
 
 
 def _meta(leaf: Any) -> Any:
@@ -293,7 +326,7 @@ def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[No
     def stand_in(name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, in_spec = pytree.tree_flatten((args, kwargs))
-            strange = next((leaf for leaf in leaves if not isinstance(leaf, (*_PLAIN, torch.Tensor))), None)
+            strange = strange_in(leaves)
             if strange is not None:
                 raise InputError(
                     f"native: block {show(name)} is handed a {type(strange).__name__}, which is no tensor that could cross "
@@ -323,6 +356,11 @@ def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[No
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def strange_in(call: Any) -> Any:
+    """The first of the arguments of a call that is neither a tensor nor a plain value, such as a cache; None without one."""
+    return next((leaf for leaf in pytree.tree_leaves(call) if not isinstance(leaf, (*_PLAIN, torch.Tensor))), None)
 
 
 def _noted(name: str, results: dict[Any, Any], shapes: tuple[Any, ...]) -> Any:

@@ -23,6 +23,7 @@ class Conduct:
         mixing: All such modules, those that read what the first has made among them.
         counters: Buffers that a forward writes, alike whatever the samples are.
         written: Buffers that a forward writes, with values that depend on the samples.
+        kept: What of both are plain attributes of modules, which no graph of the forward holds.
         toggles: Parameters whose `requires_grad` the forward changes.
         hooked: The forward registers hooks on activations.
         differentiates: The forward computes gradients itself.
@@ -40,6 +41,7 @@ class Conduct:
     mixing: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     toggles: tuple[str, ...] = ()
     hooked: bool = False
     differentiates: bool = False

@@ -17,7 +17,7 @@ from rlplace.graph.fake import tensors_in
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
-from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.capture import capture, observe, strange_in
 from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.gather import why_no_gather
 from rlplace.runtime.native.model_layouts import find_layouts
@@ -60,17 +60,25 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         model: Real or meta module; it is not changed.
         inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
     """
+    found = dict(units(model))
     try:
-        captured = capture(model, inputs)
+        seen = observe(model, inputs, found)
+    except Exception as error:  # the model's own code runs
+        reason = f"its forward does not run on fake tensors ({type(error).__name__})"
+        return model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}")
+    layouts = find_layouts(found, seen.calls)
+    tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
+    strange = {path: strange_in(call) for path, call in seen.calls.items()}
+    handed = next((f"{path} is handed a {type(one).__name__}" for path, one in strange.items() if one is not None), None)
+    try:
+        captured = capture(model, inputs, seen=seen)
         called = dict.fromkeys(str(node.target) for node in captured.graph.nodes if node.op == "call_module")
         known = set(block_names(model))
         blocks = tuple(path for path in called if path in known)
         stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
-        return model_facts(model, no_cut=str(error))
-    layouts = find_layouts(captured.units, captured.calls)
-    facts = model_facts(model, TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)}))
-    return replace(facts, blocks=blocks, no_samples=_no_samples(stages, inputs))
+        return replace(model_facts(model, tensor, str(error)), handed=handed)
+    return replace(model_facts(model, tensor), blocks=blocks, no_samples=_no_samples(stages, inputs), handed=handed)
 
 
 def facts_of(module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, flops: float = 0.0) -> ModelFacts:

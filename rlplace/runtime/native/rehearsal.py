@@ -142,6 +142,7 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     reduction = reduction or next((way for way in ways if _fits(plain, _counted(plain, way), double)), "")
     halves = plain[1:]
     counters, written = _written(model, whole, halves)
+    buffers = {name for name, _ in model.named_buffers()}
     mixing = () if reduction else _mixing(whole, halves)
     return Conduct(
         reduction=reduction,
@@ -150,6 +151,7 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
         mixing=mixing,
         counters=counters,
         written=written,
+        kept=tuple(name for name in (*written, *counters) if name not in buffers),
         **common,
     )
 
@@ -265,20 +267,18 @@ def _written(model: nn.Module, whole: _Run, halves: Sequence[_Run]) -> tuple[tup
     """Names of what forwards write alike whatever the samples are, and of what depends on them; without torch's norms."""
     alike, unlike = [], []
     norms = {path for path, module in model.named_modules() if isinstance(module, _NormBase)}
-    for name, before in _state(model).items():
-        if name.rpartition(".")[0] in norms:
+    start, runs = _state(model), [run.state for run in (whole, *halves)]
+    for name in dict.fromkeys(name for state in (start, *runs) for name in state):
+        before, values = start.get(name), [state.get(name) for state in runs]
+        if name.rpartition(".")[0] in norms or all(_same(value, before) for value in values):
             continue
-        runs = [run.state.get(name) for run in (whole, *halves)]
-        values = [None if value is None else value.to(torch.float64) if value.is_floating_point() else value for value in runs]
-        if all(value is not None and _same(value, before) for value in values):
-            continue
-        first = values[0]
-        same = first is not None and all(value is not None and _same(value, first) for value in values)
-        (alike if same else unlike).append(name)
+        (alike if all(_same(value, values[0]) for value in values) else unlike).append(name)
     return tuple(alike), tuple(unlike)
 
 
-def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if value is None or other is None:
+        return value is other
     return value.shape == other.shape and torch.allclose(
         value.to(torch.complex128), other.to(torch.complex128), rtol=1e-6, atol=1e-9, equal_nan=True
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,10 +66,14 @@ def prepare(
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
-    layouts, outside = None, set[str]()
+    layouts, outside, unreached = None, set[str](), True
     if laid_out or (len(strategy.stages) == 1 and (strategy.stages[0].sharding or mixed_precision is not None)):
         seen = observe(model, example_inputs, found)
         outside, layouts = seen.outside, find_layouts(found, seen.calls) if laid_out else None
+    elif len(strategy.stages) == 1 and strategy.stages[0].data_degree > 1:
+        with contextlib.suppress(Exception):  # a model that looks at values runs all the same
+            seen = observe(model, example_inputs, found)
+            unreached = seen.unreached and not seen.reentrant
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
@@ -93,7 +99,8 @@ def prepare(
         forward = GatheredForward(model, meta, place, strategy.mixing, named)
         forward.record(example_inputs)
         vars(model)["forward"] = forward
-    root = wrap_stage(model, found, stage, place, pipelined=False, outside=outside, mixed_precision=mixed_precision)
+    how: dict[str, Any] = {"outside": outside, "mixed_precision": mixed_precision, "unreached": unreached}
+    root = wrap_stage(model, found, stage, place, pipelined=False, **how)
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)
     return make({0: model}, runner, roots=[model])

@@ -59,6 +59,7 @@ class ModelFacts:
         hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
         backward_hooks: Those with hooks on gradients.
         subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        handed: A block that is handed something that lives on, such as a cache; None without one.
         no_gather: Why replicas cannot gather what a loss reads; None where they can, or nobody looked.
         conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
     """
@@ -73,6 +74,7 @@ class ModelFacts:
     hooked_outside: tuple[str, ...] = ()
     backward_hooks: tuple[str, ...] = ()
     subclass: str | None = None
+    handed: str | None = None
     no_gather: str | None = None
     conduct: Conduct | None = None
 
@@ -238,6 +240,11 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
             f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
             "as 1f1b"
         )
+    if facts.handed is not None and any(stage.recompute for stage in stages):
+        yield (
+            f"recomputation runs a forward twice, and {facts.handed}, which would be filled twice; for a cache of keys and "
+            "values, set model.config.use_cache = False"
+        )
     if facts.backward_hooks and any(stage.recompute for stage in stages):
         yield f"recomputation would call the hooks of {facts.backward_hooks[0]} on other activations; plan without recompute"
 
@@ -253,6 +260,11 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[st
         yield (
             f"the forward writes {conduct.written[0]} by the samples that it gets, so replicas and micro-batches would write "
             f"others; {alone}, or let each write its own (--buffers replica)"
+        )
+    if conduct.kept and (len(stages) > 1 or max(pipeline.microbatches) > 1):
+        yield (
+            f"the forward writes {conduct.kept[0]}, a plain attribute, which stages and micro-batches do not follow; register "
+            "it as a buffer, or plan with pipeline=1 microbatches=1"
         )
     if (conduct.written or conduct.counters) and any(stage.recompute for stage in stages):
         yield f"recomputation runs a forward twice, and {(*conduct.written, *conduct.counters)[0]} would be written twice"

@@ -56,6 +56,7 @@ def wrap_stage(
     pipelined: bool,
     outside: Collection[str] = (),
     mixed_precision: MixedPrecisionPolicy | None = None,
+    unreached: bool = True,
 ) -> nn.Module:
     """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
 
@@ -67,6 +68,7 @@ def wrap_stage(
         pipelined: Whether torch's schedules will drive it.
         outside: Blocks whose parameters are read while they do not run: they are gathered with what no block has.
         mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
+        unreached: Some parameters may get no gradient, which torch then looks for in every step.
     """
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
@@ -80,16 +82,14 @@ def wrap_stage(
             group = place.mesh["replicate"].get_group()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another word for it, which 2.11 has not
-                wrapped = DistributedDataParallel(
+                return DistributedDataParallel(
                     root,
                     device_ids=ids,
                     process_group=group,
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
-                    find_unused_parameters=True,  # an expert without tokens, a teacher under no_grad
+                    find_unused_parameters=unreached,
                 )
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-            return wrapped
         shared: Any = partial(replicate, mesh=place.mesh["replicate"], **cast)  # type: ignore[arg-type]
     else:
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]

@@ -35,7 +35,7 @@ def test_trains_and_verifies_under_torchrun(plan):
     code, out, err = torchrun(2, "-m", "rlplace", "run", "--plan", plan, "--steps", 4, "--verify", "--clip", 1.0, "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert found["verified"]["equal"] and found["verified"]["reference"] == "graph"  # gpt2 has dropout
+    assert found["verified"]["equal"]  # with dropout, and gradients that are clipped
     assert len(found["losses"]) == 4 and found["losses"][-1] < found["losses"][0]
     assert [rank["stage"] for rank in found["ranks"]] == [0, 1]
     assert all(rank["peak_memory_bytes"] > rank["predicted_memory_bytes"] / 4 for rank in found["ranks"])
@@ -122,7 +122,7 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
     assert main([*run, "--steps", "5", "--resume", "--verify"]) == 0
     rest = json.loads(capsys.readouterr().out)
     assert rest["first_step"] == 3 and len(rest["losses"]) == 2 and rest["verified"]["equal"]
-    assert main([*run[:-3], "--steps", "5", "--json"]) == 0
+    assert main([*run[:-3], "--steps", "5", "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["losses"] == whole["losses"] + rest["losses"]
 
 

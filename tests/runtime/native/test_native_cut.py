@@ -106,9 +106,9 @@ def test_every_block_is_in_a_stage():
         cut(capture(model, {"input": torch.ones(2, 4)}), [["0"], ["1"]])
 
 
-def test_a_list_of_modules_is_no_block():
-    with pytest.raises(InputError, match=r"name its elements \(layers.0"):
-        capture(Own(), {"x": torch.ones(2, 4)}, ["layers"])
+def test_a_list_of_modules_stands_for_its_elements():
+    model, x = Own(), {"x": torch.ones(2, 4)}
+    assert set(capture(model, x, ["layers"]).units) == set(capture(model, x, [f"layers.{n}" for n in range(2)]).units)
 
 
 class Reading(nn.Module):

@@ -45,7 +45,7 @@ def run_verified(path, *options, within=1e-6):
     code, out, err = forked(4, "-m", "rlplace", "run", "--plan", path, "--device", "cpu", "--verify", "--json", *options)
     assert code == 0, err
     found = json.loads("".join(out))
-    assert found["verified"]["equal"] and found["verified"]["reference"] == "module"
+    assert found["verified"]["equal"] and found["verified"]["why"] is None
     assert max(found["verified"]["losses"]) < within
     return found
 
@@ -128,22 +128,6 @@ def test_another_number_of_processes(refused):
 )  # fmt: skip
 def test_what_cannot_be_run(refused, strategy, options, graph, reason):
     assert reason in refused(strategy, "run", "--plan", "PLAN", *options, **graph)
-
-
-def test_dropout_is_not_compared_under_a_strategy():
-    import torch
-    from small_models import gpt2
-
-    from rlplace.errors import InputError
-    from rlplace.runtime.distributed.job.verify import Reference
-
-    model = gpt2(n_layer=1)[0]
-    model.transformer.drop.p = 0.1
-    updates = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = Reference(model, updates, torch.device("cpu"), loss=None, microbatches=1, seed=0, same_streams=False)
-    ids = torch.zeros(2, 4, dtype=torch.int64)
-    with pytest.raises(InputError, match="1 random ops, such as dropout"):
-        reference.step({"input_ids": ids, "labels": ids}, 1e-4)
 
 
 OTHERS = [

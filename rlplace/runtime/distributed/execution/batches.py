@@ -60,14 +60,6 @@ def takes_target(loss: Loss | None) -> bool:
     return False
 
 
-def any_loss(output: Any) -> torch.Tensor:
-    """Stands for a loss whose target is not known yet, where only the shape of the graph matters."""
-    floats = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    if not floats:
-        raise InputError("distribute: the model returns no floating-point tensor that a loss could read")
-    return torch.stack([v.float().sum() for v in floats]).sum()
-
-
 def samples_of(arguments: Any) -> int:
     """Samples of a batch: rows of its first tensor.
 

@@ -14,21 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.export import (
     OwnBackwardError,
-    RecomputationError,
     RefuseLosses,
     export_training_graph,
     is_check,
     refuse_functions,
-    refuse_recomputation,
 )
 from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, first_names, new_fake_mode, tensors_in
-from rlplace.graph.inputs import split_inputs
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
 from rlplace.runtime.native.batches import signature_of
@@ -93,7 +91,7 @@ def forward_graph(
             warnings.simplefilter("ignore")
             fake = fake_copy(model, mode)
             fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)
-            _refuse_backward_hooks(model)
+            refuse_backward_hooks(model)
             with RefuseLosses():
                 traced = export_training_graph(fake, fake_args, fake_kwargs)
     except Exception as error:  # export runs the model's own code, which may raise anything
@@ -122,8 +120,14 @@ def forward_graph(
     fakes = tensors_in(fake)
     constants = {name: _constant(name, traced.program.constants[name]) for name in held if name not in fakes}
     examples = (*({**fakes, **constants}[name] for name in held), *fake_inputs(flat_inputs(args, kwargs, target), mode))
-    with mode, any_dtype_grouped_mm(), torch.enable_grad():
-        values = fx.Interpreter(graph_module).run(*examples)
+    try:
+        with mode, any_dtype_grouped_mm(), torch.enable_grad():
+            values = fx.Interpreter(graph_module).run(*examples)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"the forward of {type(model).__name__} depends on values ({str(error).splitlines()[0]}); a placement of ops needs "
+            "one graph: plan a strategy, which runs the model's own modules"
+        ) from error
     number = None if loss_node is None else outputs.index(loss_node)
     value = None if number is None else values[number]
     trains = isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1
@@ -140,34 +144,16 @@ def forward_graph(
     )
 
 
-def why_not_traced(model: nn.Module, inputs: Any, method: str) -> str | None:
-    """Why the engine of placements cannot trace a forward; None where nothing is known against it.
-
-    Args:
-        model: Real or meta module; it runs once on fake tensors.
-        inputs: Example inputs.
-        method: The method that captured it.
-    """
-    if method != "export":
-        return "torch.export does not follow its forward"
-    mode = new_fake_mode()
-    args, kwargs = split_inputs(inputs)
-    try:
-        _refuse_backward_hooks(model)
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fake = fake_copy(model, mode)
-            fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
-            with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
-                fake(*fake_args, **fake_kwargs)
-    except (OwnBackwardError, RecomputationError) as error:
-        return str(error)
-    except Exception:  # export ends otherwise than a run on fake tensors, as the capture has seen
-        return None
-    return None
+def any_value(output: Any, target: Any = None) -> torch.Tensor:
+    """Stands for a loss, where only the shape of the graph matters: a sum of all floating-point results."""
+    floats = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if not floats:
+        raise InputError("distribute: the model returns no floating-point tensor that a loss could read")
+    return torch.stack([v.float().sum() for v in floats]).sum()
 
 
-def _refuse_backward_hooks(model: nn.Module) -> None:
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises `OwnBackwardError` where a module has a hook on gradients."""
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise OwnBackwardError(f"{path or 'the model'} has a backward hook, which an exported graph would lose")

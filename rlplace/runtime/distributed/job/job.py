@@ -197,7 +197,7 @@ def train(
         if options.verify:
             wait_for_all()  # rank 0 comes from the unplaced model
         begin = read_clock(device)
-        with alike_draws(options.verify) as draws:
+        with alike_draws(device) if options.verify else contextlib.nullcontext() as draws:
             losses.append(float(train_step(model, optimizer, batch, **loop)))
         seconds.append(read_clock(device) - begin)
         if memory is not None:
@@ -205,7 +205,7 @@ def train(
         if draws is not None:
             _check_draws(plan, draws.count)
         if reference is not None and comparison is not None:
-            with alike_draws(True) as own:
+            with alike_draws(device) as own:
                 comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
             comparison.random, comparison.unlike = comparison.random or own.count > 0, comparison.unlike or own.unlike
         if comparison is not None and step == first_step:  # later, parameters are apart by rounding that the optimizer enlarges

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,12 +121,9 @@ class Reference:
 
 
 @contextlib.contextmanager
-def alike_draws(enabled: bool) -> Any:
-    """Inside, random numbers are alike for all samples; yields what was drawn: `AlikeDraws`, or None where not enabled."""
-    if not enabled:
-        yield None
-        return
-    with torch.random.fork_rng(), AlikeDraws() as draws:
+def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
+    """Makes random numbers alike for all samples; the device's own stream goes on afterwards where it was."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), AlikeDraws() as draws:
         yield draws
 
 

@@ -6,8 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -179,13 +178,12 @@ def check_graph(plan: PlacementPlan) -> OpGraph:
 
 
 def _graph(plan: PlacementPlan) -> OpGraph:
-    source = source_of(plan).graph or {}
     recipe = recipe_of(plan)
-    return capture_recipe(recipe, recipe.batch, source)
+    return capture_recipe(recipe, recipe.batch, source_of(plan))
 
 
-def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpGraph:
-    """Captures a recipe's model with so many samples; what else `source` says of the capture is kept."""
+def capture_recipe(recipe: Recipe, batch: int, source: Source, method: str | None = None) -> OpGraph:
+    """Captures a recipe's model with so many samples, as a plan's source says, or by another method."""
     from rlplace.graph.capture import capture
 
     loaded = recipe.build("meta", seed=0, batch=batch)
@@ -197,5 +195,6 @@ def capture_recipe(recipe: Recipe, batch: int, source: Mapping[str, Any]) -> OpG
         autocast=recipe.autocast,
         master_weights=recipe.master_weights,
         name=loaded.name,
-        source={**source, "batch": batch},
+        source={**(source.graph or {}), "batch": batch},
+        method=method or ("module" if (source.capture or {}).get("method") == "module" else None),
     )

@@ -101,7 +101,7 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
     why_not, only = judge(facts_of(model.module, model.example_inputs))
     if why_not(strategy) is not None:
         only = None  # planned for what cannot run yet
-    graph, other = two_captures(check_graph(plan), lambda batch: capture_recipe(recipe, batch, source.graph or {}))
+    graph, other = two_captures(check_graph(plan), lambda batch, method=None: capture_recipe(recipe, batch, source, method))
     pricing: dict[str, Any] = {"other": other, "only": only, "costs": costs, "host": source.host or "eager"}
     return Asked(plan, ask(graph, machine, strategy.batch, why_not=why_not, **pricing))
 

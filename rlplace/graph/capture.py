@@ -116,7 +116,20 @@ def capture(
     shown = failures.get("dispatch") or next(iter(failures.values()))
     where = _user_frame(shown)
     reason = f"{_one_line(shown)}{f' ({where})' if where else ''}"
-    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_hint(model)}") from shown
+    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_advice(shown)}{_hint(model)}") from shown
+
+
+def _advice(error: BaseException) -> str:
+    """What to change where a forward needs values, which a capture has none of."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    if isinstance(error, DataDependentOutputException):
+        return "; the forward reads a value there: take sizes from shapes, or give it as a plain number beside the tensors"
+    if isinstance(error, DynamicOutputShapeException):
+        return "; how large a result is depends on values there: compute on all positions, with a mask as a factor"
+    if ".numpy()" in str(error):
+        return "; the forward leaves torch there: compute with tensors, or give the result as an input"
+    return ""
 
 
 def _hint(model: nn.Module) -> str:
@@ -216,6 +229,7 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
 
     from rlplace.graph.export import quiet_logs, run_backward
     from rlplace.graph.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+    from rlplace.graph.loss import loss_of_output
     from rlplace.graph.recording import Recording
     from rlplace.graph.trace import EagerRecorder, trace_eager, trace_export
     from rlplace.graph.unroll import Watcher, shortened
@@ -231,7 +245,7 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
     region = contextlib.ExitStack()
 
     def finish(output: Any) -> None:
-        value = _loss_of(output, step.loss, recorder)
+        value = loss_of_output(output, step.loss, recorder)
         region.close()  # the backward runs outside of autocast
         if not isinstance(recorder, Watcher):
             run_backward(value)
@@ -287,34 +301,6 @@ def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | Non
     if device not in DEVICES:
         raise unknown_name("autocast device", device, DEVICES)
     return _dtype(dtype, "autocast dtype", ("fp16", "bf16"))
-
-
-def _loss_of(output: Any, loss: Loss | None, recorder: Recorder) -> torch.Tensor:
-    """The scalar to differentiate."""
-    import torch
-
-    from rlplace.graph.trace import LOSS_LABEL
-
-    if loss is not None:
-        with recorder.label(LOSS_LABEL, "loss", "") as label:
-            label.parts = []
-            value: Any = loss(output)
-        origin = "loss(output)"
-    elif isinstance(output, torch.Tensor):
-        value, origin = output, "the model's output"
-    else:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        origin = "output.loss"
-        if value is None:
-            raise InputError(
-                f"no loss: the model returns {type(output).__name__} without one; give labels, or loss=a function of the output"
-            )
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output")
-    if not value.requires_grad:
-        raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
-    return value
 
 
 def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:

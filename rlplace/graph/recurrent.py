@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from unittest import mock
 import torch
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
+
+from rlplace.graph.padded import FullLengths
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -162,7 +165,15 @@ _RECURRENT = {getattr(torch, kind): kind for kind in _GATES}
 
 
 class NeutralFunctions(TorchFunctionMode):
-    """The same replacements for eager code."""
+    """The same replacements for eager code, and sequences of full lengths.
+
+    Args:
+        guesses: Counts calls whose result depends on lengths.
+    """
+
+    def __init__(self, guesses: Counter[str]) -> None:
+        super().__init__()
+        self._lengths = FullLengths(guesses)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,6 +183,10 @@ class NeutralFunctions(TorchFunctionMode):
             named = {{"input": "inputs"}.get(k, k): v for k, v in kwargs.items()}
             if not named.get("inplace", args[3] if len(args) > 3 else False):
                 return dropout(*args, **named)
+        if (full := self._lengths.replacement(func, args)) is not None:
+            return full(*args, **kwargs)
+        if func in _RECURRENT and not kwargs and len(args) == 9 and self._lengths.packed(args[1]):
+            return self._lengths.whole(functools.partial(run_whole, _RECURRENT[func]), args)
         # The variant for packed sequences takes the batch sizes, a tensor, as its second argument and 9 arguments in all.
         if func in _RECURRENT and not kwargs and len(args) == 9 and not isinstance(args[-1], torch.Tensor) and _is_plain(args):
             return run_whole(_RECURRENT[func], *args)

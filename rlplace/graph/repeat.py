@@ -17,9 +17,9 @@ import msgspec
 
 from rlplace.graph.assemble import Leaf
 from rlplace.graph.export import op_name
+from rlplace.graph.loss import LOSS_LABEL
 from rlplace.graph.record import BACKWARD_OF, FORWARD_OF, NOBODY, UPDATE_OF, Label
 from rlplace.graph.recording import Recording, Reference, parts_of, with_numbers
-from rlplace.graph.trace import LOSS_LABEL
 
 HELD = 5
 """Layers that are recorded: a first, three middle ones to compare, a last."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +26,30 @@ _NEAREST = ("op_target", "op_kind", "op_dtype", "op_launches")
 """Dims of the kernel that dominates an op, which may change with the batch."""
 
 
-def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[OpGraph, OpGraph]:
+class CaptureAt(Protocol):
+    """A function that captures a model with a number of samples, by one method or by the first that can."""
+
+    def __call__(self, samples: int, method: str | None = None, /) -> OpGraph:
+        """The capture."""
+
+
+def two_captures(whole: OpGraph, capture_at: CaptureAt) -> tuple[OpGraph, OpGraph]:
     """Captures at two batch sizes above one, which together give all sizes; the first is `whole` where it is one of them.
 
+    A model that loops over its samples has other ops at another size: both captures are then by modules, where such a loop is
+    one op.
+
     Raises:
-        InputError: The second has another number of samples than was asked for, or the model does not run with it.
+        InputError: The second has another number of samples than was asked for, the model does not run with it, or even its
+            modules are called as often as there are samples.
     """
     rows = whole.samples
     try:
-        whole = whole if rows > 1 else capture_at(2)
-        asked = whole.samples // 2 if whole.samples >= 4 else 2 * whole.samples
+        first = whole if rows > 1 else capture_at(2)
+        asked = first.samples // 2 if first.samples >= 4 else 2 * first.samples
         other = capture_at(asked)
+        if other.samples == asked and not _alike(first, other):
+            first, other = capture_at(first.samples, "module"), capture_at(asked, "module")
     except CaptureError as error:
         raise InputError(
             f"the model runs with {rows} samples, the rows of the first tensor of its inputs, but not with others: {error}; "
@@ -48,7 +61,18 @@ def two_captures(whole: OpGraph, capture_at: Callable[[int], OpGraph]) -> tuple[
             f"{whole.name[:80]}: a batch of {asked} is asked for, and the first tensor of its inputs has {other.samples} rows; "
             "that tensor must have one row a sample"
         )
-    return whole, other
+    if not _alike(first, other):
+        if first.num_ops == other.num_ops:
+            why = "its inputs hold tensors for each sample: stack them and take them apart in the forward, by list(images)"
+        else:
+            counts = f"{first.num_ops} ops for {first.samples}, {other.num_ops} for {asked}"
+            why = f"it runs modules sample by sample ({counts}): run all at once"
+        raise InputError(f"{whole.name[:80]}: {why}; or place groups of this one batch: --space placement")
+    return first, other
+
+
+def _alike(first: OpGraph, other: OpGraph) -> bool:
+    return (first.num_ops, first.num_tensors) == (other.num_ops, other.num_tensors)
 
 
 def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:

@@ -12,13 +12,35 @@ from rlplace.graph.opgraph import OpGraph
 def rows_of(inputs: Any) -> int:
     """Samples of example inputs: rows of their first tensor, 1 where it has no dimensions, 0 where there is no tensor.
 
+    Where the first input is a list with an item a sample (images of unlike size), so many items: another input then has as many
+    items or rows.
+
     Args:
         inputs: Tensors in tuples, lists and dicts.
     """
+    import torch
+
     from rlplace.graph.access import tensors_in
 
-    first = next(tensors_in(dict(inputs) if isinstance(inputs, Mapping) else inputs), None)
-    return 0 if first is None else max(1, int(first.shape[0])) if first.dim() else 1
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    first = next(tensors_in(inputs), None)
+    if first is None:
+        return 0
+    rows = max(1, int(first.shape[0])) if first.dim() else 1
+    leading, *others = _arguments(inputs) or [first]
+    lengths = [len(value) for value in others if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim())]
+    if isinstance(leading, list) and len(leading) in lengths and rows not in lengths:
+        return len(leading)
+    return rows
+
+
+def _arguments(inputs: Any) -> list[Any]:
+    """What a forward is called with, whether a tuple, a dict, or a pair of both."""
+    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return [*inputs[0], *inputs[1].values()]
+    if isinstance(inputs, dict):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple) else [inputs]
 
 
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
@@ -32,12 +54,24 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
     import torch
     from torch.utils import _pytree as pytree
 
+    from rlplace.graph.access import tensors_in
+
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.dim() == 0 or leaf.shape[0] != samples or samples == wanted:
             return leaf
         return leaf.repeat(-(-wanted // samples), *([1] * (leaf.dim() - 1)))[:wanted]
 
-    return pytree.tree_map_only(torch.Tensor, resized, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    def items(value: Any) -> bool:
+        """Whether a list has an item a sample."""
+        return listed and isinstance(value, list) and len(value) == samples
+
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    listed = any(isinstance(value, list) and len(value) == samples for value in _arguments(inputs)[:1])
+    listed = listed and rows_of(next(tensors_in(inputs), inputs)) != samples
+    leaves, spec = pytree.tree_flatten(inputs, is_leaf=items)
+    made = [(leaf * -(-wanted // samples))[:wanted] if items(leaf) else leaf for leaf in leaves]
+    made = [resized(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in made]
+    return pytree.tree_unflatten(made, spec)
 
 
 def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:

@@ -18,9 +18,6 @@ from rlplace.graph.record import Label, Recorder
 from rlplace.graph.recurrent import REPLACED_TARGETS, NeutralFunctions
 from rlplace.graph.scan import whole_scans
 
-LOSS_LABEL = "loss_fn"
-"""Forward op that stands for a loss function given by the caller."""
-
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 _AUTOCAST_REGION = "wrap_with_autocast"
 
@@ -103,7 +100,7 @@ def trace_eager(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: EagerRecorder, finish: Callable[[Any], None]
 ) -> None:
     """Runs the fake module itself; the recorder makes a label per op or per module call."""
-    with _module_hooks(model, recorder), NeutralFunctions(), whole_scans(), recorder:
+    with _module_hooks(model, recorder), NeutralFunctions(recorder.guesses), whole_scans(), recorder:
         output = model(*args, **kwargs)
         recorder.end_forward()
         finish(output)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from rlplace.errors import CaptureError, InputError
 from rlplace.graph.export import export_training_graph, flatten_inputs
 from rlplace.graph.inputs import split_inputs
-from rlplace.graph.trace import LOSS_LABEL
+from rlplace.graph.loss import LOSS_LABEL
 from rlplace.runtime.measure import OPTIMIZERS, loss_of
 from rlplace.timing.marks import Marks
 

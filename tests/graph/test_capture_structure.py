@@ -350,7 +350,7 @@ def test_inputs_without_tensor_and_missing_loss():
         capture(nn.Linear(4, 4), {"x": 3})
     with pytest.raises(InputError, match="expected a dict"):
         capture(nn.Linear(4, 4), "text")
-    with pytest.raises(InputError, match="no loss: the model returns dict"):
+    with pytest.raises(InputError, match="no loss: the model returns a dict of logits without one"):
         capture(Net(lambda self, x: {"logits": self.a(x)}, a=nn.Linear(4, 4)), torch.empty(2, 4))
     frozen = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(InputError, match="unfreeze"):

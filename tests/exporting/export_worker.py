@@ -35,6 +35,11 @@ def script_losses(script):
     return [float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())]
 
 
+def losses_of(path):
+    """Of a script alone."""
+    return script_losses(load(path))
+
+
 def plan_losses(script, plan):
     strategy = PlacementPlan.load(plan)
     size = strategy.strategy.pipelines[0].microbatch[0]

@@ -90,6 +90,34 @@ def test_a_script_trains_as_its_plan(name, results):
     assert printed == pytest.approx(own, rel=2e-6)
 
 
+OWN = """import torch
+
+def net(batch=2, width=4):
+    layers = [torch.nn.Linear(width, width) for _ in range(2)]
+    return torch.nn.Sequential(*layers), torch.randn(batch, width), lambda y: y.square().mean()
+"""
+
+
+def test_copies_train_as_one_process_on_the_whole_batch(tmp_path):
+    """Two copies with two micro-batches each: the losses of steps on whole batches, so the gradients behind them, too."""
+    (tmp_path / "own.py").write_text(OWN)
+    stages = [{"blocks": ["0", "1"], "devices": [0, 1], "mesh": {"replicate": 2}}]
+    plan = plan_of(f"{tmp_path}/own.py:net", {"batch": 8, "microbatch": [2], "microbatches": [2], "stages": stages})
+    path = tmp_path / "train.py"
+    path.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
+    losses, others = run(2, export_worker.losses_of, str(path), timeout_s=120)
+    script = export_worker.load(path)
+    model, wanted = script.build_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(export_worker.STEPS):
+        loss = script.loss_of(model(**script.whole_batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5) and others == []
+
+
 def test_only_the_parts_that_are_needed_are_written():
     text = rlplace.export(plan_of(*CASES["copies"]), "script")
     assert "rlplace" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)

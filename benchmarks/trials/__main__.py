@@ -71,13 +71,13 @@ FEW = (
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a model on an axis; `worst` are the figures of what it is compared with, with the tensors' names."""
+    """What became of a model on an axis; `worst` are the largest differences from what it is compared with."""
 
     model: str
     axis: str
     status: str
     reason: str = ""
-    worst: dict[str, tuple[float, str]] | None = None
+    worst: dict[str, float] | None = None
     plan: str = ""
 
 
@@ -216,10 +216,14 @@ def _judged(trial: Trial, job: Planning, case: Case, results: list[dict[str, Any
     notes = "; ".join(results[0]["notes"])
     for status, figures in zip(("equal", "noted"), worst, strict=False):
         if equal(figures, trial.tolerance):
-            return Row(trial.name, job.axis, status, notes if status == "noted" else "", figures, words)
+            return Row(trial.name, job.axis, status, notes if status == "noted" else "", _short(figures), words)
     off = worst[-1]
     over = [f"{name} {off[name][0]:.1e} off ({off[name][1]})" for name in MOST if off[name][0] > MOST[name] * trial.tolerance]
-    return Row(trial.name, job.axis, "WRONG", "; ".join([*over, *([f"noted: {notes}"] if notes else [])]), off, words)
+    return Row(trial.name, job.axis, "WRONG", "; ".join([*over, *([f"noted: {notes}"] if notes else [])]), _short(off), words)
+
+
+def _short(figures: Mapping[str, tuple[float, str]]) -> dict[str, float]:
+    return {name: float(f"{value:.1e}") for name, (value, _) in figures.items()}
 
 
 def _warm() -> None:

@@ -251,3 +251,11 @@ class _Double(nn.Module):
 
 def unlike_dtypes(batch: int = 8) -> Made:
     return _Double(), {"x": torch.randn(batch, 8)}
+
+
+def forward_replaced_from_outside(batch: int = 8) -> Made:
+    """A patch of a method of one object, which a copy of the object would share."""
+    model = _Nested()
+    layer = model.rows[1][0]
+    layer.forward = lambda x: F.linear(x, 2 * layer.weight, layer.bias)  # type: ignore[method-assign]
+    return model, {"x": torch.randn(batch, 8)}

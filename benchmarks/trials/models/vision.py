@@ -52,14 +52,15 @@ def resnet_sync_batch_norm(batch: int = 8) -> Made:
     return nn.SyncBatchNorm.convert_sync_batchnorm(_resnet(nn.BatchNorm2d)), images(batch)
 
 
-def resnet_frozen_batch_norm(batch: int = 8) -> Made:
+class _Frozen(nn.BatchNorm2d):
     """Statistics stay, as when a backbone is fine-tuned."""
-    model = _resnet(nn.BatchNorm2d)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.track_running_stats = True
-            module.forward = lambda x, m=module: F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias)  # type: ignore[misc]
-    return model, images(batch)
+
+    def train(self, mode: bool = True) -> _Frozen:
+        return super().train(False)
+
+
+def resnet_frozen_batch_norm(batch: int = 8) -> Made:
+    return _resnet(_Frozen).train(), images(batch)
 
 
 def instance_norm_and_depthwise(batch: int = 8) -> Made:

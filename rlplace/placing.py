@@ -16,6 +16,7 @@ from rlplace.errors import InputError, unknown_name, whole_number
 from rlplace.graph.sizes import at_batch, resize_batch
 from rlplace.placements import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
 from rlplace.planners import OF_STRATEGIES, get_planner, planner_options
 from rlplace.problem import Problem
 from rlplace.records import plain
@@ -321,7 +322,7 @@ def answer(
 
 
 def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str) -> PlacementPlan:
-    """The plan with how its parts make up the loss of the model, and notes on what that means."""
+    """The plan and its rivals with how their parts make up the loss of the model, and notes on what that means."""
     from rlplace.runtime.native.conduct import MEAN, Conduct
     from rlplace.runtime.native.notes import notes_of
 
@@ -330,10 +331,16 @@ def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str)
     conduct = (facts.conduct if facts is not None else None) or Conduct()
     gathers = couple if conduct.couples or facts is None or conduct.unseen is not None else "replica"
     mixing = conduct.mixing if gathers == "gather" else ()
-    strategy = replace(plan.strategy, reduction=conduct.reduction or MEAN, couple=gathers, mixing=mixing, buffers=buffers)
+    loss = {"reduction": conduct.reduction or MEAN, "couple": gathers, "mixing": mixing, "buffers": buffers}
+    strategy = replace(plan.strategy, **loss)
+    known = [entry["strategy"] and Strategy.from_dict(entry["strategy"]) for entry in plan.predicted.strategies]
+    rivals = [
+        {**entry, "strategy": one and replace(one, **loss).to_dict()}
+        for entry, one in zip(plan.predicted.strategies, known, strict=True)
+    ]
     notes = [*plan.predicted.extra.get("notes", ()), *(() if facts is None else notes_of(strategy, facts))]
     extra = {**plan.predicted.extra, **({"notes": notes} if notes else {})}
-    return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra))
+    return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra, strategies=tuple(rivals)))
 
 
 def what_may_be(
@@ -407,5 +414,5 @@ def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], An
         return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, **by)
 
     ops = int((whole.op_phase == FORWARD).sum())
-    facts = cache(partial(facts_of, target, inputs, loss, float(whole.op_flops.sum())))
+    facts = cache(partial(facts_of, target, inputs, loss, whole))
     return Captured(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"], ops)))

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.kept import kept
 from rlplace.errors import InputError
@@ -93,26 +93,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host-us-per-layer", type=rate, metavar="N", help="host time of a layer's forward and backward")
 
 
-def asked_batch(model: str, options: argparse.Namespace) -> int | None:
-    """Samples of a step: those of ``--batch``, or of a function that gives a fixed number; None: neither says it.
+def asked_batch(model: str, options: argparse.Namespace) -> tuple[int | None, int]:
+    """Samples of a step, those of ``--batch`` or of a function that gives a fixed number, or None; and of the first capture.
 
     Raises:
         InputError: The two differ.
     """
-    from rlplace.zoo.functions import fixed_line, fixed_samples, runs_code
+    from rlplace.zoo.functions import fixed_line, fixed_samples
 
-    if not runs_code(model):
-        return cast("int | None", options.batch)
     with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
         fixed = fixed_samples(model, options.seq)
     if fixed is None:
-        return cast("int | None", options.batch)
+        return options.batch, options.microbatch or MICROBATCH
     if options.batch not in (None, fixed):
         raise InputError(fixed_line(model, fixed, f"leave --batch {options.batch} out"))
     if getattr(options, "batch_curve", None):
         raise InputError(fixed_line(model, fixed, "leave --batch-curve out, which chooses their number"))
     say(fixed_line(model, fixed, f"a step has {fixed}"))
-    return fixed
+    return fixed, options.microbatch or fixed
 
 
 def microbatch(model: str, options: argparse.Namespace) -> int:
@@ -123,7 +121,7 @@ def microbatch(model: str, options: argparse.Namespace) -> int:
     """
     from rlplace.graph.sizes import samples_of_pass
 
-    samples = samples_of_pass(asked_batch(model, options), options.microbatch)
+    samples = samples_of_pass(asked_batch(model, options)[0], options.microbatch)
     return MICROBATCH if samples is None else samples
 
 
@@ -226,10 +224,10 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
             from rlplace.runtime.native.facts import facts_of
             from rlplace.runtime.native.rehearsal import affordable
 
-            loaded, flops = build(samples), float(capture_at(samples).op_flops.sum())
-            if model.startswith(("hf:", "zoo:")) and affordable(loaded.module, flops) is None:
+            loaded, graph = build(samples), capture_at(samples)
+            if model.startswith(("hf:", "zoo:")) and affordable(loaded.module, float(graph.op_flops.sum())) is None:
                 loaded = build(samples, "cpu")
-            return facts_of(loaded.module, loaded.example_inputs, loaded.loss, flops)
+            return facts_of(loaded.module, loaded.example_inputs, loaded.loss, graph)
 
         with contextlib.redirect_stdout(sys.stderr):
             return kept("facts", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
@@ -248,6 +246,29 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
             return kept("traced", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
 
     return Captured(capture_at(samples), capture_at, facts, why_not_placed)
+
+
+def capture_sizes(model: str, options: argparse.Namespace, samples: int) -> Captured:
+    """Captures a model for whole strategies, which need two sizes; a function's fixed samples may be all that it runs with.
+
+    Args:
+        model: MODEL of the command line.
+        options: Its options.
+        samples: Of the first capture; see `asked_batch`.
+    """
+    from rlplace.graph.rescale import two_captures
+    from rlplace.zoo.functions import takes_batch
+
+    captured = capture_model(model, options, samples)
+    assert captured.capture_at is not None
+    if takes_batch(model):
+        return captured
+    try:
+        two_captures(captured.graph, captured.capture_at)
+    except InputError as error:
+        say(f"planning micro-batches of {samples} samples only: {error}")
+        return dataclasses.replace(captured, capture_at=None)
+    return captured
 
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:

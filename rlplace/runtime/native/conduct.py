@@ -16,7 +16,7 @@ class Conduct:
     Attributes:
         reduction: How the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples.
         whole: Loss of the example batch.
-        parts: Mean of the losses of its halves, by their samples.
+        parts: Mean of the losses of two parts of it, by their samples.
         samples: Of the example batch.
         where: The first module whose result for a sample depends on others, "" for the model's own forward or its loss; None
             where samples are apart.
@@ -29,7 +29,7 @@ class Conduct:
         differentiates: The forward computes gradients itself.
         sparse: Parameters with sparse gradients.
         incomparable: A random op whose results cannot be made alike for all samples; None without one.
-        indivisible: The error of a step with half of the batch; None where it ran.
+        indivisible: The error of a step with a part of the batch; None where it ran.
         unseen: Why the model was not rehearsed; None where it was.
     """
 
@@ -58,7 +58,7 @@ class Conduct:
     def reason(self) -> str:
         """Why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""
         if self.indivisible is not None:
-            return f"the batch cannot be divided, half of it raised {self.indivisible}"
+            return f"the batch cannot be divided, a part of it raised {self.indivisible}"
         if self.written:
             return f"the forward writes {self.written[0]} by the samples that it gets"
         if self.couples:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.graph.fake import tensors_in
+from rlplace.graph.opgraph import OpGraph
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.batches import Batch
 from rlplace.runtime.native.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
@@ -22,6 +23,7 @@ from rlplace.runtime.native.cut import StageGraph, cut
 from rlplace.runtime.native.gather import why_no_gather
 from rlplace.runtime.native.model_layouts import find_layouts
 from rlplace.runtime.native.rehearsal import rehearse
+from rlplace.runtime.native.samples import conduct_of_graph
 from rlplace.runtime.native.why_not import ModelFacts, TensorFacts
 
 _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
@@ -81,24 +83,26 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
     return replace(model_facts(model, tensor), blocks=blocks, no_samples=_no_samples(stages, inputs), handed=handed)
 
 
-def facts_of(module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, flops: float = 0.0) -> ModelFacts:
+def facts_of(
+    module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, graph: OpGraph | None = None
+) -> ModelFacts:
     """Everything that `why_not` asks, a rehearsal among it; without names for its inputs nothing is cut.
 
     Args:
         module: Real or meta module; it is not changed.
         inputs: Example inputs: keyword inputs, or a tuple.
         loss: See `rlplace.capture`.
-        flops: Of a step, where that is known: a large model is not rehearsed.
+        graph: Its captured step; a large model is not rehearsed, but judged by rules about its ops.
     """
     try:
         facts = examine(module, keyword_inputs(module, inputs))
     except InputError as error:
         facts = model_facts(module, no_cut=str(error))
-    conduct, no_gather = rehearse(module, inputs, loss, flops), None
-    if conduct.couples and loss is None and facts.no_cut is None:
-        no_gather = why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
-    elif conduct.couples and loss is None:
-        no_gather = facts.no_cut
+    conduct, no_gather = rehearse(module, inputs, loss, 0.0 if graph is None else float(graph.op_flops.sum())), None
+    if conduct.unseen is not None and graph is not None:
+        conduct = conduct_of_graph(graph, conduct.unseen)
+    if conduct.couples and loss is None:
+        no_gather = facts.no_cut or why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
     return replace(facts, conduct=conduct, no_gather=no_gather)
 
 

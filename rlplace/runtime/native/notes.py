@@ -53,5 +53,5 @@ def _where(conduct: Conduct) -> str:
 
 
 def _figures(conduct: Conduct) -> str:
-    whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two halves"
+    whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
     return f"of {conduct.samples} example samples, {whole} and {halves}"

@@ -1,6 +1,6 @@
 """A rehearsal: one small training step of a model as a whole and in two parts, which shows what dividing a batch would change.
 
-No rule about ops is complete, so the model itself is asked: a copy runs the example batch in one piece, then each half of it
+No rule about ops is complete, so the model itself is asked: a copy runs the example batch in one piece, then two parts of it
 from the same state, in double precision. The loss of the batch is compared with the mean of the parts', gradients too, and so
 are the buffers that the forwards wrote. Random numbers are alike for all samples, so that masks do not differ. Cross-entropies
 have a third of their targets ignored for a while, which tells a mean over targets from a mean over samples.
@@ -116,10 +116,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, whole: _Run, double: bool) -> Conduct:
-    """Runs the halves of a batch, and compares."""
+    """Runs two parts of a batch, and compares."""
     samples = whole.rows
-    half = -(-samples // 2)
-    batches = [inputs, rows_of(inputs, samples, slice(0, half)), rows_of(inputs, samples, slice(half, samples))]
+    first = max(1, 3 * samples // 8)  # unlike sizes, which weights can be told apart by
+    cuts = slice(0, first), slice(first, samples)
+    batches = [inputs, *(rows_of(inputs, samples, rows) for rows in cuts)]
     common: dict[str, Any] = {
         "whole": whole.loss,
         "samples": samples,
@@ -133,20 +134,18 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
         plain = [whole, *(_run(model, batch, loss, double, thinned=False) for batch in batches[1:])]
     except Exception as error:
         return Conduct(indivisible=_first_line(error), **common)
-    reduction = ""
-    if whole.counts.get(TARGETS):
-        with contextlib.suppress(_NoNumberError):
-            thinned = [_run(model, batch, loss, double, thinned=True) for batch in batches]
-            reduction = TARGETS if _fits(thinned, _counted(thinned, TARGETS), double) else ""
-    ways = [MEAN, SUM, *(way for way in plain[0].counts if way != TARGETS)]
-    reduction = reduction or next((way for way in ways if _fits(plain, _counted(plain, way), double)), "")
-    halves = plain[1:]
-    counters, written = _written(model, whole, halves)
+    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction(plain, double)
+    if reduction == MEAN and (ragged := _ragged(inputs, samples)) is not None:  # a mask of ones hides what it counts
+        with contextlib.suppress(Exception):  # the model may not take one with zeros
+            masked = [ragged, *(rows_of(ragged, samples, rows) for rows in cuts)]
+            reduction = _reduction([_run(model, part, loss, double, thinned=False) for part in masked], double)
+    parts = plain[1:]
+    counters, written = _written(model, whole, parts)
     buffers = {name for name, _ in model.named_buffers()}
-    mixing = () if reduction else _mixing(whole, halves)
+    mixing = () if reduction else _mixing(whole, parts)
     return Conduct(
         reduction=reduction,
-        parts=sum(part.loss * part.rows for part in halves) / samples,
+        parts=sum(part.loss * part.rows for part in parts) / samples,
         where=None if reduction else next(iter(mixing), ""),
         mixing=mixing,
         counters=counters,
@@ -154,6 +153,42 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
         kept=tuple(name for name in (*written, *counters) if name not in buffers),
         **common,
     )
+
+
+def _reduction(runs: Sequence[_Run], double: bool) -> str:
+    """How the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does."""
+    ways = [MEAN, SUM, *(way for way in runs[0].counts if way != TARGETS)]
+    return next((way for way in ways if _fits(runs, _counted(runs, way), double)), "")
+
+
+def _reduction_of_targets(
+    model: nn.Module, batches: Sequence[Any], loss: Callable[..., Any] | None, double: bool, whole: _Run
+) -> str:
+    """`TARGETS` where the loss is a mean over targets of cross-entropies, a third of which is ignored to see it; else ""."""
+    if not whole.counts.get(TARGETS):
+        return ""
+    try:
+        thinned = [_run(model, batch, loss, double, thinned=True) for batch in batches]
+    except _NoNumberError:
+        return ""
+    return TARGETS if _fits(thinned, _counted(thinned, TARGETS), double) else ""
+
+
+def _ragged(inputs: Any, samples: int) -> Any:
+    """The inputs with zeros at the ends of masks that are all ones, as padding makes them; None where there is no such mask."""
+    changed = False
+
+    def cut(leaf: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        if leaf.dim() < 2 or len(leaf) != samples or leaf.shape[1] < 2 or not bool((leaf == 1).all()):
+            return leaf
+        changed, made = True, leaf.clone()
+        for row in range(samples):
+            made[row, leaf.shape[1] - row % leaf.shape[1] :] = 0
+        return made
+
+    made = pytree.tree_map_only(torch.Tensor, cut, inputs)
+    return made if changed else None
 
 
 class _NoNumberError(ValueError):
@@ -251,23 +286,23 @@ def _fits(runs: Sequence[_Run], weights: Sequence[float], double: bool) -> bool:
     return True
 
 
-def _mixing(whole: _Run, halves: Sequence[_Run]) -> tuple[str, ...]:
+def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
     """Modules whose rows differ between the whole batch and its parts, in the order of their first calls; never the root."""
     found = []
     for path, output in whole.outputs.items():
-        parts = [part.outputs.get(path) for part in halves]
-        if path and output.is_floating_point() and output.dim() and len(output) == whole.rows and None not in parts:
-            joined = torch.cat([part for part in parts if part is not None])
+        made = [part.outputs.get(path) for part in parts]
+        if path and output.is_floating_point() and output.dim() and len(output) == whole.rows and None not in made:
+            joined = torch.cat([rows for rows in made if rows is not None])
             if joined.shape != output.shape or not torch.allclose(joined, output, rtol=1e-5, atol=1e-7, equal_nan=True):
                 found.append(path)
     return tuple(found)
 
 
-def _written(model: nn.Module, whole: _Run, halves: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _written(model: nn.Module, whole: _Run, parts: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of what forwards write alike whatever the samples are, and of what depends on them; without torch's norms."""
     alike, unlike = [], []
     norms = {path for path, module in model.named_modules() if isinstance(module, _NormBase)}
-    start, runs = _state(model), [run.state for run in (whole, *halves)]
+    start, runs = _state(model), [run.state for run in (whole, *parts)]
     for name in dict.fromkeys(name for state in (start, *runs) for name in state):
         before, values = start.get(name), [state.get(name) for state in runs]
         if name.rpartition(".")[0] in norms or all(_same(value, before) for value in values):

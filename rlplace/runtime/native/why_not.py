@@ -255,7 +255,7 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[st
     sharded = any(stage.sharding for stage in stages)
     alone = "plan with replicate=1 shard=1 microbatches=1"
     if conduct.indivisible is not None and parts > 1:
-        yield f"the batch cannot be divided: half of it raised {conduct.indivisible}; {alone}"
+        yield f"the batch cannot be divided: a part of it raised {conduct.indivisible}; {alone}"
     if conduct.written and parts > 1 and buffers == "whole":
         yield (
             f"the forward writes {conduct.written[0]} by the samples that it gets, so replicas and micro-batches would write "

@@ -135,6 +135,13 @@ def test_the_best_plan_stays_what_it_was():
     np.testing.assert_array_equal(info["device_of_group"], plans[2])
 
 
+def test_a_plan_that_fits_scores_no_worse_than_one_that_does_not():
+    """However slow it is: a thousand times and ten to the thirtieth times the reference, beside a byte too many."""
+    scores = [score(1e3, 0.0, 1.0), score(1e9, 0.0, 1e-21), score(1e-3, 1e-9, 1.0), score(np.inf, 0.0, 1.0)]
+    assert scores == sorted(scores) and scores[0] == 5.0
+    assert scores[1] == 5.0 and scores[2] == pytest.approx(5.0) and scores[3] == 20.0
+
+
 def test_an_illegal_move_ends_the_episode():
     problem = random_problem(3, num_groups=16, num_devices=3, memory_factor=1.1)
     env = RefinementEnv([problem], moves=64)

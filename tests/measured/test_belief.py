@@ -61,8 +61,17 @@ def test_memory_only_says_more_than_that():
     others = order[:-1]
     assert (lost.fits[others] <= belief.fits[others] + 1e-9).all() and (fine.fits[others] >= belief.fits[others] - 1e-9).all()
     assert lost.fits[fullest] == 0 and fine.fits[fullest] == 1
+    assert lost.world().slack > 1.01 * belief.world().slack >= fine.world().slack  # so steps take more than is predicted
     known = belief.told(Ran(fullest, 1.0, share=float(belief.pool.share[fullest]) * 1.3))
     assert known.world().slack == pytest.approx(1.3, rel=0.02)
+
+
+def test_the_quickest_run_is_the_best():
+    belief = Belief(pool()).told(Ran(3, None, out_of_memory=True))
+    assert belief.best is None
+    for number, step_s in enumerate((2.0, 1.0, 3.0)):
+        belief = belief.told(Ran(number, step_s))
+    assert belief.best.candidate == 1 and belief.left.sum() == len(belief.left) - 4
 
 
 @pytest.mark.parametrize("rule", RULES)

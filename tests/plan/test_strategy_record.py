@@ -138,5 +138,8 @@ def test_pipelines_that_do_not_go_together_are_refused() -> None:
     assert len(Strategy.from_dict(two()).pipelines) == 2
     with pytest.raises(InputError, match=r"pipelines\[1\] shares device 0 with another pipeline"):
         Strategy.from_dict(two(devices=[0]))
+    third = {"batch": 3, "pipelines": [*two()["pipelines"], *two(devices=[0])["pipelines"][1:]]}
+    with pytest.raises(InputError, match=r"pipelines\[2\] shares device 0 with another pipeline"):
+        Strategy.from_dict(third)
     with pytest.raises(InputError, match="every pipeline runs all blocks, in the same order"):
         Strategy.from_dict(two(blocks=["b"]))

@@ -65,3 +65,18 @@ def test_weights_and_gradients_of_every_level(level, microbatches):
         assert held[0] == pytest.approx(8 * 192 * MIB, rel=1e-3)
     if level == 1 and microbatches > 1:  # half of all that, and whole weights and gradients besides
         assert held[0] >= (8 / 2 + 2) * 192 * MIB * 0.999
+
+
+def test_a_host_holds_what_all_of_its_devices_put_there():
+    """Two replicas of one host, or one on each of two hosts, of what a single device has there."""
+    hosts = Cluster.preset("a100-80g:2x2,ib=400g")
+    costs = RandomOps.of(random_costs(np.random.default_rng(0), hosts, 3))
+
+    def there(place):
+        draft = plain_draft((0, 3), [place])
+        return Evaluator(costs, hosts).evaluate(dataclasses.replace(draft, offload=bytes([2, 2, 2]))).host_bytes
+
+    single = there(Place((0,)))
+    assert single[0] > 0 and single[1] == 0
+    assert there(Place((0, 1), replicate=2)) == pytest.approx((2 * single[0], 0), rel=1e-6)
+    assert there(Place((0, 2), replicate=2)) == pytest.approx((single[0], single[0]), rel=1e-6)

@@ -104,9 +104,9 @@ def test_a_row_is_that_of_the_slowest_replica_and_kind():
     """A replica on each kind of device: the t4 is slower at a third of the samples, and the other then keeps more."""
     for samples in ((1, 3), (3, 1)):
         costs, packer = packed(MIXED, ties=(), fixed_s=0.0)
-        place = Place((0, 2), replicate=2)
+        place = Place((0, 2), shard=2, sharding=2)  # whose replicas wait for each other
         frame = packer.frame(plain_draft((0, 6), [place], microbatch=samples))
-        rows = packer.costed.rows[frame.row.ravel()].max(axis=0)
+        rows = packer.costed.rows[frame.row.item()]
         passes = [costs.passes(kind, Cut(count)) for kind, count in zip((0, 1), samples, strict=True)]
         assert (passes[1].forward_s > passes[0].forward_s).all()
         np.testing.assert_array_equal(rows[:, c.FORWARD], passes[1].forward_s)

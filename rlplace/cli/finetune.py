@@ -9,10 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
-    MICROBATCH,
     add_model_options,
     asked_batch,
-    capture_model,
+    capture_sizes,
     compile_first,
     costs_of,
     natural,
@@ -124,9 +123,11 @@ def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, P
     from rlplace.placing import CLASSICAL, FIXED, answer, default_batch
 
     fixed = {name: getattr(options, name, None) for name in FIXED}
-    costs, batch = costs_of(options, machine), asked_batch(options.model, options) or default_batch(machine)
+    costs = costs_of(options, machine)
+    batch, samples = asked_batch(options.model, options)
+    batch = batch or default_batch(machine)
     compile_first("strategy")
-    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    captured = capture_sizes(options.model, options, samples)
     began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}
     plan = answer(
         captured, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,

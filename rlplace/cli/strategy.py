@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import (
-    MICROBATCH,
     asked_batch,
     basis_words,
-    capture_model,
+    capture_sizes,
     compile_first,
     costs_of,
     note_machine,
@@ -57,12 +56,12 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     costs = costs_of(options, machine)
     note_machine(options.cluster, machine)
     curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
-    batch = asked_batch(options.model, options)
+    batch, samples = asked_batch(options.model, options)
     if batch is None and curve is None:
         batch = default_batch(machine)
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
     compile_first("strategy")
-    captured = capture_model(options.model, options, options.microbatch or MICROBATCH)
+    captured = capture_sizes(options.model, options, samples)
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:

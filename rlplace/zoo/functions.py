@@ -92,6 +92,12 @@ def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[
     return function, values
 
 
+def takes_batch(spec: str) -> bool:
+    """Whether a model is built for the samples that are asked for: all but a function without a free parameter `batch`."""
+    source, _, rest = spec.partition(":")
+    return not runs_code(spec) or _sized(rest, function_and_options(source, rest, 8, 512)[1])
+
+
 def fixed_samples(spec: str, seq: int) -> int | None:
     """Samples that a function gives which is not given their number; None where it, or a model by name, gives as many as asked.
 
@@ -99,9 +105,9 @@ def fixed_samples(spec: str, seq: int) -> int | None:
         spec: MODEL text.
         seq: Sequence length.
     """
-    source, _, rest = spec.partition(":")
-    if not runs_code(spec) or _sized(rest, function_and_options(source, rest, 8, seq)[1]):
+    if takes_batch(spec):
         return None
+    source, _, rest = spec.partition(":")
     return call_function(source, rest, None, seq).fixed
 
 
@@ -151,7 +157,7 @@ def call_function(source: str, rest: str, batch: int | None, seq: int, *, resize
     if sized and samples != values["batch"]:
         raise InputError(
             f"{where}: asked for batch={values['batch']} it gives {samples} samples, the rows of the first tensor of its "
-            f"inputs; give that tensor `batch` rows ({PAGE})"
+            f"inputs; put a tensor with batch rows first ({PAGE})"
         )
     if not sized and batch not in (None, samples):
         if not resize:

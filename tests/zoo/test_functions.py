@@ -109,12 +109,37 @@ def test_a_function_that_ignores_its_batch_is_refused(net, name):
 def test_the_command_line_plans_with_those_samples_or_refuses_another_batch(net, capsys):
     model = f"{net}:fixed"
     options = argparse.Namespace(batch=None, microbatch=None, seq=16)
-    assert asked_batch(model, options) == microbatch(model, options) == 4
+    assert asked_batch(model, options) == (4, 4) and microbatch(model, options) == 4
     assert "gives 4 samples whatever is asked: a step has 4" in capsys.readouterr().err
     options.batch = 8
     with pytest.raises(InputError, match=r"whatever is asked: leave --batch 8 out; give the function a parameter batch"):
         asked_batch(model, options)
-    assert asked_batch(f"{net}:follows", options) == 8
+    assert asked_batch(f"{net}:follows", options) == (8, 8)
+
+
+GRAPHS = """
+import torch
+
+class Graphs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8))
+
+    def forward(self, nodes, target):
+        return {"loss": (self.layers(nodes).unflatten(0, (-1, 5)).mean(1) - target).square().mean()}
+
+def graphs():
+    return Graphs(), {"nodes": torch.randn(20, 4), "target": torch.randn(4, 8)}
+"""
+
+
+def test_a_function_whose_samples_cannot_be_cut_is_planned_as_one_micro_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "graphs.py").write_text(GRAPHS)
+    assert main(["place", f"{tmp_path / 'graphs.py'}:graphs", "--cluster", "cpu:2", "--calls", "20"]) == 0
+    said = capsys.readouterr()
+    assert "planning micro-batches of 20 samples only: the model runs with 20 samples" in said.err
+    assert "1 micro-batch of 20" in said.out
 
 
 def test_place_says_it_and_numpy_says_nothing(net, capsys):

@@ -46,7 +46,7 @@ _ALONG = {
 }
 """Ops that do so unless they work along the first dimension, with the position of the argument that says along which."""
 
-_VIEWS = frozenset("view reshape flatten unflatten permute transpose expand t _unsafe_view expand_as".split())
+_VIEWS = frozenset("view reshape flatten unflatten permute transpose expand t _unsafe_view".split())
 """Ops that do so where the first dimension stays the first, with its size."""
 
 
@@ -161,6 +161,8 @@ def _keeps(node: fx.Node, kinds: _Kinds, mixing: Collection[str]) -> bool:
     made = node.meta.get("val")
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return isinstance(made, torch.Tensor) and dims == {made.dim()}
+    if name == "expand_as":
+        return dims == {getattr(made, "ndim", -1)}
     if name in _VIEWS:
         return own == [first] and not (name == "permute" and next(iter(node.args[1])) != 0)  # type: ignore[arg-type, index]
     if name in ("matmul", "bmm", "mm"):

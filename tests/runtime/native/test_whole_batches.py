@@ -1,0 +1,301 @@
+"""Parts of a step put together again are the step of the whole batch: counts, buffers, hooks of parameters, gathered losses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.graph.capture import capture as capture_step
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.native.buffers import StepBuffers
+from rlplace.runtime.native.capture import capture
+from rlplace.runtime.native.conduct import TARGETS, Conduct
+from rlplace.runtime.native.counting import Targets, count_of
+from rlplace.runtime.native.facts import facts_of
+from rlplace.runtime.native.gather import split_forward
+from rlplace.runtime.native.gradients import ParameterHooks
+from rlplace.runtime.native.notes import notes_of
+from rlplace.runtime.native.samples import conduct_of_graph
+from rlplace.runtime.native.why_not import ModelFacts, why_not
+
+CPU = torch.device("cpu")
+
+
+class Towers(nn.Module):
+    """Two encoders and a contrastive loss with a scale, as CLIP has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8)])
+        self.right, self.scale = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, ids):
+        for layer in self.left:
+            x = torch.tanh(layer(x))
+        left, right = F.normalize(x, dim=-1), F.normalize(self.right(ids).mean(1), dim=-1)
+        logits = self.scale.exp() * left @ right.T
+        positions = torch.arange(len(logits))
+        return {"loss": (F.cross_entropy(logits, positions) + F.cross_entropy(logits.T, positions)) / 2, "logits": logits}
+
+
+def towers(samples=6):
+    torch.manual_seed(0)
+    return Towers(), {"x": torch.randn(samples, 6), "ids": torch.randint(0, 9, (samples, 3))}
+
+
+def test_a_forward_in_two_parts_is_the_forward_of_the_whole_batch():
+    """Concatenation stands for the gather: loss and gradients of the whole batch are those of torch's autograd."""
+    model, inputs = towers()
+    plain = copy.deepcopy(model)
+    own = {name: value[:2] for name, value in inputs.items()}
+    split = split_forward(model, own, 3, mixing=(), device=CPU)
+    leaves = [pytree.tree_leaves({name: value[2 * n : 2 * n + 2] for name, value in inputs.items()}) for n in range(3)]
+    parts = [split.own(*(of[at] for at in split.own_inputs)) for of in leaves]
+    met = [torch.cat(values) for values in zip(*parts, strict=True)]
+    assert len(met) == 2 and all(value.shape == (6, 8) for value in met)  # embeddings travel, nothing larger
+    output = pytree.tree_unflatten(list(split.rest(*met, *(leaves[0][at] for at in split.rest_inputs))), split.out_spec)
+    output["loss"].backward()
+    expected = plain(**inputs)
+    expected["loss"].backward()
+    torch.testing.assert_close(output, expected)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=name)
+
+
+def test_a_loss_without_a_meeting_is_not_gathered():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.net(x)
+
+    with pytest.raises(InputError, match="no result of the forward depends on several samples"):
+        split_forward(Apart(), {"x": torch.randn(2, 6)}, 2, mixing=(), device=CPU)
+
+
+def test_cross_entropies_count_their_targets():
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 3, -100, 2])
+    weight = torch.tensor([1.0, 2, 4, 8])
+    with Targets() as targets:
+        F.cross_entropy(logits, labels)
+    assert targets.count == 4
+    with Targets() as targets:
+        F.cross_entropy(logits, labels, weight)
+    assert targets.count == 1 + 2 + 8 + 4
+    with Targets() as targets:
+        assert float(F.cross_entropy(logits, torch.full((6,), -100))) == 0.0  # torch's mean of nothing is not a number
+    assert targets.count == 0
+    with Targets() as targets:
+        F.cross_entropy(logits, labels, reduction="sum")
+    assert targets.count == 0
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [
+        ("sum:mask", 4),
+        ("sum:mask[1:]", 2),
+        ("sum:mask[:-1]", 3),
+        ("valid:labels", 3),
+        ("nonzero:labels", 5),
+        ("valid:labels[1:]", 1),
+    ],
+)
+def test_inputs_are_counted_by_name(way, count):
+    batch = {"mask": torch.tensor([[1.0, 1, 0], [1, 0, 1]]), "labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}
+    batch["labels"][0, 1], batch["labels"][1, 0] = 0, 3
+    expected = {"nonzero:labels": 5}.get(way, count)
+    assert count_of(way, batch) == expected
+
+
+def test_an_input_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="counts an input 'mask'"):
+        count_of("sum:mask", {"x": torch.ones(2)})
+
+
+class Steps(nn.Module):
+    def __init__(self, by_samples):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.by_samples = by_samples
+
+    def forward(self, x):
+        self.steps += x.sum() if self.by_samples else 1
+        return x * self.steps
+
+
+def passes(model, buffers, values):
+    buffers.begin()
+    seen = []
+    for value in values:
+        buffers.begin_pass()
+        seen.append(float(model(torch.tensor(value))))
+        buffers.end_pass()
+    buffers.end()
+    return seen
+
+
+def test_a_counter_counts_steps_and_not_micro_batches():
+    model = Steps(by_samples=False)
+    held, buffers = model.steps, StepBuffers([model], by_replica=False)
+    assert passes(model, buffers, [2.0, 3.0, 4.0]) == [2.0, 3.0, 4.0]  # every pass is that of step 1
+    assert passes(model, buffers, [2.0, 3.0]) == [4.0, 6.0]
+    assert model.steps is held and float(held) == 2.0
+
+
+def test_a_buffer_written_by_samples_is_refused_unless_every_pass_may_write_its_own():
+    model = Steps(by_samples=True)
+    with pytest.raises(InputError, match="the buffer steps by the samples"):
+        passes(model, StepBuffers([model], by_replica=False), [2.0, 3.0])
+    model = Steps(by_samples=True)
+    passes(model, StepBuffers([model], by_replica=True), [2.0, 3.0])
+    assert float(model.steps) == 5.0
+
+
+def test_hooks_of_parameters_see_the_whole_gradient_once():
+    model, called = nn.Linear(2, 1, bias=False), []
+    model.weight.register_hook(lambda gradient: gradient.clamp(max=1.0))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad.clone()))
+    hooks = ParameterHooks(model)
+    for scale in (1.0, 2.0):  # parts of a step
+        (scale * model(torch.ones(2))).sum().backward()
+    assert not called and model.weight.grad.tolist() == [[3.0, 3.0]]
+    hooks.run(dict(model.named_parameters()))
+    hooks.run_after("weight", model.weight)
+    assert model.weight.grad.tolist() == [[1.0, 1.0]] and len(called) == 1
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = x + self.layers[0](x)
+        return self.layers[2](self.layers[1](x)).square().mean()
+
+
+def test_a_record_runs_hooks_once_and_keeps_regions_without_gradients():
+    torch.manual_seed(0)
+    model, x = Hooked(), torch.randn(2, 4)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: 3 * output)
+    captured = capture(model, {"x": x})
+    captured.module.recompile()
+    made = captured.module(x=x)
+    torch.testing.assert_close(made, model(x))
+    made.backward()
+    assert model.layers[0].weight.grad is None
+    expected = torch.autograd.grad(model(x), model.layers[1].weight)[0]
+    torch.testing.assert_close(model.layers[1].weight.grad, expected)
+
+
+def strategy(**changes):
+    base = {"batch": 16, "stages": [{"blocks": ["a"], "devices": [0, 1], "mesh": {"replicate": 2}}], "microbatch": [8]}
+    return Strategy.from_dict({**base, **changes})
+
+
+def test_what_the_loss_is_computed_over_stands_in_files():
+    plain = strategy()
+    assert set(plain.to_dict()) == {"batch", "stages", "microbatch", "microbatches"}
+    full = strategy(reduction="sum:mask", couple="gather", mixing=["norm"], buffers="replica")
+    assert Strategy.from_dict(full.to_dict()) == full and full.mixing == ("norm",)
+    with pytest.raises(InputError, match="couple"):
+        strategy(couple="always")
+
+
+WRITTEN = ModelFacts(conduct=Conduct(written=("mean",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({}, WRITTEN, "writes mean by the samples"),
+        ({"buffers": "replica"}, WRITTEN, None),
+        ({"batch": 8, "microbatch": [4]}, ModelFacts(conduct=Conduct(indivisible="IndexError: out")), "cannot be divided"),
+        ({}, ModelFacts(conduct=Conduct(reduction="")), None),
+        ({"couple": "gather"}, ModelFacts(conduct=Conduct(reduction="")), None),
+        ({"couple": "gather", "batch": 32, "microbatches": [2]}, ModelFacts(), "microbatches=1"),
+        ({"couple": "gather"}, ModelFacts(no_gather="why"), "--couple gather: why"),
+        ({}, ModelFacts(subclass="w (Float8Tensor)"), "w (Float8Tensor) is no plain tensor"),
+        ({}, ModelFacts(hooked=("a",)), None),
+    ],
+)
+def test_what_the_model_does_is_asked_at_planning(changes, facts, reason):
+    found = why_not(strategy(**changes), facts)
+    assert found is None if reason is None else reason in found
+
+
+SHARED = {"stages": [{"blocks": ["a"], "devices": [0, 1], "mesh": {"shard": 2}, "sharding": 3, "recompute": {"a": "full"}}]}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (ModelFacts(conduct=Conduct(toggles=("w",))), "changes requires_grad of w"),
+        (ModelFacts(conduct=Conduct(differentiates=True)), "computes gradients itself"),
+        (ModelFacts(conduct=Conduct(sparse=("w",))), "gradient of w is sparse"),
+        (ModelFacts(conduct=Conduct(counters=("steps",))), "steps would be written twice"),
+        (ModelFacts(backward_hooks=("a",)), "would call the hooks of a on other activations"),
+        (ModelFacts(handed="a is handed a DynamicCache"), "use_cache = False"),
+    ],
+)
+def test_what_shares_and_recomputation_do_not_follow(facts, reason):
+    assert reason in why_not(strategy(**SHARED), facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "note"),
+    [
+        (
+            {},
+            ModelFacts(conduct=Conduct(reduction="", samples=8, whole=3.0, parts=2.0)),
+            "computed over 8 a replica (of 8 example",
+        ),
+        ({"couple": "gather"}, ModelFacts(conduct=Conduct(reduction="")), "over all 16 of a step"),
+        ({}, ModelFacts(batch_norm=True, conduct=Conduct(reduction="")), "statistics of 8 a replica, not of all 16"),
+        ({"batch": 32, "microbatches": [2]}, ModelFacts(conduct=Conduct(reduction="")), "over 8 a micro-batch"),
+        ({}, ModelFacts(conduct=Conduct(reduction=TARGETS)), "count by their targets"),
+        ({}, ModelFacts(conduct=Conduct()), None),
+        ({"batch": 8, "stages": [{"blocks": ["a"], "devices": [0]}]}, ModelFacts(conduct=Conduct(reduction="")), None),
+    ],
+)
+def test_the_answer_says_what_a_coupled_loss_is_computed_over(changes, facts, note):
+    notes = notes_of(strategy(**changes), facts)
+    assert not notes if note is None else note in notes[0]
+
+
+def test_rules_about_ops_find_where_samples_meet():
+    model, inputs = towers()
+    assert conduct_of_graph(capture_step(model, inputs), "why").couples
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    of_norm = conduct_of_graph(capture_step(norm, (torch.randn(6, 4),), loss=lambda y: y.square().mean()), "why")
+    assert of_norm.couples and of_norm.where == "1"
+    by_targets = conduct_of_graph(capture_step(Labelled(), {"x": torch.randn(6, 4), "labels": torch.arange(6)}), "why")
+    assert by_targets.reduction == TARGETS and by_targets.unseen == "why"
+
+
+class Labelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.net(x), labels)}
+
+
+def test_facts_say_that_quantized_weights_are_not_trained():
+    class Other(torch.Tensor):
+        """A subclass, as quantized weights are."""
+
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Other))
+    facts = facts_of(model, {"input": torch.randn(2, 4)}, lambda y: y.mean())
+    assert facts.subclass is not None and facts.subclass.startswith("weight") and facts.conduct.unseen

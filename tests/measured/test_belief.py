@@ -17,6 +17,12 @@ from rlplace.measured.world import BENDS, SPREAD, World, Worlds, axes, linear
 from rlplace.strategy.drafts import Place, plain_draft
 
 
+def tight():
+    """The candidates on devices with hardly more memory than the fullest takes."""
+    here = pool()
+    return dataclasses.replace(here, share=here.share * (0.95 / here.share.max()))
+
+
 def test_conditioning_is_that_of_a_joint_normal():
     belief = Belief(pool())
     mean, cover = belief.mean, belief.cover
@@ -53,7 +59,7 @@ def test_a_world_on_its_axes_is_found():
 
 
 def test_memory_only_says_more_than_that():
-    belief = Belief(pool())
+    belief = Belief(tight())
     order = np.argsort(belief.pool.share)
     assert (np.diff(belief.fits[order]) <= 1e-9).all()  # what is fuller is less likely to fit
     fullest = int(order[-1])
@@ -100,7 +106,8 @@ def test_calibrating_after_one_run_beats_the_list_where_a_link_is_slow():
 
 
 def test_expected_improvement_of_a_normal():
-    belief = Belief(pool()).told(Ran(0, 1.0, 0.3))
+    belief = Belief(tight()).told(Ran(0, 1.0))
+    assert belief.fits.min() < 0.9
     rng = np.random.default_rng(1)
     drawn = rng.normal(belief.mean, belief.spread, (200_000, len(belief.mean)))
     by_draws = np.maximum(0.0 - drawn, 0.0).mean(axis=0) * belief.fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from rlplace.runtime.distributed.placed_model import PlacedModel
 from rlplace.runtime.distributed.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.environment import own_device
-from rlplace.runtime.native.conduct import MEAN, SUM, TARGETS
+from rlplace.runtime.native.conduct import COUPLES, MEAN, SUM, TARGETS
 from rlplace.runtime.native.gradients import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ def distribute(
         raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
     if share != "global" and plan.strategy is None:
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
+    if dist.get_rank() == 0:
+        for note in plan.predicted.extra.get("notes", ()):
+            if str(note).startswith(COUPLES):
+                warnings.warn(f"distribute: {note}", stacklevel=2)
     faults.watch_over(part_text(plan, dist.get_rank()))
     check_same_plan(plan)
     args, kwargs = micro_batch(plan, example_inputs)

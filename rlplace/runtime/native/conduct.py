@@ -8,6 +8,8 @@ MEAN, SUM, TARGETS = "mean", "sum", "targets"
 """How the loss of a batch comes from those of its parts: a mean over samples, a sum, or a mean over the targets of
 cross-entropies that are not ignored. Other ways weight parts by an input, such as ``"sum:mask"`` (`counting`)."""
 
+COUPLES = "the loss couples samples"
+
 
 @dataclass(frozen=True)
 class Conduct:
@@ -62,7 +64,7 @@ class Conduct:
         if self.written:
             return f"the forward writes {self.written[0]} by the samples that it gets"
         if self.couples:
-            return f"the loss couples samples{f', first in {self.where}' if self.where else ''}"
+            return f"{COUPLES}{f', first in {self.where}' if self.where else ''}"
         if self.reduction not in (MEAN, ""):
             return f"the loss is no mean over samples, but weighted by {self.reduction}"
         return ""

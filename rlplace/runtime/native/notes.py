@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.conduct import MEAN, SUM, TARGETS, Conduct
+from rlplace.runtime.native.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.native.why_not import ModelFacts
-
-COUPLES = "the loss couples samples"
 
 
 def notes_of(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlplace.cli.common import print_json
+from rlplace.cli.common import print_json, say
 
 HELP = "write a plan as a training script of plain torch, or as a job file of torchtitan"
 EXAMPLE = "example: rlplace export gpt2.plan.json --to script --out train.py"
@@ -23,7 +23,14 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.files import write_text
     from rlplace.plan.plan import PlacementPlan
 
-    text = export(PlacementPlan.load(options.plan), options.to)
+    plan = PlacementPlan.load(options.plan)
+    text = export(plan, options.to)
+    for note in plan.predicted.extra.get("notes", ()):
+        say(f"note: {note}")
+    if plan.strategy is not None and plan.strategy.reduction == "targets":
+        say(
+            "note: what is written averages replicas and micro-batches by samples: give all as many targets that are not ignored"
+        )
     if options.out is not None:
         write_text(options.out, text)
     if options.json:

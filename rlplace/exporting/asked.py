@@ -16,6 +16,7 @@ from rlplace.recipe import Recipe, recipe_of
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.blocks import owner, units
 from rlplace.runtime.native.capture import observe
+from rlplace.runtime.native.conduct import MEAN, TARGETS
 from rlplace.runtime.native.facts import model_facts
 from rlplace.runtime.native.model_layouts import ModelLayouts, find_layouts
 from rlplace.runtime.native.why_not import why_not
@@ -86,6 +87,12 @@ def ask(plan: PlacementPlan) -> Asked:
     layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
     if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
         raise InputError(f"export: {reason}")
+    parts = pipeline.data_degree * max(pipeline.microbatches)
+    if parts > 1 and (strategy.reduction not in (MEAN, TARGETS) or strategy.couple == "gather"):
+        what = "gathers what the loss reads" if strategy.couple == "gather" else f"weights losses by {strategy.reduction}"
+        raise InputError(
+            f"export: the plan {what}, and the script averages replicas by samples; run it with rlplace.distribute"
+        )
     whole = next((name for name, p in loaded.module.named_parameters() if not p.dim() or not p.numel()), None)
     first, several = strategy.stages[0], len(strategy.stages) > 1
     if whole is not None and first.data_degree > 1 and (first.sharding or several or first.axis("tensor") > 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,6 @@ from rlplace.errors import InputError, unknown_name, whole_number
 from rlplace.graph.sizes import at_batch, resize_batch
 from rlplace.placements import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
 from rlplace.planners import OF_STRATEGIES, get_planner, planner_options
 from rlplace.problem import Problem
 from rlplace.records import plain
@@ -311,7 +309,7 @@ def answer(
         memory=memory, **limits,
         **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers),
     )  # fmt: skip
-    strategy = _settled(strategy, captured, couple, buffers)
+    strategy = _noted(strategy, captured)
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner:
         return Answer(strategy)
@@ -321,26 +319,16 @@ def answer(
     return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
 
 
-def _settled(plan: PlacementPlan, captured: Captured, couple: str, buffers: str) -> PlacementPlan:
-    """The plan and its rivals with how their parts make up the loss of the model, and notes on what that means."""
-    from rlplace.runtime.native.conduct import MEAN, Conduct
+def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
+    """The plan with notes on what its parts mean for the loss and the buffers of the model."""
     from rlplace.runtime.native.notes import notes_of
 
     assert plan.strategy is not None
-    facts = captured.facts() if captured.facts is not None else None
-    conduct = (facts.conduct if facts is not None else None) or Conduct()
-    gathers = couple if conduct.couples or facts is None or conduct.unseen is not None else "replica"
-    mixing = conduct.mixing if gathers == "gather" else ()
-    loss = {"reduction": conduct.reduction or MEAN, "couple": gathers, "mixing": mixing, "buffers": buffers}
-    strategy = replace(plan.strategy, **loss)
-    known = [entry["strategy"] and Strategy.from_dict(entry["strategy"]) for entry in plan.predicted.strategies]
-    rivals = [
-        {**entry, "strategy": one and replace(one, **loss).to_dict()}
-        for entry, one in zip(plan.predicted.strategies, known, strict=True)
-    ]
-    notes = [*plan.predicted.extra.get("notes", ()), *(() if facts is None else notes_of(strategy, facts))]
-    extra = {**plan.predicted.extra, **({"notes": notes} if notes else {})}
-    return dataclasses.replace(plan, strategy=strategy, predicted=plan.predicted.told(extra=extra, strategies=tuple(rivals)))
+    notes = () if captured.facts is None else notes_of(plan.strategy, captured.facts())
+    if not notes:
+        return plan
+    extra = {**plan.predicted.extra, "notes": [*plan.predicted.extra.get("notes", ()), *notes]}
+    return plan.with_predicted(plan.predicted.told(extra=extra))
 
 
 def what_may_be(
@@ -354,16 +342,16 @@ def what_may_be(
 ) -> dict[str, Any]:
     """Arguments of `rlplace.strategy.plan.ask` that the model and the space give; those of `answer`."""
     from rlplace.graph.rescale import two_captures
+    from rlplace.runtime.native.conduct import Conduct
+    from rlplace.runtime.native.why_not import judge
 
-    why_not, only = None, None
-    if space != EVERYTHING:
-        from rlplace.runtime.native.why_not import judge
-
-        why_not, only = judge(captured.facts() if captured.facts is not None else None, couple, buffers)
+    facts = captured.facts() if captured.facts is not None else None
+    why_not, only = judge(facts, couple, buffers) if space != EVERYTHING else (None, None)
+    settings = ((facts.conduct if facts is not None else None) or Conduct()).settings(couple or "replica", buffers or "whole")
     graph, capture_at = captured.graph, captured.capture_at
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     allowed = allowed_space(space, fixed, planner)
-    return {"graph": first, "other": other, "space": allowed, "why_not": why_not, "only": only}
+    return {"graph": first, "other": other, "space": allowed, "why_not": why_not, "only": only, "settings": settings}
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:

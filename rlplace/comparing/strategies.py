@@ -55,7 +55,7 @@ def strategy_row(
             planner=name,
             seed=0,
             device_of_group=np.zeros(0, dtype=np.int32),
-            strategy=best.draft.strategy(question.costs.names),
+            strategy=question.strategy(best.draft),
             predicted=prediction(said, question.batch, question.cluster).told(search_calls=calls),
         )
 

@@ -109,7 +109,7 @@ class Session:
         pool = self.belief.pool
         return dataclasses.replace(
             self.plan,
-            strategy=pool.drafts[number].strategy(self.question.costs.names),
+            strategy=self.question.strategy(pool.drafts[number]),
             predicted=prediction(pool.said[number], self.question.batch, self.question.cluster),
             planner="session",
         )

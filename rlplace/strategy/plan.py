@@ -62,6 +62,7 @@ def plan_strategy(
     curve: BatchCurve | None = None,
     planner: str = "strategy",
     progress: Progress | None = None,
+    settings: Mapping[str, Any] | None = None,
     memory: bool = False,
 ) -> PlacementPlan:
     """The best strategy for a step of `batch` samples.
@@ -85,6 +86,7 @@ def plan_strategy(
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen (`rlplace.strategy.batches`).
         planner: Who answers, as the plan says it.
         progress: Told how far the search is.
+        settings: See `Question`.
         memory: Whether ``predicted.memory`` says what fills the devices (`rlplace.strategy.memory_parts`).
 
     Returns:
@@ -99,9 +101,8 @@ def plan_strategy(
     limit_s = math.inf if time_limit_s is None else time_limit_s
     ends_s = (time.monotonic() if began_s is None else began_s) + limit_s
     asked_s = time.monotonic()
-    question = ask(graph, cluster, batch, space=space, why_not=why_not, **pricing)
+    question = ask(graph, cluster, batch, space=space, why_not=why_not, settings=settings, **pricing)
     ask_s = time.monotonic() - asked_s
-    names = question.costs.names
     extra: dict[str, Any] = {}
     search_s = max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s)
     if curve is None:
@@ -135,7 +136,7 @@ def plan_strategy(
         planner=planner,
         seed=seed,
         device_of_group=np.zeros(0, dtype=np.int32),
-        strategy=best.draft.strategy(names),
+        strategy=question.strategy(best.draft),
         source=source,
         predicted=predict(question, answer, finer, **extra).told(memory=_memory(question, answer, finer) if memory else ()),
     )
@@ -148,13 +149,14 @@ def ask(
     *,
     space: Space | None = None,
     why_not: Callable[[Strategy], str | None] | None = None,
+    settings: Mapping[str, Any] | None = None,
     **pricing: Any,
 ) -> Question:
     """The question of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
     blocks = PricedBlocks(graph, cluster, **pricing)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
-    return Question(Evaluator(blocks, cluster), batch, space or Space(), excluded)
+    return Question(Evaluator(blocks, cluster), batch, space or Space(), excluded, settings=settings or {})
 
 
 def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) -> Prediction:
@@ -221,7 +223,7 @@ def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
 
 def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any]:
     """A strategy as plans list it."""
-    strategy = tried.draft.strategy(question.costs.names)
+    strategy = question.strategy(tried.draft)
     return {
         "kind": kind_of(tried.draft),
         "words": uniform_words(strategy),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
+
+from msgspec.structs import replace
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.evaluate import Evaluator
@@ -32,6 +36,7 @@ class Question:
         batch: Samples a step.
         space: What may be chosen.
         devices: Which devices may be used; None: all.
+        settings: Fields of a strategy that drafts do not have: how its parts make up the loss of a batch.
         why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
@@ -41,6 +46,11 @@ class Question:
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None
     devices: tuple[int, ...] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def strategy(self, draft: Draft) -> Strategy:
+        """A draft as a strategy for this model, checked."""
+        return replace(draft.strategy(self.costs.names), **self.settings)
 
     @property
     def costs(self) -> BlockCosts:

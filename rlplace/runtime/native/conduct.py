@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MEAN, SUM, TARGETS = "mean", "sum", "targets"
 """How the loss of a batch comes from those of its parts: a mean over samples, a sum, or a mean over the targets of
@@ -56,6 +57,21 @@ class Conduct:
     def couples(self) -> bool:
         """Whether the loss of a batch is no weighted mean of those of its parts."""
         return not self.reduction and self.incomparable is None
+
+    def settings(self, couple: str, buffers: str) -> dict[str, Any]:
+        """Fields of a `Strategy` by which its parts make up what the model computes.
+
+        Args:
+            couple: What is asked for where the loss couples samples; where it is known not to, there is nothing to gather.
+            buffers: See `Strategy`.
+        """
+        gathers = couple == "gather" and (self.couples or self.unseen is not None)
+        return {
+            "reduction": self.reduction or MEAN,
+            "couple": couple if gathers else "replica",
+            "mixing": self.mixing if gathers else (),
+            "buffers": buffers,
+        }
 
     def reason(self) -> str:
         """Why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""

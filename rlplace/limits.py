@@ -27,6 +27,9 @@ FORMAT_BYTES = {
 CLUSTER_BYTES = 1 << 27
 """Bytes of a cluster file: TOML is read by plain Python, a few megabytes a second; 1,024 devices with all links fit."""
 
+CONFIG_BYTES = 1 << 24
+"""Bytes of a model's ``config.json``."""
+
 BYTES_PER_VALUE = 16
 """Bytes of the limit of a JSON format per value that a text may hold: values take far more memory than text."""
 

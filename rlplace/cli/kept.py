@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlplace.extensions import version_of
-from rlplace.files import cache_folder
+from rlplace.files import cache_folder, read_bytes
+from rlplace.limits import CONFIG_BYTES
+from rlplace.zoo.options import config_file
 
 T = TypeVar("T")
 
@@ -38,7 +40,11 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
     folder = cache_folder()
     if not model.startswith(("hf:", "zoo:")) or folder is None:
         return make()
-    key = json.dumps([what, model, sorted(asked.items()), _versions()])
+    file = config_file(model)
+    if file is not None and not file.is_file():
+        return make()
+    content = "" if file is None else hashlib.sha256(read_bytes(file, CONFIG_BYTES)).hexdigest()
+    key = json.dumps([what, model, sorted(asked.items()), _versions(), content])
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
     with contextlib.suppress(Exception):  # an entry that cannot be read is made again
         if all(at.stat().st_uid == os.geteuid() and not at.stat().st_mode & 0o022 for at in (path, path.parent)):

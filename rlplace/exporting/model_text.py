@@ -13,7 +13,8 @@ from rlplace.errors import InputError
 from rlplace.exporting.asked import Asked
 from rlplace.graph.capture import DTYPES
 from rlplace.zoo.functions import function_and_options, runs_code
-from rlplace.zoo.options import split_spec
+from rlplace.zoo.options import config_file, split_spec
+from rlplace.zoo.transformers import read_config
 
 
 def model_text(asked: Asked) -> dict[str, Any]:
@@ -33,6 +34,8 @@ def _of_configuration(asked: Asked, rest: str, cast: str) -> dict[str, Any]:
         what = "computes no loss of its own" if asked.loss else "sets options of configurations inside its own"
         raise InputError(f"export: {asked.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
+    if config_file(asked.recipe.model) is not None:
+        values = read_config(split_spec(rest)[0], ())[1] | values
     fresh = type(own)(**values)
     lines = [f"config = {config}({_arguments(values)})"]
     for key in ("use_cache", "decoder_start_token_id"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlplace.errors import InputError, show, unknown_name
@@ -27,6 +28,20 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
             raise InputError(f"model {show(text, 120)}: option {show(key)} appears twice")
         options[key] = value.strip()
     return name.strip(), options
+
+
+def config_file(model: str) -> Path | None:
+    """The configuration that ``hf:PATH[,key=value...]`` names, a JSON file or a folder with a ``config.json``; None: no path.
+
+    Args:
+        model: MODEL text.
+    """
+    kind, _, rest = model.partition(":")
+    name = rest.partition(",")[0].strip()
+    path = Path(name)
+    if kind != "hf" or not ("/" in name or name.endswith(".json")):
+        return None
+    return path / "config.json" if path.is_dir() else path if path.is_file() else None
 
 
 def parse_options(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlplace.errors import InputError, MissingError, unknown_name
+from rlplace.files import read_text
+from rlplace.limits import CONFIG_BYTES
 from rlplace.zoo.inputs import inputs_of, mean_square
-from rlplace.zoo.options import parse_options, split_spec
+from rlplace.zoo.options import config_file, parse_options, split_spec
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -43,8 +46,10 @@ _CHECKPOINTING = "gradient_checkpointing"
 def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any], Loss | None]:
     """Builds ``TYPE[,key=value...]``; ``text_config.num_hidden_layers=2`` reaches into a configuration inside.
 
+    The JSON file of a configuration, or its folder, may stand for the type.
+
     Args:
-        text: Type and options of its configuration.
+        text: Type, file or folder, and options of the configuration.
         batch: Samples per step.
         seq: Tokens; refused when the model has fewer positions, cut to 64 where the model loops over tokens in Python, and to
             the decoder's length for speech models.
@@ -61,12 +66,15 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         install = "pip install 'rlplace[transformers]'"
         raise MissingError(f"hf: models need the transformers extra; install it with: {install}") from None
     kind, options = split_spec(text)
+    base: dict[str, Any] = {}
+    if "/" in kind or kind.endswith(".json"):
+        kind, base = read_config(kind, CONFIG_MAPPING_NAMES)
     if kind not in CONFIG_MAPPING_NAMES:
         raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
     with _quiet():
         apart = {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}
         checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
-        config = _configure(CONFIG_MAPPING[kind], kind, options)
+        config = _configure(CONFIG_MAPPING[kind], kind, options, base)
         task, model_class = _head(modeling_auto, config, kind)
         if not isinstance(config, model_class.config_class or object):  # the text model of a type that holds several
             config = config.get_text_config(decoder=True)
@@ -87,18 +95,58 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
     return module.train(), inputs, loss
 
 
+_NOT_BUILT = ("model_type", "transformers_version", "auto_map", "quantization_config", "dtype", "torch_dtype")
+"""What a configuration's file says beside the architecture: other code, and what weights that are not read are stored in."""
+
+
+def read_config(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The type and the arguments of a configuration in a file.
+
+    Args:
+        name: A JSON file, or a folder with a ``config.json``.
+        known: All types.
+
+    Raises:
+        InputError: There is no such file, or it is no configuration.
+    """
+    path = config_file(f"hf:{name}")
+    if path is None:
+        words = name.lower().replace("-", "_")
+        like = max((kind for kind in known if kind.replace("-", "_") in words), key=len, default="llama")
+        raise InputError(
+            f"hf:{name[:200]}: no such file, and nothing is downloaded: take a type with options, such as hf:{like}, or the "
+            "model's configuration, hf:path/to/config.json"
+        )
+    try:
+        data = json.loads(read_text(path, CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, InputError) else InputError(f"{path}: no JSON: {_last_line(error)}") from None
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise InputError(f"{path}: says no model_type, so it is no configuration of transformers; name a model's config.json")
+    return kind, {key: value for key, value in data.items() if key not in _NOT_BUILT}
+
+
 def _head(modeling_auto: Any, config: Any, kind: str) -> tuple[str, Any]:
-    """The task of a configuration, and its class; the first where the library holds several."""
+    """The task of a configuration, and its class: the one that its file names, else the first that the library holds."""
     others = (name for name in sorted(vars(modeling_auto), reverse=True) if name.endswith("_MAPPING"))
     known = ((task, f"MODEL_FOR_{name}_MAPPING") for task, name in _HEADS)
+    named, first = (getattr(config, "architectures", None) or [None])[0], None
     for task, name in (*known, *(("outputs", name) for name in others)):
         mapping: Any = getattr(modeling_auto, name, {})
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return task, found[0] if isinstance(found, tuple) else found
-    raise InputError(
-        f"hf:{kind}: has no head that the library trains, only its configuration, as a part of other types; name one of those"
-    )
+        if type(config) not in mapping:
+            continue
+        found = mapping[type(config)]
+        for each in found if isinstance(found, tuple) else (found,):
+            first = first or (task, each)
+            if named is None or each.__name__ == named:
+                return task, each
+    if first is None:
+        raise InputError(
+            f"hf:{kind}: has no head that the library trains, only its configuration, as a part of other types; name one of "
+            "those"
+        )
+    return first
 
 
 def _parts(config: Any) -> dict[str, Any]:
@@ -127,10 +175,11 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _configure(config_class: Any, kind: str, options: dict[str, str]) -> Any:
+def _configure(config_class: Any, kind: str, options: dict[str, str], base: dict[str, Any]) -> Any:
     try:
         types = {key: options.pop(key) for key in [*options] if key.endswith("_config.model_type")}
-        config = config_class(**{key.partition(".")[0]: {"model_type": part} for key, part in types.items()})
+        base = base | {key.partition(".")[0]: {"model_type": part} for key, part in types.items()}
+        config = config_class(**base)
         names = _names(config)
         values = types | parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
         for key, value in values.items():
@@ -138,11 +187,11 @@ def _configure(config_class: Any, kind: str, options: dict[str, str]) -> Any:
                 raise InputError(f"hf:{kind}: option {key} must not be negative, found {value}")
         nested = _nested(config, values)
         try:
-            return config_class(**nested) if values else config
+            return config_class(**base | nested) if values else config
         except Exception:  # lists with an element a layer
             if "num_hidden_layers" not in values:
                 raise
-            return config_class(**_cut(config, config.to_dict(), values) | nested)
+            return config_class(**base | _cut(config, config.to_dict(), values) | nested)
     except InputError:
         raise
     except Exception as error:

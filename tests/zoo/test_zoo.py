@@ -1,11 +1,13 @@
 """MODEL texts: what they build, how options are read, what is refused."""
 
+import json
 import sys
 import textwrap
 
 import pytest
 import torch
 
+from rlplace.cli.kept import kept
 from rlplace.errors import InputError, MissingError
 from rlplace.graph.capture import capture
 from rlplace.zoo import LoadedModel, load_model
@@ -131,6 +133,62 @@ def test_length_beyond_the_positions():
     assert longer.example_inputs["labels"].shape == (8, 600)
     assert load_model("hf:t5,num_layers=1", seq=600).example_inputs["labels"].shape == (8, 600)
     assert load_model("hf:whisper", seq=600).example_inputs["labels"].shape == (8, 448)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 90}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "max_position_embeddings": 64, "torch_dtype": "bfloat16", **SMALL}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A folder with the configuration of a small Llama, as published models have."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **LLAMA}))
+    return tmp_path
+
+
+def test_a_configuration_in_a_file_is_that_type_with_those_options(config):
+    options = ",".join(f"{key}={LLAMA[key]}" for key in (*SMALL, "num_key_value_heads", "max_position_embeddings"))
+    plain = load_model(f"hf:llama,{options}", batch=2, seq=8)
+    shapes = {name: tuple(p.shape) for name, p in plain.module.named_parameters()}
+    for where in (config, config / "config.json"):
+        loaded = load_model(f"hf:{where}", batch=2, seq=8)
+        assert type(loaded.module) is type(plain.module)
+        assert {name: tuple(p.shape) for name, p in loaded.module.named_parameters()} == shapes
+        assert {p.dtype for p in loaded.module.parameters()} == {torch.float32}  # --dtype decides, not the file
+    deeper = load_model(f"hf:{config},num_hidden_layers=3", batch=2, seq=8).module.config
+    assert (deeper.num_hidden_layers, deeper.hidden_size) == (3, 32)
+
+
+def test_a_configuration_names_its_head(config):
+    named = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **SMALL}
+    (config / "bert.json").write_text(json.dumps(named))
+    assert type(load_model(f"hf:{config / 'bert.json'}", batch=2, seq=8).module).__name__ == "BertForSequenceClassification"
+
+
+def test_what_is_kept_of_a_configuration_goes_by_its_content(config, monkeypatch):
+    monkeypatch.setenv("RLPLACE_CACHE", str(config / "cache"))
+    made = iter(range(9))
+    model = f"hf:{config}"
+    assert [kept("graph", model, {}, lambda: next(made)) for _ in range(2)] == [0, 0]
+    (config / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 3}))
+    assert kept("graph", model, {}, lambda: next(made)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B", r"no such file, and nothing is downloaded: take a type with options, such as hf:llama, or"),
+        ("openai-community/gpt2", r"such as hf:gpt2, or the model's configuration, hf:path/to/config.json"),
+        ("{folder}/torn.json", r"torn.json: no JSON: "),
+        ("{folder}/other.json", r"other.json: says no model_type, so it is no configuration of transformers"),
+        ("{folder}/config.json,layers=3", r"unknown option"),
+    ],
+)
+def test_configurations_refused(config, name, words):
+    (config / "torn.json").write_text("{")
+    (config / "other.json").write_text('{"a": 1}')
+    with pytest.raises(InputError, match=words):
+        load_model(f"hf:{name.format(folder=config)}", batch=2, seq=8)
 
 
 def test_missing_extra(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def trials(paths: Sequence[Path] = (OWN,)) -> list[Trial]:
         for name, function in vars(module).items():
             own = inspect.isfunction(function) and function.__module__ == module.__name__
             if own and not name.startswith("_") and _buildable(function):
-                found.append(Trial(f"{file.resolve()}:{name}", function, getattr(function, "tolerance", 1.0)))
+                found.append(Trial(f"{os.path.relpath(file)}:{name}", function, getattr(function, "tolerance", 1.0)))
     if not found:
         raise InputError(f"trials: no function in {', '.join(map(str, files)) or 'no files'} returns a model and its inputs")
     return found

@@ -35,7 +35,8 @@ def _of_configuration(asked: Asked, rest: str, cast: str) -> dict[str, Any]:
         raise InputError(f"export: {asked.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
     if config_file(asked.recipe.model) is not None:
-        values = read_config(split_spec(rest)[0], ())[1] | values
+        named, plain = read_config(split_spec(rest)[0], ())[1], type(own)().to_dict()
+        values = {key: value for key, value in named.items() if plain.get(key) != value and key != "architectures"} | values
     fresh = type(own)(**values)
     lines = [f"config = {config}({_arguments(values)})"]
     for key in ("use_cache", "decoder_start_token_id"):

@@ -147,6 +147,16 @@ REFUSED = {
 }
 
 
+def test_a_configuration_in_a_file_is_written_out(tmp_path):
+    options = dict(part.split("=") for part in f"num_hidden_layers=2,{WIDTHS}".split(","))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **{key: int(value) for key, value in options.items()}}))
+    strategy = flat("short llama", {"replicate": 4}, 0)
+    texts = [rlplace.export(plan_of(model, strategy), "script") for model in (LLAMA, f"hf:{path}")]
+    first, second = (next(line for line in text.splitlines() if "LlamaConfig(" in line) for text in texts)
+    assert all(f"{key}={value}" in first and f"{key}={value}" in second for key, value in options.items())
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_script_cannot_say_is_refused(name):
     case, reason = REFUSED[name]

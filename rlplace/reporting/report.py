@@ -16,6 +16,7 @@ from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.errors import InputError, show
 from rlplace.files import check_output, write_text
 from rlplace.plan import PlacementPlan
+from rlplace.plan.words import escape
 from rlplace.problem import Problem
 from rlplace.reporting import sections
 from rlplace.reporting.data import ReportData, report_data
@@ -93,7 +94,7 @@ def render(data: ReportData) -> str:
         "planners": sections.planners(data),
         "measured": sections.measured(data),
         "about": sections.about(data, __version__),
-        "title": sections.escape(sections.page_title(data)),
+        "title": escape(sections.page_title(data)),
         "style": style,
         "script": script,
         "data": json_text(data.to_dict()),

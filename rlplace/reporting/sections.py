@@ -279,9 +279,9 @@ def _table(label: str, rows: Sequence[Row]) -> str:
     top = "".join(f'<th scope="col">{name}</th>' for name in names)
     body = []
     for kind, cells in rows:
-        first, *others = cells.values()
-        line = f'<th scope="row">{first[0]}</th>' + "".join(
-            f'<td{_class(kind)} data-label="{name}">{text}</td>' for name, (text, kind) in zip(names[1:], others, strict=True)
+        own, *rest = cells.values()
+        line = f'<th scope="row">{own[0]}</th>' + "".join(
+            f'<td{_class(kind)} data-label="{name}">{text}</td>' for name, (text, kind) in zip(names[1:], rest, strict=True)
         )
         body.append(f"<tr{_class(kind)}>{line}</tr>")
     return (

@@ -300,7 +300,7 @@ def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
 
 def _written(model: nn.Module, whole: _Run, parts: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of what forwards write alike whatever the samples are, and of what depends on them; without torch's norms."""
-    alike, unlike = [], []
+    alike, unlike = list[str](), list[str]()
     norms = {path for path, module in model.named_modules() if isinstance(module, _NormBase)}
     start, runs = _state(model), [run.state for run in (whole, *parts)]
     for name in dict.fromkeys(name for state in (start, *runs) for name in state):

@@ -77,7 +77,8 @@ class AlikeDraws(TorchDispatchMode):
         torch.manual_seed(1)
         name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
         own = {key: value for key, value in kwargs.items() if key != "generator"}
-        first, rest = (args[0], args[1:]) if args else (None, ())
+        first: Any = args[0] if args else None
+        rest = args[1:]
         values = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((rest, own)))
         rows = isinstance(first, torch.Tensor) and not values
         if name == "bernoulli" and overload == "default" and isinstance(first, torch.Tensor):

@@ -183,11 +183,12 @@ class RunComparison:
             most = float(expected.detach().abs().max()) if expected.numel() else 0.0
             allowed = self.tolerance * most + slack.to(expected.device) + 1e-30
             self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)
-        for name, expected in reference.model.named_buffers():
-            if name in buffers and expected.numel():
-                found, own = (value.to(expected.device, torch.complex128) for value in (buffers[name], expected))
-                allowed = self.tolerance * float(own.abs().max()) + 1e-30
-                self._note("buffer", name, found - own if found.shape == own.shape else torch.full((1,), float("inf")), allowed)
+        for name, buffer in reference.model.named_buffers():
+            if name in buffers and buffer.numel():
+                found, own = (value.to(buffer.device, torch.complex128) for value in (buffers[name], buffer))
+                accepted = self.tolerance * float(own.abs().max()) + 1e-30
+                same = found.shape == own.shape
+                self._note("buffer", name, found - own if same else torch.full((1,), float("inf")), accepted)
 
     def _note(self, kind: str, name: str, difference: torch.Tensor, accepted: Any) -> None:
         """Keeps the worst tensor; not a number counts as infinitely far."""

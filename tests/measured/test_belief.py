@@ -108,6 +108,8 @@ def test_calibrating_after_one_run_beats_the_list_where_a_link_is_slow():
 def test_expected_improvement_of_a_normal():
     belief = Belief(tight()).told(Ran(0, 1.0))
     assert belief.fits.min() < 0.9
+    roomy = Belief(pool()).told(Ran(0, 1.0))  # where everything fits
+    np.testing.assert_allclose(gain_of(belief), gain_of(roomy) * belief.fits, rtol=1e-6, atol=1e-15)
     rng = np.random.default_rng(1)
     drawn = rng.normal(belief.mean, belief.spread, (200_000, len(belief.mean)))
     by_draws = np.maximum(0.0 - drawn, 0.0).mean(axis=0) * belief.fits

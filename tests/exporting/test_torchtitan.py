@@ -56,6 +56,12 @@ def test_full_sharding_over_copies():
     assert found["model"] == {"name": "llama3", "flavor": "debugmodel"}
 
 
+@pytest.mark.parametrize(("level", "word"), [(1, "never"), (2, "never"), (3, "always")])
+def test_only_level_three_gathers_again(level, word):
+    found = job(flat("llama", {"shard": 4}, level, batch=4))
+    assert found["parallelism"]["fsdp_reshard_after_forward"] == word
+
+
 @pytest.mark.parametrize(
     ("schedule", "places"), [("1f1b", HALVES), ("interleaved_1f1b", HALVES * 2), ("zbv", [*HALVES, *HALVES[::-1]])]
 )

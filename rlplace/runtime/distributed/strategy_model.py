@@ -27,7 +27,6 @@ from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.accumulate import Loss as PartLoss
 from rlplace.runtime.native.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
 from rlplace.runtime.native.conduct import MEAN, SUM
-from rlplace.runtime.native.counting import Targets
 from rlplace.runtime.native.gather import gather_output
 from rlplace.runtime.native.gradients import ParameterHooks, Ties, average_left_out, sum_parts
 from rlplace.runtime.native.mesh import Place
@@ -209,9 +208,9 @@ class StrategyModel(DistributedModel):
         return pytree.tree_unflatten(joined, spec)
 
     def _loss_and_count(self, output: Any, one: Pass) -> tuple[torch.Tensor, float]:
-        with Targets() as targets:
+        with one.counting() as targets:
             value = self._loss_of(output, one.part.get(TARGET))
-        return value, one.counted(targets)
+        return value, float(one.counted(targets, self.ranks.device))
 
     def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
         """Everything that the model is called with, by name, and this replica's micro-batches of it."""

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.runtime.native.batches import Batch, Pass
 from rlplace.runtime.native.buffers import StepBuffers, check_same_writes
-from rlplace.runtime.native.counting import Targets
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss over its samples."""
@@ -51,12 +50,12 @@ class Accumulation:
                 last = number == len(passes) - 1
                 self._buffers.begin_pass()
                 with _reducing(self.root, last or self._every_pass, last):
-                    with region(), Targets() as targets:
+                    with region(), one.counting() as targets:
                         value = loss(self.root(**one.inputs), one.part)
-                    weight = one.counted(targets)
+                    weight = one.counted(targets, self._device)
                     self._buffers.end_pass()
-                    (value * weight).backward()  # type: ignore[no-untyped-call]
-                sums.append(torch.stack([value.detach().double() * weight, value.new_tensor(weight, dtype=torch.float64)]))
+                    (value * weight.to(value.dtype)).backward()  # type: ignore[no-untyped-call]
+                sums.append(torch.stack([value.detach().to(weight).reshape(()) * weight, weight]))
         self._buffers.end()
         if self._first_step:
             check_same_writes([self._buffers])
@@ -67,9 +66,9 @@ class Accumulation:
         """What the model returns for every micro-batch, and what that counts."""
         made = []
         for one in passes:
-            with Targets() as targets:
+            with one.counting() as targets:
                 output = self.root(**one.inputs)
-            made.append((output, one.counted(targets)))
+            made.append((output, float(one.counted(targets, self._device))))
         return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,15 @@ class Pass:
     samples: int
     by_targets: bool = False
 
-    def counted(self, targets: Targets) -> float:
-        """What its loss counts, once its forward has run."""
-        return self.weight * targets.count if self.by_targets else self.weight
+    def counting(self) -> contextlib.AbstractContextManager[Targets | None]:
+        """A context for the forward and the loss, which counts targets where they are what counts."""
+        return Targets() if self.by_targets else contextlib.nullcontext()
+
+    def counted(self, targets: Targets | None, device: torch.device) -> torch.Tensor:
+        """What its loss counts, once its forward has run: float64 [], float32 where the device has no float64."""
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        count = 1.0 if targets is None else targets.count.to(device, dtype)
+        return torch.as_tensor(self.weight * count, dtype=dtype, device=device)
 
 
 def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:

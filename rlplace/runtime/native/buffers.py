@@ -33,9 +33,14 @@ class StepBuffers:
         self._first: dict[str, torch.Tensor] = {}
         self._checked = False
 
+    @property
+    def _idle(self) -> bool:
+        """Whether there is nothing to do: every pass may write its own, or a step has shown that none writes."""
+        return self._by_replica or self._written == set()
+
     def begin(self) -> None:
         """Begins a step."""
-        if self._by_replica:
+        if self._idle:
             return
         self._first.clear()
         self._before = {name: held[key].detach().clone() for name, held, key in self._held()}
@@ -55,7 +60,7 @@ class StepBuffers:
         Raises:
             InputError: A buffer is written by the samples.
         """
-        if self._by_replica:
+        if self._idle:
             return
         for name, held, key in self._held():
             mark = (id(held[key]), held[key]._version)
@@ -67,7 +72,7 @@ class StepBuffers:
 
     def end(self) -> None:
         """Ends the step: every buffer is the tensor that it was, with what one pass has written."""
-        if self._by_replica:
+        if self._idle:
             return
         with torch.no_grad():
             for name, held, key in self._held():

@@ -7,13 +7,15 @@ called; a mask is an input, and is counted by the name of the input: ``sum:mask`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from rlplace.errors import InputError
 
@@ -25,6 +27,9 @@ _COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "valid": lambda value: value != IGNORED,
     "nonzero": lambda value: value != 0,
 }
+_REDUCTIONS = ("none", "mean", "sum")
+"""By torch's numbers."""
+
 _SLICES = {"": slice(None), "[1:]": slice(1, None), "[:-1]": slice(None, -1)}
 
 
@@ -69,45 +74,53 @@ def count_of(way: str, inputs: Mapping[str, Any]) -> float:
     return float(_COUNTS[kind](value).sum(dtype=torch.float64))
 
 
-class Targets(TorchFunctionMode):
+class Targets:
     """Counts the targets of cross-entropies that are not ignored, by their class weights where there are any.
 
-    A cross-entropy without a valid target, whose mean is not a number, is 0 inside.
+    As a context it stands between torch's functions and their kernels. A mean over no targets at all is 0 inside, and not a
+    number outside.
 
     Attributes:
-        count: Of all calls so far.
+        count: Of all calls so far; float64 [] on the device of the targets after the first.
     """
 
     def __init__(self, *, thin: bool = False) -> None:
         """Starts at 0; `thin` ignores a third of the targets, by their values."""
-        super().__init__()
-        self.count, self._thin = 0.0, thin
+        self.count: torch.Tensor = torch.zeros((), dtype=torch.float64)
+        self._thin, self._inside = thin, contextlib.ExitStack()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if function not in (F.cross_entropy, F.nll_loss):
-            return function(*args, **given)
-        given |= dict(
-            zip(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"), args, strict=False)
-        )
-        target, ignored = given["target"], given.get("ignore_index", IGNORED)
-        if (
-            target.is_floating_point()
-            or isinstance(target, FakeTensor)
-            or target.is_meta
-            or given.get("reduction", "mean") != "mean"
-            or given.get("reduce") is not None
-        ):
-            return function(**given)
+    def __enter__(self) -> Targets:
+        for name in ("cross_entropy_loss", "nll_loss_nd"):
+            kernel = getattr(torch._C._nn, name)
+            self._inside.enter_context(mock.patch.object(torch._C._nn, name, partial(self._counted, kernel)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.close()
+
+    def _counted(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        value: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        reduction: int = 1,
+        ignore_index: int = IGNORED,
+        *smoothing: float,
+    ) -> torch.Tensor:
+        traced = isinstance(target, FakeTensor) or target.is_meta
+        if traced or _REDUCTIONS[reduction] != "mean" or target.is_floating_point():
+            return kernel(value, target, weight, reduction, ignore_index, *smoothing)
         if self._thin:
-            given["target"] = target = torch.where(target % 3 == 1, ignored, target)
-        valid = target != ignored
-        weight = given.get("weight")
-        own = valid.sum() if weight is None else weight.detach()[target[valid]].sum()
-        self.count += float(own)
-        if not float(own):
-            given["reduction"] = "sum"
-        return function(**given)
+            target = torch.where(target % 3 == 1, ignore_index, target)
+        valid = target != ignore_index
+        if weight is None:
+            own = valid.sum(dtype=torch.float64)
+        else:
+            own = (weight.detach()[torch.where(valid, target, 0)] * valid).sum(dtype=torch.float64)
+        self.count = self.count.to(own.device) + own
+        total = kernel(value, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
+        return total / own.clamp_min(1e-30).to(total.dtype)
 
 
 def cross_entropy(
@@ -134,7 +147,6 @@ def nll_loss(
     return F.nll_loss(value, target, weight=weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
 
 
-_REDUCTIONS = ("none", "mean", "sum")
 SEEN: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.cross_entropy_loss.default: cross_entropy,
     torch.ops.aten.nll_loss_nd.default: nll_loss,

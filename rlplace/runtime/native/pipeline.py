@@ -25,7 +25,6 @@ from rlplace.runtime.native.accumulate import Loss, Region, forward_autocast
 from rlplace.runtime.native.batches import Batch, Pass, cast, signature_of
 from rlplace.runtime.native.buffers import StepBuffers, check_same_writes
 from rlplace.runtime.native.capture import Captured
-from rlplace.runtime.native.counting import Targets
 from rlplace.runtime.native.cut import StageGraph
 from rlplace.runtime.native.mesh import Place
 from rlplace.schedule import GPIPE, LOOPED_BFS, SCHEDULES
@@ -262,7 +261,7 @@ class PipelineRun:
         key, recorded = self.recorded(passes)
         if (key, len(passes)) not in self._schedules:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
-        losses, weights = list[torch.Tensor](), list[float]()
+        losses, weights = list[torch.Tensor](), list[torch.Tensor]()
         target = torch.arange(len(passes))
         joined = _groups_joined()
         with forward_autocast(self._place.device) as region, joined, self._running(recorded, passes, loss, region, weights):
@@ -275,18 +274,18 @@ class PipelineRun:
             check_same_writes(self._buffers.values())
             self._first_step = False
         total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
-        return torch.stack([total, total.new_tensor(sum(weights))])
+        return torch.stack([total, torch.stack(weights).sum() if weights else torch.zeros_like(total)])
 
     def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]] | None:
         """What the model returns for every micro-batch and what it counts, on the process of the last stage; None elsewhere."""
         _, recorded = self.recorded(passes)
         group = None if self._pipeline.unlike_meshes else self._place.mesh["pipeline"].get_group()
-        outputs, weights, last = list[Any](), list[float](), len(recorded.stages) - 1
+        outputs, weights, last = list[Any](), list[torch.Tensor](), len(recorded.stages) - 1
         with self._running(recorded, passes, None, contextlib.nullcontext, weights):
             for at in range(len(passes)):
                 values = self._pass(recorded, at, group)
                 if last in self._roots:
-                    outputs.append((pytree.tree_unflatten(values, recorded.captured.out_spec), weights[-1]))
+                    outputs.append((pytree.tree_unflatten(values, recorded.captured.out_spec), float(weights[-1])))
         return outputs if last in self._roots else None
 
     def _pass(self, recorded: Recorded, at: int, group: Any) -> tuple[torch.Tensor, ...]:
@@ -309,7 +308,7 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def _running(
-        self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region, weights: list[float]
+        self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region, weights: list[torch.Tensor]
     ) -> Iterator[None]:
         """Inside, stages run these micro-batches, forwards in `region`; without a loss the last one makes flat outputs.
 
@@ -322,16 +321,16 @@ class PipelineRun:
             if loss is not None:
                 buffers.begin_pass()
             value = None
-            with region(), Targets() as targets:
+            with region(), one.counting() as targets:
                 values = recorded.bodies[number](*taken, *(leaves[at][position] for position in stage.inputs))
                 if not stage.given and loss is not None:
                     value = loss(pytree.tree_unflatten(values, recorded.captured.out_spec), one.part)
             if loss is not None:
                 buffers.end_pass()
             if not stage.given:
-                weights.append(one.counted(targets))
-                return values if value is None else value.reshape(1).double() * weights[-1]
-            if one.by_targets and targets.count:
+                weights.append(one.counted(targets, self._place.device))
+                return values if value is None else value.reshape(1).to(weights[-1]) * weights[-1]
+            if targets is not None and float(targets.count):
                 raise InputError(
                     f"native: stage {number} of {len(recorded.stages)} computes a cross-entropy, and targets are counted on "
                     "the last; cut elsewhere, or plan with pipeline=1"

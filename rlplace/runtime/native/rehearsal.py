@@ -225,7 +225,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
     gradients = {name: p.grad.detach() for name, p in own.named_parameters() if p.grad is not None}
     names = {id(parameter): name for name, parameter in own.named_parameters()}
     toggles = tuple(names.get(one, "a parameter") for one in watch.toggles)
-    counts[TARGETS] = targets.count
+    counts[TARGETS] = float(targets.count)
     return _Run(
         float(value.detach()), gradients, _state(own), outputs, counts, watch, samples_of(inputs), toggles, draws.unlike
     )

@@ -14,6 +14,7 @@ The first that succeeds is used; ``capture["notes"]`` has the errors of the earl
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,13 +117,18 @@ def capture(
     shown = failures.get("dispatch") or next(iter(failures.values()))
     where = _user_frame(shown)
     reason = f"{_one_line(shown)}{f' ({where})' if where else ''}"
-    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_advice(shown)}{_hint(model)}") from shown
+    raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_advice(shown, step)}{_hint(model)}") from shown
 
 
-def _advice(error: BaseException) -> str:
-    """What to change where a forward needs values, which a capture has none of."""
+def _advice(error: BaseException, step: _Step) -> str:
+    """What to change where a call does not fit, or where a forward needs values, which a capture has none of."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+    if isinstance(error, TypeError):
+        if not _fits(step.model.forward, *step.args, **step.kwargs):
+            return f"; example_inputs must fit its forward{inspect.signature(step.model.forward)}"
+        if step.loss is not None and not _fits(getattr(step.loss, "forward", step.loss), None):
+            return "; a loss is called with the output alone: compute it in the forward, which gets targets as inputs"
     if isinstance(error, DataDependentOutputException):
         return "; the forward reads a value there: take sizes from shapes, or give it as a plain number beside the tensors"
     if isinstance(error, DynamicOutputShapeException):
@@ -130,6 +136,15 @@ def _advice(error: BaseException) -> str:
     if ".numpy()" in str(error):
         return "; the forward leaves torch there: compute with tensors, or give the result as an input"
     return ""
+
+
+def _fits(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a function can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _hint(model: nn.Module) -> str:

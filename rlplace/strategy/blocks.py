@@ -58,7 +58,8 @@ def find_blocks(graph: OpGraph) -> Blocks:
     names = tuple(dict.fromkeys(inside.values()))
     if not names:
         raise InputError(
-            "blocks: no captured op lies in a module with parameters; capture a model whose modules hold its layers"
+            "blocks: no captured op lies in a module with parameters; put its layers into modules of it, as "
+            "torch.nn.Sequential(model) does"
         )
     number = {name: index for index, name in enumerate(names)}
     own_block = [number[inside[op]] if op in inside else -1 for op in range(graph.num_ops)]

@@ -99,15 +99,27 @@ class Lengths(Base):
     [
         (Numpy(), {"x": torch.randn(4, 6)}, r"Numpy: .*\(.*test_values.py:\d+\); the forward leaves torch there: compute with"),
         (
+            Masked(),
+            {"x": torch.randn(4, 6), "labels": torch.zeros(4)},
+            r"unexpected keyword .*inputs must fit its forward\(x, y\)",
+        ),
+        (
             Lengths(),
             {"x": torch.randn(4, 6), "lengths": torch.tensor([2, 2])},
             r"reads a value there: take sizes from shapes, or",
         ),
     ],
 )
-def test_values_that_cannot_be_guessed_say_what_to_change(model, inputs, words):
+def test_what_cannot_be_captured_says_what_to_change(model, inputs, words):
     with pytest.raises(CaptureError, match=words):
         capture(model, inputs)
+
+
+def test_a_loss_of_two_arguments_says_where_targets_go():
+    with pytest.raises(
+        CaptureError, match=r"missing .* 'target'; a loss is called with the output alone: compute it in the forw"
+    ):
+        capture(nn.Linear(6, 2), torch.randn(4, 6), loss=nn.MSELoss())
 
 
 class Losses(Base):

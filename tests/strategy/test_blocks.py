@@ -108,5 +108,5 @@ def test_every_parameter_has_a_block():
 
 def test_a_model_without_modules_has_no_blocks():
     graph = captured("mlp")
-    with pytest.raises(InputError, match="no captured op lies in a module with parameters"):
+    with pytest.raises(InputError, match="no captured op lies in a module with parameters; put its layers into"):
         find_blocks(replace(graph, op_module=("",) * graph.num_ops))

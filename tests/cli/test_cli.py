@@ -19,6 +19,7 @@ from rlplace.cli.place import op_level_line
 from rlplace.envs.guide.features import FEATURES
 from rlplace.plan import PlacementPlan, Prediction
 from rlplace.problem import Problem
+from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
@@ -31,6 +32,16 @@ def agent(tmp_path_factory):
     network = PlacerNetwork(hidden=16, second=8, features=FEATURES)
     save_checkpoint(folder, network, training={"steps_done": 0}, card="# test\n")
     return str(folder)
+
+
+def test_a_device_is_used_as_far_as_its_own_memory_goes(tmp_path, capsys):
+    """50 of 100 bytes on one device and 9 of 10 on the other; shares are of each."""
+    path = tmp_path / "two.problem.json"
+    times, links = [[1.0, None], [None, 1.0]], {"bandwidth_bytes_per_s": 1.0}
+    build_problem("two", time_s=times, memory_bytes=[100, 10], tensors=[], resident_bytes=[50, 9], **links).save(path)
+    assert main(["place", str(path), "--planner", "best"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("gpu")]
+    assert [(row[0], row[-2:]) for row in rows] == [("gpu0", ["50.0", "%"]), ("gpu1", ["90.0", "%"])]
 
 
 @pytest.fixture

@@ -233,6 +233,8 @@ class Captured:
         if self.why_not_placed is None:
             return None
         conduct = None if self.facts is None else self.facts().conduct
+        if conduct is not None and conduct.sparse:
+            return f"the gradient of {conduct.sparse[0]} is sparse, which it does not add up"
         if conduct is not None and conduct.kept:
             return f"the forward writes {conduct.kept[0]}, a plain attribute, which no graph holds; register it as a buffer"
         return self.why_not_placed()
@@ -301,6 +303,9 @@ def answer(
     from rlplace.branches import quicker_placement
     from rlplace.strategy.plan import plan_strategy
 
+    facts = None if captured.facts is None else captured.facts()
+    if facts is not None and facts.sync_norm and any(kind.name == "cpu" for kind in cluster.kinds):
+        raise InputError("place: torch has no SyncBatchNorm for processors; plan for GPUs, or leave the norms as BatchNorm")
     alone = None if captured.capture_at is not None else captured.graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples

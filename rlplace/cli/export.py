@@ -28,9 +28,7 @@ def run(options: argparse.Namespace) -> int:
     for note in plan.predicted.extra.get("notes", ()):
         say(f"note: {note}")
     if plan.strategy is not None and plan.strategy.reduction == "targets":
-        say(
-            "note: what is written averages replicas and micro-batches by samples: give all as many targets that are not ignored"
-        )
+        say("note: replicas are averaged by samples there: give all as many targets that are not ignored")
     if options.out is not None:
         write_text(options.out, text)
     if options.json:

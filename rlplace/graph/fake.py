@@ -49,6 +49,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def replaced_forward(module: nn.Module) -> bool:
+    """Whether a function took the place of a module's forward: one that closes over the module calls the original of a copy."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__self__", None) is not module
+
+
 def computed_values(model: nn.Module) -> dict[int, Any]:
     """Tensors that modules have computed and keep as plain attributes, without their history, by id: `copy.deepcopy`'s memo.
 

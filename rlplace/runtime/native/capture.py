@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 from unittest import mock
@@ -205,6 +206,7 @@ class Observed(NamedTuple):
         outside: Units whose parameters are read while they do not run.
         lost: What the forward does outside of units that a record of it cannot hold; None where it does nothing such.
         reentrant: The forward calls reentrant checkpoints.
+        branches: The forward looks at values outside of units.
         unreached: Parameters that may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`.
     """
 
@@ -214,6 +216,7 @@ class Observed(NamedTuple):
     lost: str | None
     reentrant: bool
     unreached: bool
+    branches: bool = False
 
 
 def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Observed:
@@ -221,18 +224,26 @@ def observe(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Obs
     mode = new_fake_mode()
     try:
         return _observe(fake_copy(model, mode), fake_inputs(dict(inputs), mode), found, mode)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in model.parameters()):
             raise
+        branches = getattr(error, "outside", False)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     where = next(model.parameters()).device
-    zeros = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.zeros_like(leaf, device=where), dict(inputs))
-    with torch.random.fork_rng(devices=[]):
-        seen = _observe(model, zeros, found, contextlib.nullcontext())._replace(unreached=True)  # other values, other ways
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return seen
+    try:
+        for fill in (torch.zeros_like, torch.ones_like):  # lengths are 1 at least
+            plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
+            with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
+                seen = _observe(model, plain, found, contextlib.nullcontext())
+                return seen._replace(unreached=True, branches=branches)  # other values, other ways
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    raise InputError(
+        f"native: the forward of {type(model).__name__} looks at values, and runs neither with zeros nor with ones; plan with "
+        "replicas, or on one device"
+    )
 
 
 class _Reads(TorchFunctionMode):
@@ -292,6 +303,9 @@ def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: A
     try:
         with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads, watched:
             output = model(**inputs)
+    except Exception as error:
+        vars(error)["outside"] = not reads.running
+        raise
     finally:
         for hook in hooks:
             hook.remove()

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.fake import tensors_in
+from rlplace.graph.fake import replaced_forward, tensors_in
 from rlplace.graph.opgraph import OpGraph
 from rlplace.runtime.distributed.strategy_model import keyword_inputs
 from rlplace.runtime.native.batches import Batch
@@ -44,6 +44,9 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         backward_hooks=tuple(
             path or "the model" for path, module in hooked.items() if module._backward_hooks or module._backward_pre_hooks
         ),
+        recurrent=next(
+            (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
+        ),
         subclass=next(
             (f"{name} ({type(held).__name__})" for name, held in tensors_in(model).items() if type(held) not in _PLAIN), None
         ),
@@ -51,8 +54,9 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
 
 
 def hooks_of(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own that run with its forward or its backward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    """Whether a module has hooks of its own that run with its forward or its backward, or a forward put in from outside."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooked) or replaced_forward(module)
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
@@ -67,7 +71,7 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         seen = observe(model, inputs, found)
     except Exception as error:  # the model's own code runs
         reason = f"its forward does not run on fake tensors ({type(error).__name__})"
-        return model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}")
+        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), branches=True)
     layouts = find_layouts(found, seen.calls)
     tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
     strange = {path: strange_in(call) for path, call in seen.calls.items()}
@@ -79,7 +83,7 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         blocks = tuple(path for path in called if path in known)
         stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed)
+        return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
     return replace(model_facts(model, tensor), blocks=blocks, no_samples=_no_samples(stages, inputs), handed=handed)
 
 

@@ -36,6 +36,8 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"{COUPLES}{_where(conduct)}: it is computed over {samples}{how}; --couple gather keeps the loss of the whole batch"
         )
+    if facts.branches:
+        yield f"the forward looks at values outside of its blocks, and branches by those of {samples}"
     if conduct.reduction == SUM:
         yield "the loss is a sum over samples: the losses of replicas and micro-batches are added up"
     elif conduct.reduction == TARGETS:

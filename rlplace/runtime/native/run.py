@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -21,7 +22,7 @@ from rlplace.runtime.distributed.model import Batching
 from rlplace.runtime.distributed.strategy_model import StrategyModel
 from rlplace.runtime.native.accumulate import Accumulation
 from rlplace.runtime.native.batches import Batch, cast, repeated
-from rlplace.runtime.native.blocks import tied_names, units
+from rlplace.runtime.native.blocks import has_sync_norm, tied_names, units
 from rlplace.runtime.native.buffers import StepBuffers
 from rlplace.runtime.native.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.native.cut import StageGraph, cut, same_held, stage_module
@@ -63,6 +64,8 @@ def prepare(
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
     """
+    if device_type == "cpu" and dist.get_world_size() > 1 and has_sync_norm(model):
+        raise InputError("native: torch has no SyncBatchNorm for processors; run on GPUs, or plan for one device")
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)

@@ -59,6 +59,8 @@ class ModelFacts:
         hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
         backward_hooks: Those with hooks on gradients.
         subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        recurrent: A recurrent layer; None without one.
+        branches: The forward looks at values outside of blocks, and may call others for other samples.
         handed: A block that is handed something that lives on, such as a cache; None without one.
         no_gather: Why replicas cannot gather what a loss reads; None where they can, or nobody looked.
         conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
@@ -74,6 +76,8 @@ class ModelFacts:
     hooked_outside: tuple[str, ...] = ()
     backward_hooks: tuple[str, ...] = ()
     subclass: str | None = None
+    recurrent: str | None = None
+    branches: bool = False
     handed: str | None = None
     no_gather: str | None = None
     conduct: Conduct | None = None
@@ -239,6 +243,18 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
         yield (
             f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
             "as 1f1b"
+        )
+    if facts.recurrent is not None and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take another, such as 1f1b"
+    if facts.recurrent is not None and any("selective" in stage.recompute.values() for stage in stages):
+        yield (
+            f"selective recomputation keeps products that {facts.recurrent} writes to in place, and gradients would be others; "
+            "recompute in full"
+        )
+    if facts.branches and any(stage.sharding for stage in stages):
+        yield (
+            "the forward looks at values outside of its blocks, so that processes may call unlike blocks and wait for each "
+            "other's parameters for ever; plan with shard=1"
         )
     if facts.handed is not None and any(stage.recompute for stage in stages):
         yield (

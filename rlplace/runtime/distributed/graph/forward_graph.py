@@ -26,7 +26,15 @@ from rlplace.graph.export import (
     is_check,
     refuse_functions,
 )
-from rlplace.graph.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, first_names, new_fake_mode, tensors_in
+from rlplace.graph.fake import (
+    any_dtype_grouped_mm,
+    fake_copy,
+    fake_inputs,
+    first_names,
+    new_fake_mode,
+    replaced_forward,
+    tensors_in,
+)
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.distributed.graph.randomness import seed_random_ops
 from rlplace.runtime.native.batches import signature_of
@@ -153,10 +161,12 @@ def any_value(output: Any, target: Any = None) -> torch.Tensor:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises `OwnBackwardError` where a module has a hook on gradients."""
+    """Raises `OwnBackwardError` where a module has a hook on gradients, or a forward put in from outside."""
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise OwnBackwardError(f"{path or 'the model'} has a backward hook, which an exported graph would lose")
+        if replaced_forward(module):
+            raise OwnBackwardError(f"the forward of {path or 'the model'} was replaced by a function, which no copy follows")
 
 
 def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:

@@ -64,7 +64,7 @@ def prepare(
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
     """
-    if device_type == "cpu" and dist.get_world_size() > 1 and has_sync_norm(model):
+    if device_type == "cpu" and has_sync_norm(model) and dist.is_initialized() and dist.get_world_size() > 1:
         raise InputError("native: torch has no SyncBatchNorm for processors; run on GPUs, or plan for one device")
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))

@@ -14,7 +14,7 @@ from itertools import chain
 
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.native.conduct import Conduct
-from rlplace.schedule import SCHEDULES, V
+from rlplace.schedule import ONE_F_ONE_B, SCHEDULES, V
 
 OLDEST = (2, 11)
 """Of torch; what runs here was compared with the plain model on this version and on the newest."""
@@ -242,10 +242,10 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
     if facts.backward_hooks and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
         yield (
             f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
-            "as 1f1b"
+            f"as {ONE_F_ONE_B}"
         )
     if facts.recurrent is not None and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
-        yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take another, such as 1f1b"
+        yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take {ONE_F_ONE_B}, say"
     if facts.recurrent is not None and any("selective" in stage.recompute.values() for stage in stages):
         yield (
             f"selective recomputation keeps products that {facts.recurrent} writes to in place, and gradients would be others; "

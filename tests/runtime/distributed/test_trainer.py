@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import rlplace
 from rlplace.errors import InputError
 from rlplace.integrations.trainer import see_one_process, use_model
-from rlplace.runtime.distributed.execution.batches import any_loss, digest, micro_batch, takes_target
+from rlplace.runtime.distributed.execution.batches import digest, micro_batch, takes_target
+from rlplace.runtime.distributed.graph.forward_graph import any_value
 
 VOCABULARY, LENGTH = 48, 12
 
@@ -338,9 +339,9 @@ def test_whether_a_loss_takes_a_target():
     assert not takes_target(lambda output: output)
     assert not takes_target(lambda output, scale=2.0: output)
     assert not takes_target(None)
-    assert any_loss({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.long)}).item() == 2.0
+    assert any_value({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.long)}).item() == 2.0
     with pytest.raises(InputError, match="no floating-point"):
-        any_loss(torch.ones(2, dtype=torch.long))
+        any_value(torch.ones(2, dtype=torch.long))
 
 
 def test_digests_tell_batches_apart():

@@ -84,7 +84,10 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         stages = cut(captured, [[block] for block in blocks])
     except InputError as error:
         return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
-    return replace(model_facts(model, tensor), blocks=blocks, no_samples=_no_samples(stages, inputs), handed=handed)
+    trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
+    untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
+    facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed)
+    return replace(facts, no_samples=_no_samples(stages, inputs))
 
 
 def facts_of(

@@ -59,6 +59,7 @@ class ModelFacts:
         hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
         backward_hooks: Those with hooks on gradients.
         subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        untrained: Blocks that no gradient flows back from, such as the first that is trained behind frozen ones.
         recurrent: A recurrent layer; None without one.
         branches: The forward looks at values outside of blocks, and may call others for other samples.
         handed: A block that is handed something that lives on, such as a cache; None without one.
@@ -76,6 +77,7 @@ class ModelFacts:
     hooked_outside: tuple[str, ...] = ()
     backward_hooks: tuple[str, ...] = ()
     subclass: str | None = None
+    untrained: tuple[str, ...] = ()
     recurrent: str | None = None
     branches: bool = False
     handed: str | None = None
@@ -195,6 +197,12 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
         yield "stages in a v need torch 2.13: before, neighbours in one process send to themselves"
     if not pipeline.unlike_meshes and any(list(column) != sorted(column) for column in zip(*places, strict=False)):
         yield "torch numbers the places of a pipeline by rising process; number devices in the order of the chain"
+    for stage in pipeline.stages[1:] if schedule.splits_backward else ():
+        first = next(
+            (one for one in facts.blocks for name in stage.blocks[:1] if one == name or one.startswith(f"{name}.")), ""
+        )
+        if first in facts.untrained:
+            yield f"no gradient flows back from {first}, which a split backward needs; take {ONE_F_ONE_B}, say"
     sharded, chunks = any(stage.sharding for stage in pipeline.stages), len(pipeline.stages) // len(places)
     if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
         yield (

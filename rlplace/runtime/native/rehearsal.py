@@ -134,11 +134,17 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
         plain = [whole, *(_run(model, batch, loss, double, thinned=False) for batch in batches[1:])]
     except Exception as error:
         return Conduct(indivisible=_first_line(error), **common)
-    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction(plain, double)
+    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction([plain], double)
+    if reduction == MEAN and any(_counted(plain, way) for way in plain[0].counts if way != TARGETS):
+        divided = [plain]  # by other parts, too: those above may count alike by chance
+        for at in {1, samples - 1} - {first}:
+            others = (rows_of(inputs, samples, rows) for rows in (slice(0, at), slice(at, samples)))
+            divided.append([whole, *(_run(model, other, loss, double, thinned=False) for other in others)])
+        reduction = _reduction(divided, double)
     if reduction == MEAN and (ragged := _ragged(inputs, samples)) is not None:  # a mask of ones hides what it counts
         with contextlib.suppress(Exception):  # the model may not take one with zeros
             masked = [ragged, *(rows_of(ragged, samples, rows) for rows in cuts)]
-            reduction = _reduction([_run(model, part, loss, double, thinned=False) for part in masked], double)
+            reduction = _reduction([[_run(model, part, loss, double, thinned=False) for part in masked]], double)
     parts = plain[1:]
     counters, written = _written(model, whole, parts)
     buffers = {name for name, _ in model.named_buffers()}
@@ -155,10 +161,15 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     )
 
 
-def _reduction(runs: Sequence[_Run], double: bool) -> str:
-    """How the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does."""
-    ways = [MEAN, SUM, *(way for way in runs[0].counts if way != TARGETS)]
-    return next((way for way in ways if _fits(runs, _counted(runs, way), double)), "")
+def _reduction(divided: Sequence[Sequence[_Run]], double: bool) -> str:
+    """How the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does.
+
+    Args:
+        divided: The whole batch and its parts, for every way that it was divided.
+        double: Whether runs were in double precision.
+    """
+    ways = [MEAN, SUM, *(way for way in divided[0][0].counts if way != TARGETS)]
+    return next((way for way in ways if all(_fits(runs, _counted(runs, way), double) for runs in divided)), "")
 
 
 def _reduction_of_targets(

@@ -37,6 +37,9 @@ MOST_ELEMENTS, MOST_FLOPS = 1 << 25, 4e9
 _LOSS, _GRADIENT = 1e-6, 1e-5
 """Differences that are rounding in double precision, relative to the loss and to the largest gradient of a parameter."""
 
+_SINGLE, _HALF = 30.0, 3e4
+"""So much larger they may be in single and in half precision."""
+
 
 @dataclass(eq=False)
 class _Run:
@@ -50,6 +53,7 @@ class _Run:
         counts: By way of counting what the run's samples count.
         watch: What happened on the way.
         rows: Samples.
+        slack: How much coarser than double precision it computed.
         toggles: Parameters whose `requires_grad` the forward changed.
         unlike: See `AlikeDraws`.
     """
@@ -61,6 +65,7 @@ class _Run:
     counts: dict[str, float]
     watch: Watch
     rows: int
+    slack: float
     toggles: tuple[str, ...]
     unlike: str | None
 
@@ -104,8 +109,8 @@ def rehearse(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None = No
         for double in (True, False):  # some models have dtypes of their own
             try:
                 whole = _run(model, inputs, loss, double, thinned=False)
-            except Exception as error:  # the model's own code runs
-                reason = f"a small step raised {_first_line(error)}"
+            except _ModelError as error:
+                reason = f"a small step raised {error}"
                 continue
             return _compared(model, inputs, loss, whole, double)
     return Conduct(unseen=reason)
@@ -132,19 +137,19 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     }
     try:
         plain = [whole, *(_run(model, batch, loss, double, thinned=False) for batch in batches[1:])]
-    except Exception as error:
-        return Conduct(indivisible=_first_line(error), **common)
-    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction([plain], double)
+    except _ModelError as error:
+        return Conduct(indivisible=str(error), **common)
+    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction([plain])
     if reduction == MEAN and any(_counted(plain, way) for way in plain[0].counts if way != TARGETS):
         divided = [plain]  # by other parts, too: those above may count alike by chance
         for at in {1, samples - 1} - {first}:
             others = (rows_of(inputs, samples, rows) for rows in (slice(0, at), slice(at, samples)))
             divided.append([whole, *(_run(model, other, loss, double, thinned=False) for other in others)])
-        reduction = _reduction(divided, double)
+        reduction = _reduction(divided)
     if reduction == MEAN and (ragged := _ragged(inputs, samples)) is not None:  # a mask of ones hides what it counts
-        with contextlib.suppress(Exception):  # the model may not take one with zeros
+        with contextlib.suppress(_ModelError):  # the model may not take one with zeros
             masked = [ragged, *(rows_of(ragged, samples, rows) for rows in cuts)]
-            reduction = _reduction([[_run(model, part, loss, double, thinned=False) for part in masked]], double)
+            reduction = _reduction([[_run(model, part, loss, double, thinned=False) for part in masked]])
     parts = plain[1:]
     counters, written = _written(model, whole, parts)
     buffers = {name for name, _ in model.named_buffers()}
@@ -161,15 +166,14 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     )
 
 
-def _reduction(divided: Sequence[Sequence[_Run]], double: bool) -> str:
+def _reduction(divided: Sequence[Sequence[_Run]]) -> str:
     """How the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does.
 
     Args:
         divided: The whole batch and its parts, for every way that it was divided.
-        double: Whether runs were in double precision.
     """
     ways = [MEAN, SUM, *(way for way in divided[0][0].counts if way != TARGETS)]
-    return next((way for way in ways if all(_fits(runs, _counted(runs, way), double) for runs in divided)), "")
+    return next((way for way in ways if all(_fits(runs, _counted(runs, way)) for runs in divided)), "")
 
 
 def _reduction_of_targets(
@@ -182,7 +186,7 @@ def _reduction_of_targets(
         thinned = [_run(model, batch, loss, double, thinned=True) for batch in batches]
     except _NoNumberError:
         return ""
-    return TARGETS if _fits(thinned, _counted(thinned, TARGETS), double) else ""
+    return TARGETS if _fits(thinned, _counted(thinned, TARGETS)) else ""
 
 
 def _ragged(inputs: Any, samples: int) -> Any:
@@ -202,7 +206,11 @@ def _ragged(inputs: Any, samples: int) -> Any:
     return made if changed else None
 
 
-class _NoNumberError(ValueError):
+class _ModelError(Exception):
+    """An error of the model's own code, in one line."""
+
+
+class _NoNumberError(_ModelError):
     """A loss that is not finite."""
 
 
@@ -228,17 +236,31 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
     for path, module in own.named_modules():
         module.register_forward_hook(note(path))
     watch, targets, draws = Watch(), Targets(thin=thinned), AlikeDraws()
-    with torch.enable_grad(), watch.differentiating(), draws, watch, targets:
-        value = loss_of(own(*args, **kwargs), loss).reshape(())
-    if not math.isfinite(float(value.detach())):
-        raise _NoNumberError("its loss is no finite number")
-    value.backward()  # type: ignore[no-untyped-call]
-    gradients = {name: p.grad.detach() for name, p in own.named_parameters() if p.grad is not None}
+    try:
+        with torch.enable_grad(), watch.differentiating(), draws, watch, targets:
+            value = loss_of(own(*args, **kwargs), loss).reshape(())
+        if not math.isfinite(float(value.detach())):
+            raise _NoNumberError("its loss is no finite number")
+        value.backward()  # type: ignore[no-untyped-call]
+    except _NoNumberError:
+        raise
+    except Exception as error:  # the model's own code runs
+        raise _ModelError(_first_line(error)) from error
     names = {id(parameter): name for name, parameter in own.named_parameters()}
-    toggles = tuple(names.get(one, "a parameter") for one in watch.toggles)
     counts[TARGETS] = float(targets.count)
+    computed = [*own.parameters(), *outputs.values()]  # in half precision maybe under an autocast of the model's own
+    half = any(one.is_floating_point() and one.element_size() < 4 for one in computed)
     return _Run(
-        float(value.detach()), gradients, _state(own), outputs, counts, watch, samples_of(inputs), toggles, draws.unlike
+        loss=float(value.detach()),
+        gradients={name: p.grad.detach() for name, p in own.named_parameters() if p.grad is not None},
+        state=_state(own),
+        outputs=outputs,
+        counts=counts,
+        watch=watch,
+        rows=samples_of(inputs),
+        slack=_HALF if half else 1.0 if double else _SINGLE,
+        toggles=tuple(names.get(one, "a parameter") for one in watch.toggles),
+        unlike=draws.unlike,
     )
 
 
@@ -277,12 +299,12 @@ def _counted(runs: Sequence[_Run], way: str) -> list[float]:
     return [count / total for count in counts] if total else []
 
 
-def _fits(runs: Sequence[_Run], weights: Sequence[float], double: bool) -> bool:
+def _fits(runs: Sequence[_Run], weights: Sequence[float]) -> bool:
     """Whether weighted parts have the loss and the gradients of the whole."""
     whole, *parts = runs
     if not weights:
         return False
-    slack = 1.0 if double else 1e3
+    slack = whole.slack
     scale = max(*(abs(run.loss) for run in runs), 1e-12)
     summed = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
     if abs(summed - whole.loss) > slack * _LOSS * scale:

@@ -232,7 +232,10 @@ class Captured:
         """Why the engine of placements cannot run this model; None where nothing is known against it."""
         if self.why_not_placed is None:
             return None
-        conduct = None if self.facts is None else self.facts().conduct
+        facts = None if self.facts is None else self.facts()
+        conduct = None if facts is None else facts.conduct
+        if facts is not None and facts.sync_norm:
+            return "SyncBatchNorm exchanges statistics between processes, which a placement does not"
         if conduct is not None and conduct.sparse:
             return f"the gradient of {conduct.sparse[0]} is sparse, which it does not add up"
         if conduct is not None and conduct.kept:

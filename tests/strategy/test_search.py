@@ -218,9 +218,7 @@ def test_one_captured_size_names_the_batches_that_there_are() -> None:
     cluster = Cluster.preset("cpu:2")
     scores = Evaluator(PricedBlocks(captured("vit", 6), cluster), cluster)
     for batch, space in ((8, ""), (7, "tensor=1"), (4, "microbatch=4")):
-        with pytest.raises(
-            InputError, match=r"captured with 6 samples only, .* a batch of 6 or a multiple of it, or place"
-        ):
+        with pytest.raises(InputError, match=r"captured with 6 samples only, .* a batch of 6 or a multiple of it, or place"):
             search(Question(scores, batch, Space.parse(space)))
     assert search(Question(scores, 12), calls=20).ranked
 

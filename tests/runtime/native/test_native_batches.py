@@ -22,7 +22,7 @@ def seen(strategy, samples, **options):
 
 
 def test_replicas_take_their_rows_in_order():
-    """Three passes of a sample on the first replica, two on the second: of five samples every one counts a fifth of both sums."""
+    """Three passes of a sample on the first replica, two on the second: each of five samples counts a fifth of both sums."""
     strategy = Strategy.from_dict(flat("short", {"shard": 2}, 1, batch=5, devices=(0, 1)) | {"microbatches": [3, 2]})
     assert seen(strategy, 5) == [[([0], 0.4), ([1], 0.4), ([2], 0.4)], [([3], 0.4), ([4], 0.4)]]
     # seven samples over two replicas, in the most passes that both can run

@@ -22,6 +22,9 @@ from rlplace.errors import RlplaceError
 GRACE_S = 5.0
 """Time that the other processes of a job have to report after the first one failed."""
 
+START_S, STARTS = 60.0, 3
+"""Time that processes have to find each other, and how often they try: gloo refuses now and then after others were killed."""
+
 Result = dict[str, Any]
 Work = Callable[[Any], Result]
 
@@ -40,7 +43,7 @@ def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, gr
         For every job what each process returned, or reports with ``error`` (the exception's type), ``line``, ``refused``
         (whether rlplace raised it on purpose) and ``trace``, of those that failed alone.
     """
-    context, done = multiprocessing.get_context("fork"), 0
+    context, done, starts = multiprocessing.get_context("fork"), 0, 0
     while done < len(jobs):
         with tempfile.TemporaryDirectory() as folder:
             pipes = [context.Pipe() for _ in range(processes)]
@@ -53,7 +56,9 @@ def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, gr
             for _, theirs in pipes:
                 theirs.close()
             try:
-                while done < len(jobs):
+                _, ready = _results([ours for ours, _ in pipes], members, START_S)
+                starts = 0 if ready else starts + 1
+                while done < len(jobs) and (ready or starts == STARTS):
                     results, usable = _results([ours for ours, _ in pipes], members, limit_s)
                     done += 1
                     yield results
@@ -99,6 +104,7 @@ def _member(
     if group:
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", store, timedelta(seconds=2 * limit_s), world_size=processes, rank=rank)
+    pipe.send({})
     for job in jobs:
         try:
             pipe.send(work(job))

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from rlplace.agents.config import MAX_HIDDEN
 from rlplace.agents.policies import BUILT_IN, KNOWN, Policy, columns_of, policy_class, policy_name
+from rlplace.agents.weights import check, fill, read_tensors
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
-from rlplace.tensors import check, fill, read_tensors
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 3

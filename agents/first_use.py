@@ -19,10 +19,10 @@ PLACEMENT, STRATEGY = "placement", "strategy"
 _PARTS = {
     PLACEMENT: (
         ("rlplace.agents.planner", "rlplace.envs.vector.construct:construct"),
-        ("rlplace.planners.best", "rlplace.planners.compiler.coarsen:_match"),
+        ("rlplace.placement.best", "rlplace.placement.published.compiler.coarsen:_match"),
     ),
     STRATEGY: (
-        ("rlplace.strategy.evaluate", "rlplace.strategy.kernel:evaluate_packed"),
+        ("rlplace.strategy.executor.evaluate", "rlplace.strategy.executor.kernel:evaluate_packed"),
         ("rlplace.simulator.api", "rlplace.simulator.fast:simulate_plans"),
     ),
 }

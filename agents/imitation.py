@@ -17,6 +17,7 @@ from rlplace.agents.cases import Case
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Policy, narrowed
 from rlplace.agents.search import Search
+from rlplace.agents.weights import read_tensors
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
@@ -24,11 +25,10 @@ from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.envs.vector.construct import builds_for, construct, plots_of
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import write_bytes
-from rlplace.planners.best import floor_answers
-from rlplace.planners.common.evaluate import Deadline, Evaluator
-from rlplace.planners.common.shortage import check_possible
+from rlplace.placement.best import floor_answers
+from rlplace.placement.common.evaluate import Deadline, Evaluator
+from rlplace.placement.common.shortage import check_possible
 from rlplace.problem import Problem
-from rlplace.tensors import read_tensors
 
 CASES, WINDOW = 32, 8192
 """Cases of a batch, and files that batches are drawn from at a time."""

@@ -21,11 +21,11 @@ from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import read_bytes, write_bytes
-from rlplace.planners import get_planner
-from rlplace.planners.best import floor_answers
-from rlplace.planners.common.evaluate import Deadline, Evaluator
-from rlplace.planners.common.objective import descent_s
-from rlplace.planners.common.shortage import check_possible
+from rlplace.placement import get_planner
+from rlplace.placement.best import floor_answers
+from rlplace.placement.common.evaluate import Deadline, Evaluator
+from rlplace.placement.common.objective import descent_s
+from rlplace.placement.common.shortage import check_possible
 
 FILL = 1.15
 """Moves that provably fill a device beyond this share of its memory are not priced."""

@@ -26,12 +26,12 @@ from rlplace.agents.search import Search
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
+from rlplace.placement import get_planner
+from rlplace.placement.common.evaluate import Deadline, Evaluator, Score
+from rlplace.placement.common.repair import legalize, repair_answer
+from rlplace.placement.common.shortage import check_possible
+from rlplace.placement.search import FLOOR_SHARE, Start, start_devices
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
-from rlplace.planners.common.repair import legalize, repair_answer
-from rlplace.planners.common.search import FLOOR_SHARE, Start, start_devices
-from rlplace.planners.common.shortage import check_possible
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, simulate
 

@@ -20,7 +20,7 @@ from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import GraphArrays
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.extensions import POLICIES, find, names, wrong
+from rlplace.plugins import POLICIES, find, names, wrong
 
 PLACEMENT, REFINEMENT = "rlplace/Placement-v0", "rlplace/Refinement-v0"
 KNOWN = {PLACEMENT: CONSTRUCTION_FEATURES, REFINEMENT: FEATURES}

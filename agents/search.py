@@ -19,8 +19,8 @@ from rlplace.envs.guide.draw import SHARES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
-from rlplace.planners.common.evaluate import Score
-from rlplace.planners.common.search import MoveMaker
+from rlplace.placement.common.evaluate import Score
+from rlplace.placement.search import MoveMaker
 
 _SEEN = 1 << 18  # plans that are remembered
 _EMPTY = 50  # looks in a row that find no untried move, after which the search ends
@@ -144,7 +144,7 @@ class Search:
 def warm_up() -> None:
     """Compiles, or loads from the cache, the kernels of the search, so that time limits do not include it."""
     from rlplace.envs.instance import make_instance
-    from rlplace.planners.annealing.annealing import warm_up as warm_up_searches
+    from rlplace.placement.annealing.annealing import warm_up as warm_up_searches
     from rlplace.problem.generate import random_problem
 
     warm_up_searches()

@@ -30,7 +30,7 @@ import torch
 from benchmarks.agent.jobs import CLUSTERS, SHAPES, large_case
 from benchmarks.built import interval
 from rlplace.agents.planner import load_agent, warm_up
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 from rlplace.simulator import simulate
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")

@@ -85,7 +85,7 @@ def report(options: argparse.Namespace, table: Path) -> None:
     import rlplace
     from rlplace.cli.common import print_table
     from rlplace.cost.measurement import Measurement
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
 
     cluster = rlplace.Cluster.detect()
     rows = []

@@ -28,8 +28,8 @@ def capture_one(name: str, spec: str, batch: int, seq: int) -> None:
     """Captures in this process and prints one row; seconds are of this process's CPU."""
     import torch
 
-    from rlplace.graph.capture import capture
-    from rlplace.zoo import load_model
+    from rlplace.model.capture.capture import capture
+    from rlplace.model.zoo import load_model
 
     torch.set_num_threads(1)
     start = time.process_time()

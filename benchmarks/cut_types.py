@@ -27,7 +27,7 @@ def build(kind: str):
     """The type with two layers a tower, or as it is where it refuses that."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
 
     known = CONFIG_MAPPING[kind]().to_dict()
     few = "".join(f",{name}=2" for name in DEPTHS if isinstance(known.get(name), int))
@@ -39,10 +39,10 @@ def build(kind: str):
 
 def look(kind: str, answer: multiprocessing.connection.Connection) -> None:
     """Says how far a type gets, and what ended it."""
-    from rlplace.graph.capture import capture
-    from rlplace.runtime.native.blocks import block_names
-    from rlplace.runtime.native.capture import capture as record
-    from rlplace.runtime.native.cut import cut
+    from rlplace.model.capture.capture import capture
+    from rlplace.runtime.strategy.blocks import block_names
+    from rlplace.runtime.strategy.capture import capture as record
+    from rlplace.runtime.strategy.cut import cut
 
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
     row, begin = {"type": kind, "reached": "nothing"}, time.process_time()
@@ -67,8 +67,8 @@ def main() -> None:
     options = parser.parse_args()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    import rlplace.graph.capture
-    import rlplace.runtime.native.cut  # noqa: F401
+    import rlplace.model.capture.capture
+    import rlplace.runtime.strategy.cut  # noqa: F401
 
     context, rows = multiprocessing.get_context("fork"), []
     for kind in options.types or CONFIG_MAPPING_NAMES:

@@ -34,7 +34,7 @@ from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.schedule import SCHEDULES, V
+from rlplace.plan.schedule import SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
@@ -111,9 +111,9 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
 def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
     """A model at two batch sizes, and what of it the runtime runs."""
     import rlplace
-    from rlplace.runtime.native.facts import facts_of
-    from rlplace.runtime.native.why_not import judge
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
+    from rlplace.runtime.strategy.facts import facts_of
+    from rlplace.runtime.strategy.why_not import judge
 
     graphs = []
     for batch in (BATCH, BATCH // 4):
@@ -135,9 +135,9 @@ def links_of(rate: str) -> Any:
 def cells(model: str, rate: str) -> list[dict[str, Any]]:
     """Every strategy that runs, with what is predicted and how long its blocks sleep."""
     from rlplace.strategy.costs import Cut
-    from rlplace.strategy.op_level import OpLevel
-    from rlplace.strategy.plan import ask
-    from rlplace.strategy.search import search
+    from rlplace.strategy.search.op_level import OpLevel
+    from rlplace.strategy.search.plan import ask
+    from rlplace.strategy.search.search import search
 
     first, other, why_not, only = captured(model)
     question = ask(first, links_of(rate), BATCH, other=other, why_not=why_not, only=only)
@@ -245,11 +245,11 @@ def run(cell: dict[str, Any]) -> list[float]:
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
+    from rlplace.model.zoo import load_model
     from rlplace.plan.strategy import Strategy
-    from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.execution import activity
-    from rlplace.runtime.measure import train_step
-    from rlplace.zoo import load_model
+    from rlplace.runtime.base import activity
+    from rlplace.runtime.base.steps import train_step
+    from rlplace.runtime.job.distribute import distribute
 
     strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
     mine = [sleeps for stage, sleeps in zip(strategy.stages, cell["sleeps"], strict=True) if rank in stage.devices]
@@ -348,7 +348,7 @@ def worker(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.ranks import start_group
+    from rlplace.runtime.base.ranks import start_group
 
     torch.set_num_threads(1)
     start_group("gloo", LIMIT_S)

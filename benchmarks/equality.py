@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.equality_models import BATCH, KINDS, batch_of, build
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.state.whole import own_part
-from rlplace.runtime.native.capture import capture
-from rlplace.runtime.native.run import prepare
+from rlplace.runtime.state.whole import own_part
+from rlplace.runtime.strategy.capture import capture
+from rlplace.runtime.strategy.run import prepare
 
 PROCESSES, RATE, LARGEST_NORM = 8, 1e-2, 0.1
 TIMES = (1, 1, 2)

@@ -15,7 +15,7 @@ import argparse
 import numpy as np
 
 from rlplace.errors import InfeasibleError
-from rlplace.planners import run_planner
+from rlplace.placement import run_planner
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from rlplace.cost.curve import TILES, Sizes, feature_matrix, roofline_seconds, work_seconds
-from rlplace.cost.fit import OpTiming
 from rlplace.cost.table import DIMS, Curve, Residual
+from rlplace.measure.fit import OpTiming
 
 _RESULT = tuple(f"{name}_{a}x{b}" for a, b in TILES for name in ("waves", "wave_waste")) + tuple(
     f"edge_{name}_{side}" for name in ("m", "n") for side in (32, 64, 128, 256)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.errors import whole_number
-from rlplace.planners.common.bottleneck import Move
-from rlplace.planners.common.search import MoveMaker, Search
-from rlplace.planners.local_search import LocalSearchSettings, descend
+from rlplace.placement.common.bottleneck import Move
+from rlplace.placement.local_search import LocalSearchSettings, descend
+from rlplace.placement.search import MoveMaker, Search
 
 
 @dataclass(frozen=True)

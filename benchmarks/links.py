@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
+from rlplace.cluster.fabric import Curve, bus_factor
 from rlplace.cluster.fabrics import FIT_BREAKS_MB, MB
 from rlplace.cluster.measured import fit_collective_curve
-from rlplace.problem.collectives import collective_s
-from rlplace.problem.fabric import Curve, bus_factor
 
 GIB = 1 << 30
 CLUSTERS = {"a100": "a100-80g:8", "v100": "v100:8"}

@@ -21,11 +21,11 @@ import numpy as np
 
 from rlplace.compiled import entry, stamp_of
 from rlplace.errors import InputError, show
-from rlplace.planners.common import movekernels
-from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.common.movekernels import draw_uniform
-from rlplace.planners.common.repair import traffic
-from rlplace.planners.common.search import Search
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.common.movekernels import draw_uniform
+from rlplace.placement.common.repair import traffic
+from rlplace.placement.search import Search
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _compile(stamp):
             time_s: float64 [G, D]; inf where a group may not sit.
             chosen: int32 [G], filled: the groups of the cluster.
             devices: int32 [G], changed.
-            links: What prices transfers, see `rlplace.planners.common.repair.traffic`.
+            links: What prices transfers, see `rlplace.placement.common.repair.traffic`.
         """
         _ = stamp
         neighbor_ptr, neighbor, neighbor_edge, neighbor_out, edge_bytes, edge_count, edge_fixed_s, latency, inverse = links

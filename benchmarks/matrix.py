@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlplace.comparing import Case, Comparison, Settings, Store, compare, gather
-from rlplace.comparing.records import TASKS, VIEWS
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import OpGraph
-from rlplace.means import geometric_mean
-from rlplace.planners import PLANNERS
-from rlplace.planners.attempt import OK
+from rlplace.explanation.compare import Case, Comparison, Settings, Store, compare, gather
+from rlplace.explanation.compare.records import TASKS, VIEWS
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
+from rlplace.placement import PLANNERS
+from rlplace.placement.attempt import OK
 from rlplace.problem import Problem
-from rlplace.zoo import load_model
+from rlplace.stats import geometric_mean
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
-from rlplace.graph.capture import capture
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from rlplace.zoo import load_model
 
 torch.set_num_threads(1)
 GIB = 1 << 30

@@ -17,9 +17,9 @@ import torch
 
 from rlplace.cluster import KINDS
 from rlplace.cost.compute import explain_times
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import FORWARD, UPDATE, OpGraph
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import FORWARD, UPDATE, OpGraph
+from rlplace.model.zoo import load_model
 
 GPT = "hf:gpt2,vocab_size=50304,n_positions=2048,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,activation_function=gelu"
 MPT = GPT + ",n_embd={0},n_head={1},n_layer={2}"

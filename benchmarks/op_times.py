@@ -26,10 +26,10 @@ from fit_residual import fit_residual, sizes_of
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import kernel_seconds
-from rlplace.cost.fit import SATURATIONS, OpTiming, fit_op_curve
 from rlplace.cost.foreign import SHIPPED, shipped_costs
 from rlplace.cost.scaled import CLASSES, datasheet_curve
 from rlplace.cost.table import CostTable, Curve, KindCosts
+from rlplace.measure.fit import SATURATIONS, OpTiming, fit_op_curve
 
 SOURCE = "NeuSight (ASPLOS 2025) kernel timings, fp32 with TF32 off, PyTorch 2.1, CUDA 12.1, {device}"
 HELD_OUT = {"kernel_timings": 0.2, "kernel_timings_random": 0.5}

@@ -24,10 +24,10 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import rlplace
+from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.distributed.graph.forward_graph import ForwardGraph, forward_graph
-from rlplace.runtime.measure import loss_of
-from rlplace.zoo import load_model
+from rlplace.runtime.base.forward_graph import ForwardGraph, forward_graph
+from rlplace.runtime.base.steps import loss_of
 
 MODELS = {
     "gpt2, 4 layers of 256": ("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=2000,n_positions=64", 4, 64),

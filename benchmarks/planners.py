@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from rlplace.cli.compare_table import print_comparison
-from rlplace.comparing import Case, Settings, Store, compare, gather
 from rlplace.errors import InfeasibleError
-from rlplace.planners import ONE_SHOT, run_planner
-from rlplace.planners.common.bounds import lower_bounds
+from rlplace.explanation.compare import Case, Settings, Store, compare, gather
+from rlplace.placement import ONE_SHOT, run_planner
+from rlplace.placement.common.bounds import lower_bounds
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 

@@ -28,11 +28,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
 from benchmarks import emulated
 from rlplace.cluster.presets import cpu_kind
-from rlplace.cost.calibrate import calibrate
 from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import CostTable
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
+from rlplace.measure.calibrate import calibrate
 from rlplace.plan.plan import PlacementPlan
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
@@ -102,9 +102,9 @@ def links_of(rate: str, name: str) -> Any:
 def cells(model: str, rate: str) -> Iterator[dict[str, Any]]:
     """Every strategy that runs, with its prediction by way."""
     from rlplace.strategy.costs import Cut
-    from rlplace.strategy.op_level import OpLevel
-    from rlplace.strategy.plan import ask
-    from rlplace.strategy.search import search
+    from rlplace.strategy.search.op_level import OpLevel
+    from rlplace.strategy.search.plan import ask
+    from rlplace.strategy.search.search import search
 
     first, other, why_not, only = emulated.captured(model, SEQ)
     tables = costs_of(model)
@@ -151,11 +151,11 @@ def time_plans(path: str, alike: bool = False) -> None:
     import torch
     import torch.distributed as dist
 
+    from rlplace.model.zoo import load_model
     from rlplace.plan.strategy import Strategy
-    from rlplace.runtime.distributed.distribute import distribute
-    from rlplace.runtime.distributed.ranks import start_group
-    from rlplace.runtime.measure import train_step
-    from rlplace.zoo import load_model
+    from rlplace.runtime.base.ranks import start_group
+    from rlplace.runtime.base.steps import train_step
+    from rlplace.runtime.job.distribute import distribute
 
     torch.set_num_threads(1)
     if alike:

@@ -23,8 +23,8 @@ from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
-from rlplace.graph.capture import capture
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
 
 
 def steps_per_second(env: PlacerEnv, seed: int, steps: int) -> float:

@@ -5,7 +5,7 @@
     python -m benchmarks.runs --split tune --seeds 2
     python -m benchmarks.runs --table
 
-An instance is a captured model on a preset cluster; a truth (`rlplace.measured.truths`) is drawn for each seed. A rule chooses
+An instance is a captured model on a preset cluster; a truth (`rlplace.measure.truths`) is drawn for each seed. A rule chooses
 among what the planner proposes, and sees step times and memory of what it has run. After every run the corrected model is asked
 for better strategies, which join the candidates, for all rules alike. The figure is the step time of the quickest run over the
 least that is known for the truth: of all candidates, and of a search that knows it. Before anything has run it counts 3.
@@ -33,14 +33,14 @@ from benchmarks.runs_policy import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import RlplaceError
-from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import RULES, expected, least
-from rlplace.measured.pool import Pool, candidates, first_pool
-from rlplace.measured.session import planned_again
-from rlplace.measured.truths import Truth
-from rlplace.strategy.plan import ask
-from rlplace.strategy.tries import Question
-from rlplace.zoo import load_model
+from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.choose import RULES, expected, least
+from rlplace.measure.pool import Pool, candidates, first_pool
+from rlplace.measure.session import planned_again
+from rlplace.measure.truths import Truth
+from rlplace.model.zoo import load_model
+from rlplace.strategy.search.plan import ask
+from rlplace.strategy.search.tries import Question
 
 Rule = Callable[[Belief, Generator], int | None]
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
@@ -82,7 +82,7 @@ def instances(split: str) -> Iterator[tuple[str, Question]]:
         graphs = []
         for batch in CAPTURED:
             loaded = load_model(text, batch=batch, seq=seq, dtype="fp16")
-            from rlplace.graph.capture import capture
+            from rlplace.model.capture.capture import capture
 
             graphs.append(capture(loaded.module, loaded.example_inputs, loss=loaded.loss))
         for cluster in CLUSTERS[split]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.runs_elsewhere [--truths 8]
 
-Two models have four runs each on a made-up truth (`rlplace.measured.truths`) of a preset cluster. Three other models are
+Two models have four runs each on a made-up truth (`rlplace.measure.truths`) of a preset cluster. Three other models are
 planned for on the same truth, and on one that has nothing in common with it but the kinds of devices. Printed are, without and
 with those runs: the mean absolute error of the log of expected step times of all candidates before anything ran here, the mean
 square of errors over stated standard deviations (1 where they are honest), and the step time of the quickest run over the least
@@ -21,17 +21,17 @@ import numpy as np
 from benchmarks.runs import BATCH, CAPTURED, MODELS, NEVER
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import OpGraph
-from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import improvement
-from rlplace.measured.log import Run
-from rlplace.measured.pool import Pool, first_pool
-from rlplace.measured.session import run_of
-from rlplace.measured.truths import Truth
-from rlplace.strategy.plan import ask
-from rlplace.strategy.tries import Question
-from rlplace.zoo import load_model
+from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.choose import improvement
+from rlplace.measure.log import Run
+from rlplace.measure.pool import Pool, first_pool
+from rlplace.measure.session import run_of
+from rlplace.measure.truths import Truth
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
+from rlplace.strategy.search.plan import ask
+from rlplace.strategy.search.tries import Question
 
 THERE, HERE = ("gpt2-medium", "bert-large"), ("t5-large", "opt-1b", "gpt_neox-1b")
 CLUSTERS = ("a100-80g:8", "t4:2x4,eth=25g", "a100-40g:4x2,ib=100g", "a100-40g:2+v100:4")

@@ -31,14 +31,14 @@ import numpy as np
 from benchmarks import emulated
 from benchmarks.emulated import BATCH, BYTES_PER_S, FLOPS, HOSTS, _sleeps, as_a_gpu, captured
 from rlplace.cluster.presets import cpu_kind
-from rlplace.measured.log import Ended
-from rlplace.measured.session import Session
+from rlplace.measure.log import Ended
+from rlplace.measure.session import Session
 from rlplace.plan.plan import PlacementPlan
 from rlplace.strategy.drafts import Draft, draft_of_strategy
 from rlplace.strategy.kinds import kind_of
-from rlplace.strategy.plan import ask, prediction
-from rlplace.strategy.search import search
-from rlplace.strategy.tries import Question
+from rlplace.strategy.search.plan import ask, prediction
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import Question
 from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
@@ -179,7 +179,7 @@ def worker(folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.ranks import gather_objects, start_group
+    from rlplace.runtime.base.ranks import gather_objects, start_group
 
     torch.set_num_threads(1)
     emulated.STEPS = STEPS

@@ -17,7 +17,7 @@ from rlplace.agents.policy import PlacerPolicy
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
 from rlplace.envs.scenario import Scenario
-from rlplace.measured.belief import Belief
+from rlplace.measure.belief import Belief
 
 ENVS, ROLLOUT, EPOCHS, BATCH, RATE, ENTROPY = 8, 256, 4, 256, 3e-4, 0.003
 
@@ -137,7 +137,7 @@ def load_runs(path: str | Path) -> RunsNetwork:
 
 
 def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator], int | None]:
-    """The policy as a rule of `rlplace.measured.choose`: the best score of what has not run; it never stops early."""
+    """The policy as a rule of `rlplace.measure.choose`: the best score of what has not run; it never stops early."""
 
     def choose(belief: Belief, rng: Generator) -> int | None:
         if not belief.left.any():

@@ -31,15 +31,15 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.strategy import tries
-from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, Place, plain_draft
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.fit import changed, fitted, other_choices
-from rlplace.strategy.moves import Moves
-from rlplace.strategy.search import search
-from rlplace.strategy.tries import OutOfBudgetError, Question, Tried, Tries
-from rlplace.strategy.uniform import Options
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search import tries
+from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.fit import changed, fitted, other_choices
+from rlplace.strategy.search.moves import Moves
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.search.uniform import Options
 
 KINDS = ("like devices", "unlike devices", "little memory", "unlike layers")
 LIKE = ("a100-80g:8", "h100:2x8,ib=400g", "a100-40g:4x8,ib=400g", "h100:8x8,ib=400g", "rtx4090:2x8,ib=100g", "l4:2x4,ib=100g")

@@ -34,8 +34,8 @@ from torch import nn
 import rlplace
 from benchmarks.types_table import STEPS, page, summary
 from rlplace.errors import MissingError, RlplaceError
-from rlplace.graph.capture import capture
-from rlplace.zoo import LoadedModel, load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import LoadedModel, load_model
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
 PAGE = Path(__file__).parents[1] / "docs/model-types.md"
@@ -87,7 +87,7 @@ def widths(width: int) -> dict[str, int]:
 
 def sizes(config: Any, less: dict[str, int], prefix: str = "") -> Iterator[str]:
     """Options that make a configuration, and those inside it, smaller."""
-    from rlplace.zoo.transformers import _parts
+    from rlplace.model.zoo.transformers import _parts
 
     most = less.get("vocab_size")
     for name, value in config.to_dict().items():

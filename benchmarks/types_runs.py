@@ -33,14 +33,14 @@ from torch.utils import _pytree as pytree
 import rlplace
 from benchmarks.equality import difference, gradients
 from benchmarks.types import BATCH, CLOSE, CLUSTER, LIMIT_S, LONG, ROWS, Connection, read, reason, step, without_dropout
+from rlplace.api import Captured, answer
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import OpGraph
-from rlplace.placing import Captured, answer
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import LoadedModel, load_model
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.native.facts import facts_of
-from rlplace.zoo import LoadedModel, load_model
+from rlplace.runtime.strategy.facts import facts_of
 
 WAYS = {"shares": "pipeline=1 shard=2 sharding=3", "stages": "pipeline=2 replicate=1 shard=1 tensor=1"}
 """By name, what `place` may choose from."""

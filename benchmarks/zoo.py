@@ -36,8 +36,8 @@ from rlplace.agents.vecenv import PlacerVecEnv
 from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.errors import InfeasibleError
-from rlplace.planners import get_planner
-from rlplace.planners.common.search import search_planner
+from rlplace.placement import get_planner
+from rlplace.placement.search import search_planner
 from rlplace.problem.generate import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,7 +37,7 @@ def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
 
 def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
     """uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
-    from rlplace.reporting.lanes import empty_image, lanes_of, paint
+    from rlplace.explanation.report.lanes import empty_image, lanes_of, paint
 
     if (device_of_group < 0).any():
         return empty_image(instance.problem.num_devices)

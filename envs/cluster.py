@@ -1,9 +1,9 @@
 """``rlplace/Cluster-v0``: which strategy to run next on a cluster whose truth is hidden.
 
 An episode is a model on a cluster. The planner has proposed candidates; the cost model says what they take, and is wrong by
-something that is drawn anew in each episode (`rlplace.measured.truths`), or was measured (`Scenario.replayed`). An action runs
+something that is drawn anew in each episode (`rlplace.measure.truths`), or was measured (`Scenario.replayed`). An action runs
 a candidate, which shows its step time and memory or that it does not fit, or stops. The observation is the belief after all
-runs (`rlplace.measured.belief`), as a graph: a node for each candidate (what it is expected to take, how sure that is, whether
+runs (`rlplace.measure.belief`), as a graph: a node for each candidate (what it is expected to take, how sure that is, whether
 it will fit, what it took), the correlation of any two, and the stages of each one's plan with the places that hold them. K
 candidates and one action to stop, S stages at most. Step times are linear around the cost model, where a session of real runs
 follows its belief.
@@ -26,9 +26,9 @@ from rlplace.envs.instance import FinalReward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.envs.scenario import Scenario, default_scenarios
 from rlplace.errors import InputError
-from rlplace.measured.belief import Belief, Ran
-from rlplace.measured.choose import LOST
-from rlplace.measured.truths import NOISE
+from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.choose import LOST
+from rlplace.measure.truths import NOISE
 
 
 class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.envs.guide.features import CLIP
-from rlplace.measured import pool as pools
-from rlplace.measured.belief import Belief
-from rlplace.measured.choose import gain_of
-from rlplace.measured.pool import Pool
+from rlplace.measure import pool as pools
+from rlplace.measure.belief import Belief
+from rlplace.measure.choose import gain_of
+from rlplace.measure.pool import Pool
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import Evaluation
+from rlplace.strategy.executor.evaluation import Evaluation
 
 FEATURES = (
     "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", "ran", "took",
     *(f"of {name}" for name in pools.FEATURES),
 )  # fmt: skip
-"""Of a candidate: `rlplace.measured.choose.gain_of`; expected log step time over the best that ran; its standard deviation; the
+"""Of a candidate: `rlplace.measure.choose.gain_of`; expected log step time over the best that ran; its standard deviation; the
 chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it tells of others;
 whether it has run, and the log of what it took over what the cost model says; its strategy."""
 

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
-from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import largest_op_bytes, lower_bounds
-from rlplace.planners.common.groupgraph import GroupGraph, finite_links, group_graph
-from rlplace.planners.common.objective import UNFIT_S, objective_s
-from rlplace.planners.common.oparrays import upward_rank
-from rlplace.planners.common.shortage import check_possible
+from rlplace.placement import get_planner
+from rlplace.placement.common.bounds import largest_op_bytes, lower_bounds
+from rlplace.placement.common.groupgraph import GroupGraph, finite_links, group_graph
+from rlplace.placement.common.objective import UNFIT_S, objective_s
+from rlplace.placement.common.oparrays import upward_rank
+from rlplace.placement.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, Problem
 from rlplace.problem.order import longest_ways, reach
 from rlplace.simulator import default_priority, simulate

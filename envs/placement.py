@@ -12,7 +12,7 @@ from rlplace.envs.backends import SimulatedBackend
 from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, Construction
 from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio
-from rlplace.planners.common.repair import repair
+from rlplace.placement.common.repair import repair
 from rlplace.problem import Problem
 
 

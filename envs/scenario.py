@@ -9,14 +9,14 @@ from functools import cache
 
 import numpy as np
 
-from rlplace.measured.log import Run
-from rlplace.measured.pool import Pool, first_pool, pool_of
-from rlplace.measured.truths import Truth
-from rlplace.measured.world import Worlds
+from rlplace.measure.log import Run
+from rlplace.measure.pool import Pool, first_pool, pool_of
+from rlplace.measure.truths import Truth
+from rlplace.measure.world import Worlds
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import draft_of_strategy
-from rlplace.strategy.tries import Question
+from rlplace.strategy.search.tries import Question
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Scenario:
         pool: The candidates.
         step_s: float64 [C], true step times.
         share: float64 [C], true shares of the fullest device's memory; above 1 a run does not fit.
-        pace_s: By device, what a run shows of its speed; see `rlplace.measured.belief.Ran`.
+        pace_s: By device, what a run shows of its speed; see `rlplace.measure.belief.Ran`.
         stage_busy_s: By candidate and stage, likewise.
     """
 
@@ -82,9 +82,9 @@ class Scenario:
 def default_questions() -> tuple[Question, ...]:
     """A perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two T4s."""
     from rlplace.cluster.parse import parse
-    from rlplace.graph.capture import capture
-    from rlplace.strategy.plan import ask
-    from rlplace.zoo import load_model
+    from rlplace.model.capture.capture import capture
+    from rlplace.model.zoo import load_model
+    from rlplace.strategy.search.plan import ask
 
     loaded = [load_model("zoo:mlp,layers=12,width=8192", batch=batch) for batch in (2, 4)]
     first, other = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)

@@ -18,7 +18,7 @@ from rlplace.envs.scenario import default_questions
 from rlplace.envs.strategy_board import FEATURES, KINDS, STAGE_FEATURES, STARTS, board_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.tries import Question, Tried
+from rlplace.strategy.search.tries import Question, Tried
 
 
 class StrategyEnv(NumberedEnv):
@@ -27,7 +27,8 @@ class StrategyEnv(NumberedEnv):
     ## Description
     A strategy says which stages the blocks of a model form, on which devices, with which degrees, sharding level,
     recomputation, micro-batches, schedule and offload. Each step offers up to K - 1 moves of the planner's local search
-    (`rlplace.strategy.moves`), kinds taking turns: schedule, blocks over a cut, micro-batches, degrees and levels, devices
+    (`rlplace.strategy.search.moves`), kinds taking turns: schedule, blocks over a cut, micro-batches, degrees and levels,
+    devices
     (places merged, split, exchanged, left out), and what a block recomputes or offloads. After a move of another kind blocks
     recompute and offload anew, as little as fits. The block executor evaluates what is offered; the agent picks or stops.
 
@@ -59,7 +60,8 @@ class StrategyEnv(NumberedEnv):
     and has it as ``strategy``, a dict as in plan files.
 
     ## Arguments
-    problems: questions (`rlplace.strategy.plan.ask`); default: three small ones. moves: K. max_moves: length of an episode.
+    problems: questions (`rlplace.strategy.search.plan.ask`); default: three small ones. moves: K. max_moves: length of an
+        episode.
     start: see above. calls: evaluations of the classical search, once for each question. reward: called with a step time and
     the classical search's, as in Placement-v0; a step that finds a better strategy is rewarded by how much that rises.
 
@@ -82,7 +84,7 @@ class StrategyEnv(NumberedEnv):
     ) -> None:
         chosen = default_questions() if problems is None else [problems] if isinstance(problems, Question) else list(problems)
         if not chosen or not all(isinstance(one, Question) for one in chosen):
-            raise InputError("Strategy-v0 needs questions of whole strategies; rlplace.strategy.plan.ask makes one")
+            raise InputError("Strategy-v0 needs questions of whole strategies; rlplace.strategy.search.plan.ask makes one")
         check_moves(start, STARTS, moves, max_moves)
         self.boards = [board_of(question, calls) for question in chosen]
         self.moves, self.max_moves = moves, max_moves

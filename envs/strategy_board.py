@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from rlplace.envs import cluster_view
 from rlplace.envs.guide.features import CLIP
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.measured.pool import CHOICES, choices
+from rlplace.measure.pool import CHOICES, choices
 from rlplace.plan.rivals import too_large
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy import moves
-from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.evaluation import PARTS
-from rlplace.strategy.fit import changed, fitted, other_choices
-from rlplace.strategy.search import Answer, search
-from rlplace.strategy.tries import Question, Tried, Tries
-from rlplace.strategy.uniform import Option, Options
+from rlplace.strategy.executor.evaluation import PARTS
+from rlplace.strategy.search import moves
+from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.fit import changed, fitted, other_choices
+from rlplace.strategy.search.search import Answer, search
+from rlplace.strategy.search.tries import Question, Tried, Tries
+from rlplace.strategy.search.uniform import Option, Options
 
 MEMORY = "memory"
 KINDS = (*moves.KINDS, MEMORY)
-"""Kinds of moves: those of `rlplace.strategy.moves`, and what a block recomputes or has in host memory."""
+"""Kinds of moves: those of `rlplace.strategy.search.moves`, and what a block recomputes or has in host memory."""
 
 FEATURES = (*KINDS, "lowers", *(f"more {name}" for name in CHOICES))
 """Of a move: its kind, one of which is 1; log of the step time now over that after it, which the executor says with the memory;
-by how much `rlplace.measured.pool.CHOICES` rise."""
+by how much `rlplace.measure.pool.CHOICES` rise."""
 
 STAGE_FEATURES = (*cluster_view.STAGE_FEATURES, "devices", "context", "expert", "offloaded", *(f"in {part}" for part in PARTS))
 """Of a stage: those of Cluster-v0; degrees as logarithms to base 2; share of its blocks; shares of the step on its place."""
@@ -60,7 +60,7 @@ class Board:
     Attributes:
         fits: The draft of a move of this kind with the least recomputation and offload that fits; None where none does or may
             run. Moves of `MEMORY` say what blocks choose.
-        choices: float64, by `rlplace.measured.pool.CHOICES`, of a draft.
+        choices: float64, by `rlplace.measure.pool.CHOICES`, of a draft.
     """
 
     def __init__(self, question: Question, calls: int) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import rlplace
 from rlplace.envs import MeasuredBackend
-from rlplace.runtime.distributed.job.measure import plan_timer
-from rlplace.zoo import load_model
+from rlplace.model.zoo import load_model
+from rlplace.runtime.job.measure import plan_timer
 
 MODEL, EPISODES = "zoo:moe_toy,width=64,layers=2,experts=4", 4
 

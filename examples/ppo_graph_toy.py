@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import rlplace
 from rlplace.envs import EDGE_FEATURES, NODE_FEATURES, Instance, PlacementEnv
 from rlplace.envs.toy import UNSEEN, toy_instances
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 
 WIDTH, ROUNDS = 32, 2
 GROUPS, DEVICES = 8, 3  # the largest problems of the family

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlplace.agents.planner import Agent as Agent
     from rlplace.agents.planner import load_agent as load_agent
+    from rlplace.api import place as place
     from rlplace.cluster.parse import Cluster as Cluster
     from rlplace.cost.price import price as price
     from rlplace.cost.price import split_backward as split_backward
@@ -21,26 +22,27 @@ if TYPE_CHECKING:
     from rlplace.errors import InputError as InputError
     from rlplace.errors import MissingError as MissingError
     from rlplace.errors import RlplaceError as RlplaceError
-    from rlplace.explaining.difference import diff as diff
-    from rlplace.explaining.explain import explain as explain
-    from rlplace.exporting.export import export as export
-    from rlplace.graph.capture import capture as capture
-    from rlplace.graph.opgraph import OpGraph as OpGraph
-    from rlplace.integrations.trainer import distribute_accelerator as distribute_accelerator
-    from rlplace.integrations.trainer import distribute_trainer as distribute_trainer
-    from rlplace.placing import place as place
+    from rlplace.explanation.difference import diff as diff
+    from rlplace.explanation.explain import explain as explain
+    from rlplace.explanation.report.report import report as report
+    from rlplace.model.capture.capture import capture as capture
+    from rlplace.model.graph.opgraph import OpGraph as OpGraph
     from rlplace.plan.plan import PlacementPlan as PlacementPlan
     from rlplace.plan.strategy import Strategy as Strategy
     from rlplace.problem import Problem as Problem
-    from rlplace.reporting.report import report as report
-    from rlplace.runtime.apply import apply as apply
-    from rlplace.runtime.distributed.distribute import distribute as distribute
-    from rlplace.runtime.distributed.distribute import parallelize as parallelize
-    from rlplace.runtime.distributed.state.training_state import load_checkpoint as load_checkpoint
-    from rlplace.runtime.distributed.state.training_state import save_checkpoint as save_checkpoint
+    from rlplace.runtime.export.device_maps import complete_device_map as complete_device_map
+    from rlplace.runtime.export.device_maps import plan_from_device_map as plan_from_device_map
+    from rlplace.runtime.export.export import export as export
+    from rlplace.runtime.export.trainer import distribute_accelerator as distribute_accelerator
+    from rlplace.runtime.export.trainer import distribute_trainer as distribute_trainer
+    from rlplace.runtime.job.distribute import distribute as distribute
+    from rlplace.runtime.job.distribute import parallelize as parallelize
+    from rlplace.runtime.placement.apply import apply as apply
+    from rlplace.runtime.state.training_state import load_checkpoint as load_checkpoint
+    from rlplace.runtime.state.training_state import save_checkpoint as save_checkpoint
     from rlplace.simulator import simulate as simulate
     from rlplace.simulator import simulate_many as simulate_many
-    from rlplace.strategy.space import Space as Space
+    from rlplace.strategy.search.space import Space as Space
 
 __version__ = "0.1.0"
 
@@ -57,27 +59,29 @@ _PUBLIC = {
     "InfeasibleError": "rlplace.errors",
     "InputError": "rlplace.errors",
     "MissingError": "rlplace.errors",
-    "OpGraph": "rlplace.graph.opgraph",
+    "OpGraph": "rlplace.model.graph.opgraph",
     "PlacementPlan": "rlplace.plan.plan",
     "Problem": "rlplace.problem",
     "RlplaceError": "rlplace.errors",
-    "Space": "rlplace.strategy.space",
+    "Space": "rlplace.strategy.search.space",
     "Strategy": "rlplace.plan.strategy",
-    "apply": "rlplace.runtime.apply",
-    "capture": "rlplace.graph.capture",
-    "diff": "rlplace.explaining.difference",
-    "distribute": "rlplace.runtime.distributed.distribute",
-    "distribute_accelerator": "rlplace.integrations.trainer",
-    "distribute_trainer": "rlplace.integrations.trainer",
-    "explain": "rlplace.explaining.explain",
-    "export": "rlplace.exporting.export",
+    "apply": "rlplace.runtime.placement.apply",
+    "complete_device_map": "rlplace.runtime.export.device_maps",
+    "capture": "rlplace.model.capture.capture",
+    "diff": "rlplace.explanation.difference",
+    "distribute": "rlplace.runtime.job.distribute",
+    "distribute_accelerator": "rlplace.runtime.export.trainer",
+    "distribute_trainer": "rlplace.runtime.export.trainer",
+    "explain": "rlplace.explanation.explain",
+    "export": "rlplace.runtime.export.export",
     "load_agent": "rlplace.agents.planner",
-    "load_checkpoint": "rlplace.runtime.distributed.state.training_state",
-    "parallelize": "rlplace.runtime.distributed.distribute",
-    "place": "rlplace.placing",
+    "load_checkpoint": "rlplace.runtime.state.training_state",
+    "parallelize": "rlplace.runtime.job.distribute",
+    "plan_from_device_map": "rlplace.runtime.export.device_maps",
+    "place": "rlplace.api",
     "price": "rlplace.cost.price",
-    "report": "rlplace.reporting.report",
-    "save_checkpoint": "rlplace.runtime.distributed.state.training_state",
+    "report": "rlplace.explanation.report.report",
+    "save_checkpoint": "rlplace.runtime.state.training_state",
     "simulate": "rlplace.simulator",
     "simulate_many": "rlplace.simulator",
     "split_backward": "rlplace.cost.price",

@@ -48,3 +48,6 @@ MODULES = 1 << 12
 
 NAME_LENGTH = 4096
 """Characters of the name of a device, group, op or parameter."""
+
+MAX_BYTES = 1 << 60
+"""Bytes of any size in a problem or cluster."""

@@ -2,10 +2,10 @@
 
 from functools import cache
 
-from rlplace.graph.capture import capture
-from rlplace.graph.causal import with_causal_attention
-from rlplace.graph.opgraph import OpGraph
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.causal import with_causal_attention
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
 
 _BERT = "num_hidden_layers=4,hidden_size=64,num_attention_heads=2,intermediate_size=128"
 MODELS = {

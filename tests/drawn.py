@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 from numpy.random import Generator
 
+from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError
-from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Collective, Links, Problem
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Collective, Problem
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.problem import Device
 
 PHASES = (FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE)
 

@@ -3,13 +3,13 @@
 Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B and interleaved 1F1B), Lamy-Poirier 2022 (looped BFS), Qi et al. 2023
 (zero bubble, where the papers' tables assume equal times of forward, input gradient and weight gradient; the general form below
 is the makespan of torch's order). DualPipeV's bubble is the makespan as well: its pairs of a forward and a backward, which its
-authors overlap, run one after the other here. A replay of `rlplace.actions` gives exactly these numbers, which is what they are
-for: to test executors.
+authors overlap, run one after the other here. A replay of `rlplace.plan.actions` gives exactly these numbers, which is what
+they are for: to test executors.
 """
 
 from __future__ import annotations
 
-from rlplace.schedule import SCHEDULES, V
+from rlplace.plan.schedule import SCHEDULES, V
 
 
 def bubble_s(

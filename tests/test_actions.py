@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipeline_theory import bubble_s, in_flight
 
-from rlplace.actions import Action, chain_actions, pipeline_actions
 from rlplace.errors import InputError
-from rlplace.schedule import SCHEDULES
+from rlplace.plan.actions import Action, chain_actions, pipeline_actions
+from rlplace.plan.schedule import SCHEDULES
 
 STAGES = {
     "gpipe": (1,),
@@ -60,7 +60,7 @@ def torch_actions(name, devices, stages, microbatches):
 def test_what_a_pair_makes_is_sent_at_once(caplog):
     from torch.distributed.pipelining import ScheduleDualPipeV
 
-    from rlplace.runtime.native.pipeline import send_at_once
+    from rlplace.runtime.strategy.pipeline import send_at_once
 
     caplog.set_level(logging.CRITICAL)
     stage = stage_like()

@@ -23,7 +23,7 @@ from rlplace.cluster.parse import parse
 from rlplace.compiled import entry, inner, is_compiled, stamp_of
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import api, fast, loop, queues, records, simulate_many
-from rlplace.strategy import evaluate
+from rlplace.strategy.executor import evaluate
 from tests.strategy.random_costs import random_costs, random_draft
 from tools.kernels import SETS
 
@@ -130,7 +130,7 @@ def test_what_the_build_compiles_is_what_planning_calls():
     problem = random_problem(2, 12, 3, unlike=True)
     simulate_many(problem, np.zeros((2, problem.num_groups), dtype=np.int32))
     for name, (module, kernels) in SETS.items():
-        assert name in ("rlplace.strategy.evaluate", "rlplace.simulator.api")
+        assert name in ("rlplace.strategy.executor.evaluate", "rlplace.simulator.api")
         for kernel in kernels:
             assert len(getattr(import_module(module), kernel).signatures) == 1, kernel
 
@@ -217,7 +217,7 @@ def test_the_stamp_of_the_simulator_is_of_all_its_files() -> None:
 
 
 def test_the_walk_finds_what_a_kernel_holds() -> None:
-    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.planners.common.movekernels"} <= reached(guided.look)
+    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.placement.common.movekernels"} <= reached(guided.look)
 
 
 @pytest.mark.long

@@ -11,13 +11,13 @@ import pytest
 
 import rlplace
 from benchmarks.papers.synthetic import transformer_graph
-from rlplace import extensions
+from rlplace import plugins as extensions
 from rlplace.cli.main import main
 from rlplace.cluster import device_kind, parse
 from rlplace.cost import ModelledCosts, device_times
 from rlplace.cost.foreign import own_costs
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
-from rlplace.planners import get_planner, planner_names, run_planner
+from rlplace.placement import get_planner, planner_names, run_planner
 from rlplace.problem.generate import random_problem
 
 WRONG = """
@@ -192,7 +192,7 @@ def test_a_wrong_entry_breaks_only_its_own_name(wrong):
 
 
 def test_built_in_names_win_and_the_claim_is_told(wrong, caplog):
-    assert get_planner("best").__module__ == "rlplace.planners.best"
+    assert get_planner("best").__module__ == "rlplace.placement.best"
     assert device_kind("h100").memory_bytes == 80_000_000_000
     planner_names()
     assert "planner 'best' of wrong-plugin 1.0: rlplace has one of that name, which is used" in caplog.text
@@ -231,7 +231,7 @@ def test_start_up_looks_for_no_entry_points():
         "m.entry_points = lambda **k: seen.append(k) or real(**k)\n"
         "import rlplace\n"
         "from rlplace.cli.main import build_parser; build_parser()\n"
-        "from rlplace.planners import get_planner; get_planner('single')\n"
+        "from rlplace.placement import get_planner; get_planner('single')\n"
         "print([k for k in seen if str(k.get('group')).startswith('rlplace')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)

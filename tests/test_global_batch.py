@@ -14,10 +14,10 @@ import rlplace
 from rlplace import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.graph.capture import capture
-from rlplace.placements import Priced, place_priced
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
+from rlplace.placement.ask import Priced, place_priced
 from rlplace.problem.generate import random_problem
-from rlplace.zoo import load_model
 
 
 class Stubborn(nn.Module):

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from rlplace.agents.weights import read_tensors
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import MAX_FILE_BYTES, read_json, read_text, write_json
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import make_plan
 from rlplace.problem.generate import random_problem
 from rlplace.records import Count, Number, Record, Text, Whole, build, check_record, plain
-from rlplace.tensors import read_tensors
 from rlplace.text import bytes_text, gb, ms, percent, seconds_text, table
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch.distributed.pipelining
 
 from rlplace.errors import InputError
-from rlplace.schedule import SCHEDULES, schedule_named
+from rlplace.plan.schedule import SCHEDULES, schedule_named
 
 ROOT = Path(__file__).resolve().parent.parent
-HOME = {"rlplace/schedule.py", "rlplace/actions.py"}
+HOME = {"rlplace/plan/schedule.py", "rlplace/plan/actions.py"}
 """What a schedule is made of."""
 OTHER_MEANINGS = {
-    "gpipe": {"rlplace/planners/__init__.py"},  # the planner
+    "gpipe": {"rlplace/placement/__init__.py"},  # the planner
 }
 
 

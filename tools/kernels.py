@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 SETS = {
-    "rlplace.strategy.evaluate": ("rlplace.strategy.kernel", ("evaluate_packed", "moved_s", "place_blocks")),
+    "rlplace.strategy.executor.evaluate": ("rlplace.strategy.executor.kernel", ("evaluate_packed", "moved_s", "place_blocks")),
     "rlplace.simulator.api": ("rlplace.simulator.fast", ("simulate_plans",)),
 }
 """Modules with a function `warm_up`, where the kernels are that it compiles, and their names."""

@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
-    from rlplace.graph.opgraph import OpGraph
+    from rlplace.model.graph.opgraph import OpGraph
     from rlplace.problem import Problem
 
 
@@ -188,8 +188,8 @@ def priced(recipe: Recipe, cluster: Cluster | str, groups: int, *, on: str) -> P
 @lru_cache(maxsize=MOST_GRAPHS)
 def captured(recipe: Recipe) -> OpGraph:
     """The captured training step of a model, without its weights."""
-    from rlplace.graph.capture import capture
-    from rlplace.zoo import load_model
+    from rlplace.model.capture.capture import capture
+    from rlplace.model.zoo import load_model
 
     spec, batch, seq = recipe
     loaded = load_model(spec, batch=batch, seq=seq)

@@ -10,9 +10,9 @@ from rlplace.agents.problems import graphs
 from rlplace.agents.problems.splits import GROUPS, TEST, VALIDATION
 from rlplace.cluster.parse import parse
 from rlplace.errors import unknown_name
-from rlplace.runtime.native.why_not import judge
-from rlplace.strategy.plan import ask
-from rlplace.strategy.tries import Question
+from rlplace.runtime.strategy.why_not import judge
+from rlplace.strategy.search.plan import ask
+from rlplace.strategy.search.tries import Question
 
 BATCH, CAPTURED = 64, (2, 4)
 """Samples a step, and samples of the two captures that give all sizes."""

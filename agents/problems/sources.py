@@ -16,8 +16,8 @@ from pathlib import Path
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.training import ALL_FAMILIES, SYNTHETIC, ZOO_FAMILIES, training_case
 from rlplace.errors import InputError, MissingError, show
-from rlplace.extensions import version_of
 from rlplace.files import cache_folder, read_json, write_json
+from rlplace.plugins import version_of
 from rlplace.problem import Problem
 from rlplace.records import Record, build, plain
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems.graphs import FAMILIES, Recipe, draw_cluster, draw_hosts, draw_size, priced, variant
+from rlplace.cluster.links import Links
 from rlplace.envs.instance import group_made_bytes
 from rlplace.errors import unknown_name
-from rlplace.problem import Links, Problem
+from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

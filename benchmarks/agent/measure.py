@@ -19,11 +19,11 @@ from benchmarks.agent.methods import place_of
 from benchmarks.agent.race import starts_of
 from benchmarks.agent.records import BenchmarkRow, Budget, CaseInfo, Method
 from rlplace.agents.cases import Case
+from rlplace.placement import get_planner, run_planner
+from rlplace.placement.attempt import INFEASIBLE, attempt
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.common.oparrays import op_arrays
 from rlplace.plan import PlacementPlan
-from rlplace.planners import get_planner, run_planner
-from rlplace.planners.attempt import INFEASIBLE, attempt
-from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -19,14 +19,14 @@ from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import Agent, load_agent
 from rlplace.errors import InputError, show, unknown_name
+from rlplace.model.zoo.options import guessed
+from rlplace.placement import get_planner
+from rlplace.placement.common.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.placement.common.floor import finish
+from rlplace.placement.random_plans import candidates
+from rlplace.placement.search import search_planner
 from rlplace.plan import PlacementPlan
-from rlplace.planners import get_planner
-from rlplace.planners.common.evaluate import Answer, Assignment, Deadline, Evaluator
-from rlplace.planners.common.floor import finish
-from rlplace.planners.common.search import search_planner
-from rlplace.planners.random_plans import candidates
 from rlplace.problem import Problem
-from rlplace.zoo.options import guessed
 
 SEARCHES = {"race": race, "lns": lns, "ils": ils}
 """Rivals that are no planners of the package."""

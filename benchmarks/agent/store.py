@@ -13,9 +13,9 @@ from typing import Any
 from msgspec.structs import asdict
 
 from benchmarks.agent.records import BenchmarkRow, CaseInfo, Method
-from rlplace.comparing.store import RowFile
 from rlplace.errors import InputError, show
-from rlplace.planners.attempt import INFEASIBLE, OK
+from rlplace.explanation.compare.store import RowFile
+from rlplace.placement.attempt import INFEASIBLE, OK
 from rlplace.records import build
 
 FORMAT, VERSION = "rlplace.agent_benchmark", 2

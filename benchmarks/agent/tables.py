@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo
 from benchmarks.agent.store import Store
-from rlplace.means import interval, wins_ties_losses
-from rlplace.planners.attempt import OK
+from rlplace.placement.attempt import OK
+from rlplace.stats import interval, wins_ties_losses
 
 WORSE = 1e-9
 """Relative amount above the floor from which a plan is worse than it."""
@@ -169,7 +169,7 @@ def run_table(store: Store, budgets: Sequence[str]) -> str:
 
 
 def count_table(store: Store, budgets: Sequence[str]) -> str:
-    """Where the agent is faster, as fast (see `rlplace.means.TIE`) and slower than each classical search; empty without it."""
+    """Where the agent is faster, as fast (see `rlplace.stats.TIE`) and slower than each classical search; empty without it."""
     rows = list(store.rows.values())
     names = [method.name for method in store.methods.values() if method.role == AGENT]
     body = []

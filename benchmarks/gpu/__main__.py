@@ -69,7 +69,7 @@ def kernel_jobs(device: torch.device, rounds: int) -> Iterator[Job]:
 
 
 def op_jobs(device: torch.device, folder: Path) -> Iterator[Job]:
-    from rlplace.timing.ops import load_and_measure
+    from rlplace.measure.ops import load_and_measure
 
     for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
         for name, model in FIT.items():

@@ -19,7 +19,7 @@ class Case:
     """A kernel to time.
 
     Attributes:
-        op: What is called, a name of `rlplace.graph.opgraph.OP_KINDS` or a function of torch.
+        op: What is called, a name of `rlplace.model.graph.opgraph.OP_KINDS` or a function of torch.
         dtype: Of operands; tf32 is float32 on tensor cores.
         direction: forward, backward, or of products backward_weight.
         dims: Sizes by name.

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu.models import FIT
 from benchmarks.gpu.steps import REPEATS, WARMUP
+from rlplace.model.zoo import load_model
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.run import prepare
-from rlplace.zoo import load_model
+from rlplace.runtime.strategy.run import prepare
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

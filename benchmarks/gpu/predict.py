@@ -19,11 +19,11 @@ from benchmarks.gpu.models import FIT
 from rlplace.cli.common import print_table
 from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cost.calibrate import calibrate
 from rlplace.cost.footprint import footprint
 from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import CostTable
-from rlplace.zoo import load_model
+from rlplace.measure.calibrate import calibrate
+from rlplace.model.zoo import load_model
 
 DTYPES = {"fp32": ("fp32", ""), "bf16": ("bf16", ""), "bf16 checkpointing": ("bf16", ",gradient_checkpointing=true")}
 HEADER = ["model", "variant", "measured ms", "shipped %", "calibrated %", "allocated MB", "%", "reserved MB", "%"]

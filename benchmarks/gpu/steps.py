@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from benchmarks.gpu.models import Model
-from rlplace.runtime.measure import loss_of
-from rlplace.zoo import LoadedModel, load_model
+from rlplace.model.zoo import LoadedModel, load_model
+from rlplace.runtime.base.steps import loss_of
 
 WARMUP, REPEATS = 3, 8
 STATS = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes")

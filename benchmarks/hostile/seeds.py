@@ -221,7 +221,7 @@ def _graph_and_costs(folder: Path) -> None:
 
     from rlplace.cluster import Cluster
     from rlplace.cost import price
-    from rlplace.graph.capture import capture
+    from rlplace.model.capture.capture import capture
 
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     graph = capture(net, torch.empty(4, 4), loss=torch.sum, source={"model": "test"})
@@ -236,7 +236,7 @@ def _strategies(folder: Path, graph: Any) -> None:
     """Plans of whole strategies: one stage, a chain with every word, several pipelines."""
     from rlplace.cluster import Cluster
     from rlplace.plan.strategy import Pipeline, Stage, Strategy
-    from rlplace.strategy.plan import plan_strategy
+    from rlplace.strategy.search.plan import plan_strategy
 
     whole = plan_strategy(graph, Cluster.preset("l4:2"), 8, calls=40)
     whole.save(folder / "whole.plan.json")
@@ -250,7 +250,7 @@ def _strategies(folder: Path, graph: Any) -> None:
 
 def _measured(folder: Path) -> None:
     from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
-    from rlplace.measured.log import Ended, Run, RunLog
+    from rlplace.measure.log import Ended, Run, RunLog
 
     _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
     place = PlaceTiming(0, "a", 0.1, 0.02, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
@@ -317,7 +317,7 @@ def _agent(folder: Path, problem: Any) -> None:
 def _training(folder: Path) -> None:
     import torch
 
-    from rlplace.runtime.distributed.state.training_state import save_checkpoint
+    from rlplace.runtime.state.training_state import save_checkpoint
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -327,8 +327,8 @@ def _training(folder: Path) -> None:
 
 
 def _comparison(folder: Path) -> None:
-    from rlplace.comparing import Settings, Store
-    from rlplace.comparing.records import ComparisonRow, ProblemInfo
+    from rlplace.explanation.compare import Settings, Store
+    from rlplace.explanation.compare.records import ComparisonRow, ProblemInfo
 
     store = Store(Settings(calls=4), folder / "rows.jsonl")
     store.add_problem(_filled(ProblemInfo))

@@ -62,8 +62,8 @@ def _simulated(problem: Any, plan: Any) -> None:
 
 
 def _problem(path: Path, seeds: Path) -> None:
+    from rlplace.cluster.collectives import collective_s
     from rlplace.problem import Problem, problem_from_dict, problem_to_dict
-    from rlplace.problem.collectives import collective_s
 
     problem = Problem.load(path)
     everywhere = range(problem.num_devices)
@@ -74,7 +74,7 @@ def _problem(path: Path, seeds: Path) -> None:
     _check(
         problem_from_dict(problem_to_dict(problem)).fingerprint == problem.fingerprint, "another fingerprint on the way back"
     )
-    from rlplace.planners import get_planner
+    from rlplace.placement import get_planner
 
     try:
         get_planner("heft")(problem)
@@ -104,7 +104,7 @@ def _plan(path: Path, seeds: Path) -> None:
 @cache
 def _asked(path: Path) -> Any:
     from rlplace.cluster import Cluster
-    from rlplace.strategy.plan import ask
+    from rlplace.strategy.search.plan import ask
 
     return ask(_net(path), Cluster.preset("l4:2"), 8)
 
@@ -112,10 +112,10 @@ def _asked(path: Path) -> Any:
 def _strategy(path: Path, seeds: Path) -> None:
     from rlplace.cli.strategy import show_strategy
     from rlplace.errors import InputError
-    from rlplace.evaluating.again import Asked
-    from rlplace.evaluating.page import strategy_page
+    from rlplace.explanation.report.report import render
+    from rlplace.explanation.timeline.again import Asked
+    from rlplace.explanation.timeline.page import strategy_page
     from rlplace.plan import PlacementPlan
-    from rlplace.reporting.report import render
 
     plan = PlacementPlan.load(path)
     _comes_back(plan, path.with_name("again.plan.json"), PlacementPlan.load)
@@ -131,7 +131,7 @@ def _strategy(path: Path, seeds: Path) -> None:
 
 
 def _space(path: Path, seeds: Path) -> None:
-    from rlplace.strategy.space import Space
+    from rlplace.strategy.search.space import Space
 
     space = Space.parse(path.read_text(errors="replace")[:10_000])
     _check(Space.parse(space.text()) == space, "another space on the way back")
@@ -139,8 +139,8 @@ def _space(path: Path, seeds: Path) -> None:
 
 def _source(path: Path, seeds: Path) -> None:
     from rlplace.plan import PlacementPlan
-    from rlplace.recipe import cluster_of_plan, recipe_of
-    from rlplace.runtime.distributed.execution.batches import micro_batch
+    from rlplace.planned import cluster_of_plan, recipe_of
+    from rlplace.runtime.base.values import micro_batch
 
     plan = PlacementPlan.load(path)
     recipe_of(plan)
@@ -151,7 +151,7 @@ def _source(path: Path, seeds: Path) -> None:
 
 def _graph(path: Path, seeds: Path) -> None:
     from rlplace.cost import price
-    from rlplace.graph import OpGraph
+    from rlplace.model import OpGraph
 
     problem = price(OpGraph.load(path), "l4:2", groups=2)
     _simulated(problem, [0] * problem.num_groups)
@@ -159,7 +159,7 @@ def _graph(path: Path, seeds: Path) -> None:
 
 @cache
 def _net(path: Path) -> Any:
-    from rlplace.graph import OpGraph
+    from rlplace.model import OpGraph
 
     return OpGraph.load(path)
 
@@ -197,9 +197,9 @@ def _costs(path: Path, seeds: Path) -> None:
 
 def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
-    from rlplace.cost.calibrate import calibrate
     from rlplace.cost.compute import explain_times
     from rlplace.cost.measurement import Measurement
+    from rlplace.measure.calibrate import calibrate
 
     measurement = Measurement.load(path)
     _check(Measurement.from_dict(measurement.to_dict()) == measurement, "another measurement on the way back")
@@ -218,7 +218,7 @@ def _timings(path: Path, seeds: Path) -> None:
 
 
 def _runs(path: Path, seeds: Path) -> None:
-    from rlplace.measured.log import read_runs, shared
+    from rlplace.measure.log import read_runs, shared
 
     runs = read_runs(path)
     for run in runs:
@@ -227,7 +227,7 @@ def _runs(path: Path, seeds: Path) -> None:
 
 
 def _curve(path: Path, seeds: Path) -> None:
-    from rlplace.strategy.efficiency import BatchCurve
+    from rlplace.strategy.search.efficiency import BatchCurve
 
     curve = BatchCurve.load(path)
     for batch in (1, 256, 10**6):
@@ -235,7 +235,7 @@ def _curve(path: Path, seeds: Path) -> None:
 
 
 def _rows(path: Path, seeds: Path) -> None:
-    from rlplace.comparing import Settings, Store
+    from rlplace.explanation.compare import Settings, Store
 
     Store(Settings(calls=4), path, resume=True)
 
@@ -287,14 +287,14 @@ def _labels(path: Path, seeds: Path) -> None:
 def _training(path: Path, seeds: Path) -> None:
     import torch
 
-    from rlplace.runtime.distributed.state.training_state import load_checkpoint
+    from rlplace.runtime.state.training_state import load_checkpoint
 
     model = torch.nn.Linear(3, 2)
     load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()))
 
 
 def _model(path: Path, seeds: Path) -> None:
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
 
     text = path.read_text(errors="replace")[:2000]
     if text.startswith("zoo:") or text.startswith("nowhere"):

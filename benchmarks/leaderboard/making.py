@@ -29,10 +29,10 @@ from rlplace.agents.planner import load_agent
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import check_folder, write_bytes, write_text
+from rlplace.placement import NEEDS_SPLIT, PLANNERS, get_planner
+from rlplace.placement.attempt import attempt
+from rlplace.placement.common.floor import one_shot
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SPLIT, PLANNERS, get_planner
-from rlplace.planners.attempt import attempt
-from rlplace.planners.common.floor import one_shot
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.records import build

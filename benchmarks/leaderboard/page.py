@@ -12,7 +12,7 @@ from benchmarks.agent.tables import RESAMPLES, markdown
 from benchmarks.leaderboard.cases import CaseInfo
 from benchmarks.leaderboard.records import BUDGETS, Submission
 from rlplace.errors import InputError
-from rlplace.means import TIE, interval
+from rlplace.stats import TIE, interval
 
 BASE = "best"
 """The submission that step times are divided by."""

@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 _SIMULATOR = ["tests/simulator", "tests/test_actions.py"]
 _MEMORY = [f"tests/cost/test_{name}.py" for name in ("memory_real", "memory_allocator", "memory_footprint")]
 TARGETS = {
-    "rlplace/actions.py": _SIMULATOR,
+    "rlplace/plan/actions.py": _SIMULATOR,
     **{
         f"rlplace/simulator/{name}.py": _SIMULATOR
         for name in ("reference", "ledger", "timeline", "api", "inputs", "lowering", "fast", "loop", "queues")
     },
     **{f"rlplace/cost/{name}.py": _MEMORY for name in ("lifetimes", "holdings", "footprint", "allocator", "allocator_heap")},
     "envs/instance.py": ["tests/envs"],
-    "rlplace/planners/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
-    "rlplace/planners/common/shortage.py": ["tests/planners/test_shortage.py"],
+    "rlplace/placement/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
+    "rlplace/placement/common/shortage.py": ["tests/planners/test_shortage.py"],
 }
 """Files and the tests that should notice."""
 

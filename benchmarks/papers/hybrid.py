@@ -23,9 +23,9 @@ from torch import nn
 
 import rlplace
 from rlplace.cluster.parse import parse
-from rlplace.strategy.plan import ask
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
+from rlplace.strategy.search.plan import ask
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class BigLstm(nn.Module):
 
 def inception(batch: int) -> tuple[nn.Module, Any, Any]:
     """Inception-V3."""
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
 
     loaded = load_model("zoo:inception", batch=batch, device="meta")
     return loaded.module, loaded.example_inputs, loaded.loss

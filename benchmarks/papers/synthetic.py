@@ -9,7 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlplace.graph.opgraph import ACTIVATION, BACKWARD, BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph, Parameter
+from rlplace.model.graph.opgraph import (
+    ACTIVATION,
+    BACKWARD,
+    BUFFER,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    PARAMETER,
+    UPDATE,
+    OpGraph,
+    Parameter,
+)
 
 
 class GraphBuilder:

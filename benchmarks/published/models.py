@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import OpGraph
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
 
 GPT = (
     "hf:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,activation_function=gelu,n_positions={seq},vocab_size=50304,"

@@ -19,9 +19,9 @@ from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import find_curve
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
+from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.price import PricedBlocks
+from rlplace.strategy.executor.evaluate import Evaluator
 
 TITAN = msgspec.structs.replace(
     KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12, memory_bytes=96_000_000_000,

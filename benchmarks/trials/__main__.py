@@ -232,10 +232,12 @@ def _warm() -> None:
 
     for name in (
         "torch.export._trace", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._inductor.fx_passes",
-        "torch._inductor.sizevars", "numba", "scipy.optimize", "rlplace.cli.main", "rlplace.placing", "rlplace.branches",
-        "rlplace.runtime.distributed.distribute", "rlplace.runtime.native.run", "rlplace.runtime.native.notes",
-        "rlplace.strategy.plan", "rlplace.planners.round_robin", "rlplace.planners.common.repair", "rlplace.comparing.measure",
-        "rlplace.zoo.load", "rlplace.agents.first_use", "rlplace.simulator.loop", "rlplace.runtime.distributed.joint.engine",
+        "torch._inductor.sizevars", "numba", "scipy.optimize", "rlplace.cli.main", "rlplace.api",
+        "rlplace.strategy.search.branches",
+        "rlplace.runtime.job.distribute", "rlplace.runtime.strategy.run", "rlplace.runtime.strategy.notes",
+        "rlplace.strategy.search.plan", "rlplace.placement.round_robin", "rlplace.placement.common.repair",
+        "rlplace.explanation.compare.measure",
+        "rlplace.model.zoo.load", "rlplace.agents.first_use", "rlplace.simulator.loop", "rlplace.runtime.placement.engine",
     ):  # fmt: skip
         importlib.import_module(name)
 

@@ -15,8 +15,8 @@ from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import facts, view
 from rlplace.envs.guide.facts import Facts
 from rlplace.envs.guide.view import STEP, View
-from rlplace.planners.common import movekernels
-from rlplace.planners.common.movekernels import draw_uniform
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.movekernels import draw_uniform
 
 SINGLE, RUN, CLUSTER, SWAP, EMPTY, EXCHANGE = range(6)
 SHARES = np.cumsum([0.40, 0.25, 0.17, 0.10, 0.04, 0.04])

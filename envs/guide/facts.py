@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance
-from rlplace.planners.common.groupgraph import GroupGraph, finite_links
-from rlplace.planners.common.oparrays import op_arrays
+from rlplace.placement.common.groupgraph import GroupGraph, finite_links
+from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 

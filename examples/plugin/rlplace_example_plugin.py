@@ -10,7 +10,7 @@ import numpy as np
 
 from rlplace.cluster import DeviceKind
 from rlplace.errors import InfeasibleError
-from rlplace.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 

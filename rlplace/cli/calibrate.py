@@ -13,7 +13,7 @@ from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cluster.presets import DeviceKind
-    from rlplace.cost.calibrate import Calibration, FitError
+    from rlplace.measure.calibrate import Calibration, FitError
 
 HELP = "fit the cost model to measurements"
 EXAMPLE = "example: rlplace calibrate bert.measure.json vit.measure.json --out host.cost.json"
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.cluster.parse import parse
-    from rlplace.cost.calibrate import calibrate
     from rlplace.cost.measurement import Measurement
     from rlplace.files import check_output
+    from rlplace.measure.calibrate import calibrate
 
     check_output(options.out)
     measurements = [Measurement.load(path) for path in options.measurements]

@@ -17,13 +17,13 @@ from rlplace.errors import InputError
 from rlplace.text import table
 
 if TYPE_CHECKING:
+    from rlplace.api import Captured
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
-    from rlplace.graph.opgraph import OpGraph
-    from rlplace.placements import Priced
-    from rlplace.placing import Captured
-    from rlplace.runtime.native.why_not import ModelFacts
-    from rlplace.zoo import LoadedModel
+    from rlplace.model.graph.opgraph import OpGraph
+    from rlplace.model.zoo import LoadedModel
+    from rlplace.placement.ask import Priced
+    from rlplace.runtime.strategy.why_not import ModelFacts
 
 DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
@@ -99,7 +99,7 @@ def asked_batch(model: str, options: argparse.Namespace) -> tuple[int | None, in
     Raises:
         InputError: The two differ.
     """
-    from rlplace.zoo.functions import fixed_line, fixed_samples
+    from rlplace.model.zoo.functions import fixed_line, fixed_samples
 
     with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
         fixed = fixed_samples(model, options.seq)
@@ -119,7 +119,7 @@ def microbatch(model: str, options: argparse.Namespace) -> int:
     Raises:
         InputError: The options contradict each other, or the model.
     """
-    from rlplace.graph.sizes import samples_of_pass
+    from rlplace.model.capture.sizes import samples_of_pass
 
     samples = samples_of_pass(asked_batch(model, options)[0], options.microbatch)
     return MICROBATCH if samples is None else samples
@@ -173,7 +173,7 @@ def note_machine(cluster: str | None, machine: Cluster) -> None:
 
 def load_problem(path: str, options: argparse.Namespace) -> Priced:
     """Loads a problem file; options that would change its prices are refused."""
-    from rlplace.placements import Priced
+    from rlplace.placement.ask import Priced
     from rlplace.problem import Problem
 
     if flags := pricing_flags(options):
@@ -183,7 +183,7 @@ def load_problem(path: str, options: argparse.Namespace) -> Priced:
 
 def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
     """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
-    from rlplace.placing import Captured
+    from rlplace.api import Captured
 
     @cache
     def capture_at(batch: int, method: str | None = None) -> OpGraph:
@@ -192,7 +192,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
 
         def made() -> OpGraph:
-            from rlplace.graph.capture import capture
+            from rlplace.model.capture.capture import capture
 
             say(f"building {model}")
             loaded = build(batch)
@@ -214,15 +214,15 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
             return dataclasses.replace(kept("graph", model, {**source, "method": method}, made))
 
     def build(batch: int, device: str = "meta") -> LoadedModel:
-        from rlplace.zoo import load_model
+        from rlplace.model.zoo import load_model
 
         return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype, device=device, resize=True)
 
     @cache
     def facts() -> ModelFacts:
         def made() -> ModelFacts:
-            from rlplace.runtime.native.facts import facts_of
-            from rlplace.runtime.native.rehearsal import affordable
+            from rlplace.runtime.strategy.facts import facts_of
+            from rlplace.runtime.strategy.rehearsal import affordable
 
             loaded, graph = build(samples), capture_at(samples)
             if model.startswith(("hf:", "zoo:")) and affordable(loaded.module, float(graph.op_flops.sum())) is None:
@@ -235,8 +235,8 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     @cache
     def why_not_placed() -> str | None:
         def made() -> str | None:
-            from rlplace.graph.opgraph import FORWARD
-            from rlplace.runtime.distributed.joint.traceable import why_not_traced
+            from rlplace.model.graph.opgraph import FORWARD
+            from rlplace.runtime.placement.traceable import why_not_traced
 
             loaded, graph = build(samples), capture_at(samples)
             ops = sum(op == FORWARD for op in graph.op_phase.tolist())
@@ -256,8 +256,8 @@ def capture_sizes(model: str, options: argparse.Namespace, samples: int) -> Capt
         options: Its options.
         samples: Of the first capture; see `asked_batch`.
     """
-    from rlplace.graph.rescale import two_captures
-    from rlplace.zoo.functions import takes_batch
+    from rlplace.model.graph.rescale import two_captures
+    from rlplace.model.zoo.functions import takes_batch
 
     captured = capture_model(model, options, samples)
     assert captured.capture_at is not None
@@ -273,7 +273,7 @@ def capture_sizes(model: str, options: argparse.Namespace, samples: int) -> Capt
 
 def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:
     """Prices a captured model for a cluster."""
-    from rlplace.placements import Priced
+    from rlplace.placement.ask import Priced
 
     graph = captured.graph
     pricing = {"groups": options.granularity, "costs": costs_of(options, machine), "host": options.host_mode}

@@ -28,11 +28,11 @@ from rlplace.cli.strategy import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
+    from rlplace.api import Captured
     from rlplace.cluster.parse import Cluster
-    from rlplace.comparing import Case
-    from rlplace.comparing.run import Report
-    from rlplace.placing import Captured
-    from rlplace.strategy.tries import Question
+    from rlplace.explanation.compare import Case
+    from rlplace.explanation.compare.run import Report
+    from rlplace.strategy.search.tries import Question
 
 HELP = "compare planners on models and clusters"
 EXAMPLE = (
@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.comparing import Settings, Store, compare, count_rows, gather
-    from rlplace.comparing.records import SPLIT
-    from rlplace.comparing.strategies import STRATEGIES
+    from rlplace.explanation.compare import Settings, Store, compare, count_rows, gather
+    from rlplace.explanation.compare.records import SPLIT
+    from rlplace.explanation.compare.strategies import STRATEGIES
     from rlplace.files import check_output, write_text
 
     names = _planners(options)
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(options: argparse.Namespace) -> list[str]:
-    from rlplace.comparing.strategies import STRATEGIES
-    from rlplace.planners import get_planner, planner_names
+    from rlplace.explanation.compare.strategies import STRATEGIES
+    from rlplace.placement import get_planner, planner_names
 
     if options.planners.strip() == ALL:
         return [*STRATEGIES, *planner_names()]
@@ -160,7 +160,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
 
 
 def _file_case(path: str, options: argparse.Namespace) -> Case:
-    from rlplace.comparing import Case
+    from rlplace.explanation.compare import Case
 
     problem = load_problem(path, options).first
     source = (problem.source or {}).get("cluster")
@@ -176,8 +176,8 @@ def _model_case(
     whole: bool,
 ) -> Case:
     """The priced problem for planners, and the question of whole strategies for as many samples a step."""
-    from rlplace.comparing import Case
-    from rlplace.placing import CLASSICAL
+    from rlplace.api import CLASSICAL
+    from rlplace.explanation.compare import Case
 
     def ask() -> Question:
         costs, samples = costs_of(options, machine), captured().graph.samples

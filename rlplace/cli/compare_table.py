@@ -12,14 +12,14 @@ from rlplace.files import canonical_json
 from rlplace.text import ms, percent
 
 if TYPE_CHECKING:
-    from rlplace.comparing import Comparison, ComparisonRow, ProblemInfo, Summary
+    from rlplace.explanation.compare import Comparison, ComparisonRow, ProblemInfo, Summary
 
 _BOUNDS = ("critical_path_s", "work_s", "largest_group_s", "memory_forced_s", "least_devices")
 
 
 def print_comparison(comparison: Comparison) -> None:
     """Prints problems, rows and summaries."""
-    from rlplace.comparing.records import REFERENCE
+    from rlplace.explanation.compare.records import REFERENCE
 
     if not comparison.rows:
         print("no rows")
@@ -39,8 +39,8 @@ def print_comparison(comparison: Comparison) -> None:
 
 def print_summaries(comparison: Comparison, title: str) -> None:
     """Prints a line a planner and view, and what the numbers are."""
-    from rlplace.comparing.records import REFERENCE, VIEWS
-    from rlplace.means import TIE
+    from rlplace.explanation.compare.records import REFERENCE, VIEWS
+    from rlplace.stats import TIE
 
     for view in dict.fromkeys(summary.view for summary in comparison.summaries):
         print(f"\n{title}, {VIEWS[view]}")
@@ -54,7 +54,7 @@ def print_summaries(comparison: Comparison, title: str) -> None:
 
 def legend(comparison: Comparison, reference: str, tie: float) -> str:
     """What the numbers are; a table without it is worth nothing."""
-    from rlplace.comparing.strategies import STRATEGIES
+    from rlplace.explanation.compare.strategies import STRATEGIES
 
     settings = comparison.settings
     budget = f"{settings.time_limit_s:g} s a plan"

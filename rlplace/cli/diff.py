@@ -10,7 +10,7 @@ from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.explaining.comparison import Difference
+    from rlplace.explanation.comparison import Difference
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.explaining.difference import diff
+    from rlplace.explanation.difference import diff
 
     problems = options.problem or []
     if len(problems) > 2:
@@ -49,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
     """The difference where at least one plan is a whole strategy; None where both place groups."""
-    from rlplace.evaluating.again import same_model
-    from rlplace.explaining.comparison import Difference
-    from rlplace.explaining.difference import placement_side
-    from rlplace.explaining.strategy_difference import diff_strategies, strategy_side
+    from rlplace.explanation.comparison import Difference
+    from rlplace.explanation.difference import placement_side
+    from rlplace.explanation.strategy_difference import diff_strategies, strategy_side
+    from rlplace.explanation.timeline.again import same_model
     from rlplace.plan.plan import PlacementPlan
     from rlplace.simulator.simulated_plan import run_plan
 

@@ -24,9 +24,9 @@ from rlplace.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
-    from rlplace.explaining.explain import Explanation
-    from rlplace.explaining.what_if import WhatIf
-    from rlplace.placements import Priced
+    from rlplace.explanation.explain import Explanation
+    from rlplace.explanation.what_if import WhatIf
+    from rlplace.placement.ask import Priced
     from rlplace.plan.plan import PlacementPlan
 
 HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.recipe import cluster_of_plan
+    from rlplace.planned import cluster_of_plan
 
     option = "--problem" if options.problem else "--group" if options.group else None
     if not options.what.endswith(_PLAN):
@@ -88,10 +88,10 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
     Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
     from rlplace.cli.strategy import show_strategy
-    from rlplace.evaluating.again import ask_again
-    from rlplace.explaining.strategy_bounds import strategy_bounds
-    from rlplace.explaining.strategy_what_if import strategy_what_if
-    from rlplace.explaining.what_if import what_if_lines
+    from rlplace.explanation.strategy_bounds import strategy_bounds
+    from rlplace.explanation.strategy_what_if import strategy_what_if
+    from rlplace.explanation.timeline.again import ask_again
+    from rlplace.explanation.what_if import what_if_lines
 
     if not options.json:
         show_strategy(plan, machine)
@@ -117,7 +117,7 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
 
 
 def _plan(options: argparse.Namespace) -> Explanation:
-    from rlplace.explaining.explain import explain
+    from rlplace.explanation.explain import explain
 
     plan, problem = plan_and_problem(options.what, options.problem, options.cluster)
     say("simulating the plan and what is near it")
@@ -138,8 +138,8 @@ def _model(options: argparse.Namespace) -> int:
     """The answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the model fit."""
     from rlplace.cli.place import answer, placement_reason
     from rlplace.cli.strategy import machine_of
-    from rlplace.explaining.explain import explain
-    from rlplace.planners import get_planner
+    from rlplace.explanation.explain import explain
+    from rlplace.placement import get_planner
 
     others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None}
     others |= {"couple": "replica", "buffers": "whole"}
@@ -166,7 +166,7 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _relax(loaded: Priced, options: argparse.Namespace) -> None:
-    from rlplace.explaining.relax import relax
+    from rlplace.explanation.relax import relax
 
     say("no plan found; trying what would make it fit")
     more: dict[str, Any] = {}

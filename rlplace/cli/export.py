@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
-    from rlplace.exporting.export import export
     from rlplace.files import write_text
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.runtime.export.export import export
 
     plan = PlacementPlan.load(options.plan)
     text = export(plan, options.to)

@@ -30,10 +30,10 @@ from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
-    from rlplace.measured.log import Run
-    from rlplace.measured.session import Session
+    from rlplace.measure.log import Run
+    from rlplace.measure.session import Session
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.strategy.tries import Question
+    from rlplace.strategy.search.tries import Question
 
 HELP = "run strategies on a real cluster and learn from them"
 EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.files import check_output
-    from rlplace.measured.log import RunLog, write_shared
+    from rlplace.measure.log import RunLog, write_shared
 
     for output in (options.out, options.log, options.export_runs):
         if output:
@@ -82,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _session(options: argparse.Namespace, log: Any) -> None:
-    from rlplace.measured.launch import launcher, local_command
-    from rlplace.measured.session import Session
+    from rlplace.measure.launch import launcher, local_command
+    from rlplace.measure.session import Session
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
     machine = machine_of(options)
@@ -109,8 +109,8 @@ def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
     """Runs elsewhere that tell of this cluster."""
     if not options.others:
         return ()
-    from rlplace.measured.log import read_runs
-    from rlplace.measured.session import telling
+    from rlplace.measure.log import read_runs
+    from rlplace.measure.session import telling
 
     runs = [run for path in options.others for run in read_runs(path)]
     found = telling(runs, machine)
@@ -120,7 +120,7 @@ def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
 
 def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:
     """The question, and the planner's answer."""
-    from rlplace.placing import CLASSICAL, FIXED, answer, default_batch
+    from rlplace.api import CLASSICAL, FIXED, answer, default_batch
 
     fixed = {name: getattr(options, name, None) for name in FIXED}
     costs = costs_of(options, machine)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rlplace.cli.common import print_json
-from rlplace.extensions import version_of
+from rlplace.plugins import version_of
 
 HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
 EXAMPLE = "example: rlplace info --json"
@@ -48,7 +48,7 @@ def _facts() -> dict[str, Any]:
     from rlplace.agents.checkpoint import shipped_checkpoints
     from rlplace.cluster.parse import Cluster
     from rlplace.cluster.presets import KINDS
-    from rlplace.planners import OF_STRATEGIES, PLANNERS
+    from rlplace.placement import OF_STRATEGIES, PLANNERS
 
     host = Cluster.detect()
     return {
@@ -64,12 +64,12 @@ def _facts() -> dict[str, Any]:
 
 def _plug_ins() -> list[dict[str, str | None]]:
     """What installed packages offer, each tried, with the reason where it cannot be used."""
-    from rlplace import extensions
+    from rlplace import plugins as extensions
     from rlplace.agents.policies import BUILT_IN, policy_class
     from rlplace.cluster.presets import KINDS, RESERVED, device_kind
     from rlplace.cost.foreign import own_costs
     from rlplace.errors import RlplaceError
-    from rlplace.planners import PLANNERS, get_planner
+    from rlplace.placement import PLANNERS, get_planner
 
     groups: dict[str, tuple[Collection[str], Callable[[str], Any]]] = {
         extensions.PLANNERS: (PLANNERS, get_planner),

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlplace.extensions import version_of
 from rlplace.files import cache_folder, read_bytes
 from rlplace.limits import CONFIG_BYTES
-from rlplace.zoo.options import config_file
+from rlplace.model.zoo.options import config_file
+from rlplace.plugins import version_of
 
 T = TypeVar("T")
 

@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 def _measure_model(options: argparse.Namespace) -> int:
     import torch
 
-    from rlplace.runtime.environment import own_device
-    from rlplace.timing.ops import load_and_measure
+    from rlplace.measure.ops import load_and_measure
+    from rlplace.runtime.base.environment import own_device
 
     device = own_device(options.device, "measure")
     if options.threads is not None:

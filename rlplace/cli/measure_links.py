@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Runs the verb on this rank."""
     from rlplace.files import check_output
-    from rlplace.timing.links import measure_links
+    from rlplace.measure.links import measure_links
 
     if os.environ.get("RANK", "0") == "0":  # other hosts may not have the folder
         check_output(options.out)

@@ -27,8 +27,8 @@ def run(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from rlplace.files import check_output
-    from rlplace.runtime.distributed.job import job
-    from rlplace.runtime.distributed.ranks import end_group
+    from rlplace.runtime.base.ranks import end_group
+    from rlplace.runtime.job import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_output(options.out)
@@ -54,9 +54,9 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
 
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.recipe import recipe_of
-    from rlplace.runtime.distributed.job.measure import plan_timer
-    from rlplace.runtime.distributed.ranks import devices_of
+    from rlplace.planned import recipe_of
+    from rlplace.runtime.base.ranks import devices_of
+    from rlplace.runtime.job.measure import plan_timer
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -97,9 +97,9 @@ def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[s
     """The problem of every placement, by fingerprint; rank 0 reads or builds them, and checks what strategies are for."""
     import torch.distributed as dist
 
+    from rlplace.planned import check_graph, cluster_of_plan, problem_of_plan
     from rlplace.problem import Problem
-    from rlplace.recipe import check_graph, cluster_of_plan, problem_of_plan
-    from rlplace.runtime.distributed.ranks import broadcast_object
+    from rlplace.runtime.base.ranks import broadcast_object
 
     by_fingerprint: dict[str, Problem] = {}
     if dist.get_rank() == 0:

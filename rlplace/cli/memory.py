@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.common import given, print_table, say
+from rlplace.cluster.links import FULL, Device, fullest_share, fullness
 from rlplace.errors import InputError
 from rlplace.plan.memory import memory_of
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
-from rlplace.problem import Device
-from rlplace.problem.problem import FULL, fullest_share, fullness
 from rlplace.text import gb, names_in_a_row, percent
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
-    from rlplace.placements import Placed
+    from rlplace.placement.ask import Placed
 
 KERNELS = ("foreach", "fused", "single")
 

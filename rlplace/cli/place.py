@@ -30,9 +30,9 @@ from rlplace.cli.strategy import machine_of, place_strategy, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
+from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
 from rlplace.problem import Problem
-from rlplace.schedule import SCHEDULES
 from rlplace.text import gb, ms
 
 HELP = "plan how the devices of a cluster train a model"
@@ -124,7 +124,7 @@ def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], Non
 
 def placement_reason(options: argparse.Namespace) -> str | None:
     """Why placements are asked for; None where whole strategies are."""
-    from rlplace.placing import PLACEMENT, why_placement
+    from rlplace.api import PLACEMENT, why_placement
 
     if options.model.endswith(".problem.json"):
         if options.space not in (None, PLACEMENT):
@@ -139,8 +139,8 @@ _OF_PLACEMENTS: dict[str, Any] = {"agent": None, "granularity": GRANULARITY}
 
 def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """The best placement, and a function that prints it."""
-    from rlplace.comparing.measure import takes_calls
-    from rlplace.placements import place_priced
+    from rlplace.explanation.compare.measure import takes_calls
+    from rlplace.placement.ask import place_priced
 
     for name in given(options, dict.fromkeys(("batch_curve", "microbatches", "schedule"))):
         raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
@@ -168,7 +168,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
         warn_of_update(placed, options)
     notes = []
     if loaded.graph is not None:
-        from rlplace.strategy.bf16 import bf16_note, without_bf16
+        from rlplace.strategy.search.bf16 import bf16_note, without_bf16
 
         kinds = without_bf16(loaded.graph, machine_of(options), np.unique(plan.device_of_group).tolist())
         notes = [bf16_note(loaded.graph, kinds)] if kinds else []
@@ -188,7 +188,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
 
 def _explain_command(options: argparse.Namespace) -> str:
     """The command that looks for what would make the model fit."""
-    from rlplace.placing import PLACEMENT
+    from rlplace.api import PLACEMENT
 
     words = ["rlplace", "explain", options.model]
     words += ["--cluster", options.cluster] if options.cluster else []
@@ -247,7 +247,7 @@ def proof_line(proof: Mapping[str, Any]) -> str:
 
 def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     """What several devices bring to a single batch: often no more than room."""
-    from rlplace.planners.common.subsets import device_classes
+    from rlplace.placement.common.subsets import device_classes
     from rlplace.simulator import simulate
 
     used = len(np.unique(plan.device_of_group))

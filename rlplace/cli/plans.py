@@ -11,7 +11,7 @@ from rlplace.cli.common import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.evaluating.again import Asked
+    from rlplace.explanation.timeline.again import Asked
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -38,7 +38,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
     plan = PlacementPlan.load(path)
     if not plan.source:
         raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
-    from rlplace.recipe import problem_of_plan
+    from rlplace.planned import problem_of_plan
 
     say(f"building the problem of {path} again; --problem X.problem.json would read it")
     return plan, problem_of_plan(plan, cluster)
@@ -46,8 +46,8 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 
 def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Asked:
     """The model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
-    from rlplace.evaluating.again import ask_again
-    from rlplace.recipe import cluster_of_plan
+    from rlplace.explanation.timeline.again import ask_again
+    from rlplace.planned import cluster_of_plan
 
     machine = cluster_of_plan(plan, cluster)
     say(f"capturing and pricing the model of {path} again")
@@ -56,7 +56,7 @@ def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Aske
 
 def problem_at(plan: PlacementPlan, cluster: str | None) -> Callable[[int], Problem]:
     """Captures and prices a plan's model again for a number of samples a micro-batch; results are cached."""
-    from rlplace.recipe import cluster_of_plan, rebuild_problem
+    from rlplace.planned import cluster_of_plan, rebuild_problem
 
     own = plan.source or {}
 

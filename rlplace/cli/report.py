@@ -12,8 +12,8 @@ from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cost.timings import PlanTiming
+    from rlplace.explanation.report.data import ReportData
     from rlplace.plan import PlacementPlan
-    from rlplace.reporting.data import ReportData
 
 HELP = "write an HTML report of a plan"
 EXAMPLE = "example: rlplace report bert.plan.json --out report.html"
@@ -22,7 +22,7 @@ NONE = "none"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    from rlplace.reporting.defaults import DEFAULT_PLANNERS
+    from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
 
     parser.add_argument("plan", metavar="PLAN", help="plan file")
     parser.add_argument(
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb; an infeasible plan has a report too."""
+    from rlplace.explanation.report.report import report
     from rlplace.files import check_output
     from rlplace.plan import PlacementPlan
-    from rlplace.reporting.report import report
 
     check_output(options.out)
     whole = PlacementPlan.load(options.plan)
@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
     """The report of a whole strategy."""
-    from rlplace.evaluating.page import strategy_page
+    from rlplace.explanation.report.report import render
+    from rlplace.explanation.timeline.page import strategy_page
     from rlplace.files import write_text
-    from rlplace.reporting.report import render
 
     if options.problem:
         raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")

@@ -24,7 +24,7 @@ from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.runtime.distributed.job.job import JobOptions, JobResult
+    from rlplace.runtime.job.job import JobOptions, JobResult
 
 HELP = "under torchrun: train a plan's model as the plan says"
 EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the verb on this rank."""
-    from rlplace.runtime.distributed.job import job
+    from rlplace.runtime.job import job
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
     plan: PlacementPlan | InputError
@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.recipe import recipe_of
-    from rlplace.runtime.distributed.job.training import check_strategy
+    from rlplace.planned import recipe_of
+    from rlplace.runtime.job.training import check_strategy
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):
         raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
@@ -84,8 +84,9 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
 def _train(plan: PlacementPlan | InputError, settings: JobOptions, options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from rlplace.runtime.distributed.job import faults, job
-    from rlplace.runtime.distributed.ranks import end_group, wait_for_all
+    from rlplace.runtime.base import faults
+    from rlplace.runtime.base.ranks import end_group, wait_for_all
+    from rlplace.runtime.job import job
 
     try:
         device = job.start_job(settings, options.timeout)
@@ -110,7 +111,7 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     Raises:
         InputError: With the command that starts the right number.
     """
-    from rlplace.runtime.distributed.ranks import devices_of
+    from rlplace.runtime.base.ranks import devices_of
 
     needed = len(devices_of(plan))
     world = int(os.environ.get("WORLD_SIZE", "1"))

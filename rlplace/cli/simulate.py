@@ -11,7 +11,7 @@ from rlplace.errors import InputError
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
-    from rlplace.evaluating.again import Asked
+    from rlplace.explanation.timeline.again import Asked
 
 HELP = "simulate a plan: of groups on its problem, a whole strategy on its model"
 EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json; rlplace simulate gpt2.plan.json"
@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _simulate_strategy(options: argparse.Namespace) -> int:
     """A whole strategy, op by op where that is affordable."""
-    from rlplace.evaluating.again import ask_again, other_cluster
+    from rlplace.explanation.timeline.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.recipe import cluster_of_plan
-    from rlplace.strategy.plan import prediction
+    from rlplace.planned import cluster_of_plan
+    from rlplace.strategy.search.plan import prediction
 
     plan = PlacementPlan.load(options.plan)
     if plan.strategy is None:
@@ -90,9 +90,9 @@ def _simulate_strategy(options: argparse.Namespace) -> int:
 def _trace(asked: Asked, path: str) -> None:
     """Writes a trace of the ops; one device stands for all that do the same."""
     from rlplace.simulator.trace import write_trace
-    from rlplace.strategy.expand import tasks_of
-    from rlplace.strategy.op_costs import OpCosts
-    from rlplace.strategy.op_level import MOST_TASKS, simulate_ops
+    from rlplace.strategy.blocks.op_costs import OpCosts
+    from rlplace.strategy.op_level.expand import tasks_of
+    from rlplace.strategy.search.op_level import MOST_TASKS, simulate_ops
 
     draft, costs = asked.draft(), cast(OpCosts, asked.question.costs)
     if draft.beside or tasks_of(draft, costs) > MOST_TASKS:

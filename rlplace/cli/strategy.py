@@ -30,8 +30,8 @@ from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms, percent
 
 if TYPE_CHECKING:
-    from rlplace.placing import Answer, Captured
-    from rlplace.strategy.tries import Question
+    from rlplace.api import Answer, Captured
+    from rlplace.strategy.search.tries import Question
 
 
 def machine_of(options: argparse.Namespace) -> Cluster:
@@ -47,8 +47,8 @@ def place_strategy(options: argparse.Namespace) -> Answer:
     Raises:
         InputError: They contradict each other.
     """
-    from rlplace.placing import FIXED, PER_DEVICE, allowed_space, answer, default_batch
-    from rlplace.strategy.efficiency import BatchCurve
+    from rlplace.api import FIXED, PER_DEVICE, allowed_space, answer, default_batch
+    from rlplace.strategy.search.efficiency import BatchCurve
 
     fixed = {name: getattr(options, name) for name in FIXED}
     allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
@@ -74,9 +74,9 @@ def place_strategy(options: argparse.Namespace) -> Answer:
 
 
 def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> Question:
-    """What the planner is asked for a captured model; `asked` is as for `rlplace.placing.what_may_be`."""
-    from rlplace.placing import what_may_be
-    from rlplace.strategy.plan import ask
+    """What the planner is asked for a captured model; `asked` is as for `rlplace.api.what_may_be`."""
+    from rlplace.api import what_may_be
+    from rlplace.strategy.search.plan import ask
 
     return ask(cluster=machine, batch=batch, costs=costs, host=host, **what_may_be(captured, **asked))
 

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
     from rlplace.cli.compare_table import print_summaries
-    from rlplace.comparing.closing import compare_agent
+    from rlplace.explanation.compare.closing import compare_agent
     from rlplace.files import check_folder
 
     _check_device(options.device)

@@ -1,4 +1,4 @@
-"""Clusters: device kinds, presets, cluster files and detection of this machine's devices."""
+"""Clusters: device kinds, presets, links, fabrics and their collectives, cluster files, detection of devices."""
 
 from rlplace.cluster.parse import Cluster, parse
 from rlplace.cluster.presets import KINDS, DeviceKind, device_kind

@@ -6,7 +6,7 @@ were not used. MB below is 2^20 bytes.
 
 from __future__ import annotations
 
-from rlplace.problem.fabric import Curve, Piece, joined_curve
+from rlplace.cluster.fabric import Curve, Piece, joined_curve
 
 MB = 1 << 20
 FIT_BREAKS_MB = (0, 4, 32)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.detect import kind_from_name
+from rlplace.cluster.fabric import CollectiveKind, Curve, Fabric, bus_factor, joined_curve
 from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.errors import InputError, MissingError
-from rlplace.problem.fabric import CollectiveKind, Curve, Fabric, bus_factor, joined_curve
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives that are timed."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rlplace.cluster.fabric import check_fabrics
 from rlplace.cluster.interconnect import Host, build_links, parse_network
+from rlplace.cluster.links import Device, Links
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import fingerprint
-from rlplace.problem import Device, Links
-from rlplace.problem.check import MAX_BYTES
-from rlplace.problem.fabric import check_fabrics
+from rlplace.limits import MAX_BYTES
 from rlplace.records import check
 
 MAX_DEVICES = 1024

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from rlplace import extensions
+from rlplace import plugins as extensions
 from rlplace.cluster.fabrics import FAMILIES
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.problem.check import MAX_BYTES
+from rlplace.limits import MAX_BYTES
 from rlplace.records import Record, Text, build, check
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16"]

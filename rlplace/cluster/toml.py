@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta, structs
 
+from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, build_links, parse_network
+from rlplace.cluster.links import Device, Links
 from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.topology_file import TopologyTable, topology_links
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES
-from rlplace.problem import Device, Links
-from rlplace.problem.fabric import Fabric
 from rlplace.records import Bytes, Record, Text, build, plain
 
 FORMAT = "rlplace.cluster"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.problem import Links
+from rlplace.cluster.links import Links
 
 _LANE_SLACK = 0.1  # a lane may be this much slower than a lone transfer could be
 MAX_LANES = 64

@@ -11,9 +11,9 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
+from rlplace.cluster.links import Links
 from rlplace.cluster.topology import Path, Resource, Topology, lower
 from rlplace.errors import InputError, unknown_name
-from rlplace.problem import Links
 from rlplace.records import Record, Text
 
 _MAX_RESOURCES = 100_000

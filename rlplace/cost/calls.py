@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rlplace.cost.scaled import CLASSES
 from rlplace.cost.table import DIMS, DIRECTIONS
-from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
 
 PRODUCT_CLASSES = ("gemm", "bmm")
 

@@ -32,7 +32,7 @@ from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, precisio
 from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
 from rlplace.cost.targets import target_times
 from rlplace.errors import unknown_name
-from rlplace.graph.opgraph import OP_KINDS, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import OP_KINDS, UPDATE, OpGraph
 
 VERSION = 3
 """Version of the cost model; part of a problem's source, so that a change of formulas shows."""

@@ -21,8 +21,8 @@ from rlplace.cost.allocator import AllocatorOptions, replay
 from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, Holding, holdings
 from rlplace.cost.lifetimes import ACTIVATION, RECEIVED, Lifetimes, lifetimes
 from rlplace.errors import InputError, unknown_name
-from rlplace.graph.opgraph import OpGraph
-from rlplace.graph.optimizers import KERNELS, OPTIMIZERS
+from rlplace.model.capture.optimizers import KERNELS, OPTIMIZERS
+from rlplace.model.graph.opgraph import OpGraph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 

@@ -16,9 +16,9 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.extensions import COSTS, Extension, find, names, wrong
 from rlplace.files import fingerprint
-from rlplace.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.plugins import COSTS, Extension, find, names, wrong
 
 SHIPPED = Path(__file__).with_name("shipped.cost.json")
 

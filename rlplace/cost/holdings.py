@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.errors import InputError
-from rlplace.graph.opgraph import BUFFER, GRADIENT, INPUT, PARAMETER, OpGraph
+from rlplace.model.graph.opgraph import BUFFER, GRADIENT, INPUT, PARAMETER, OpGraph
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, Problem
 
 WEIGHTS, GRADIENTS, OPTIMIZER = range(3)

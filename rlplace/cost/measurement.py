@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from rlplace.cost.table import Direction
 from rlplace.files import check_header, read_record, write_json
-from rlplace.graph.opgraph import OpKind
+from rlplace.model.graph.opgraph import OpKind
 from rlplace.records import Count, Record, Text, Whole, build, check_record, plain
 
 FORMAT = "rlplace.measurement"
@@ -35,7 +35,7 @@ class MeasuredOp(Record, frozen=True):
     Attributes:
         target: Forward op as torch knows it, for example ``"aten.linear.default"``, also for its backward; the optimizer's name
             (``"adam"``) for an update.
-        kind: A `rlplace.graph.opgraph.OpKind`.
+        kind: A `rlplace.model.graph.opgraph.OpKind`.
         dtype: For example ``"float32"``.
         direction: A `Direction`.
         flops: FLOPs; a multiply-add counts two.

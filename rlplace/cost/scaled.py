@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from rlplace.cluster.presets import KINDS, DeviceKind, DType
 from rlplace.cost.curve import Sizes, kernel_seconds
 from rlplace.cost.table import CostTable, Curve, Key
-from rlplace.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class MeasuredShape(Record, frozen=True):
 
 
 Key = tuple[str, str, str]
-"""Op class (`rlplace.graph.opgraph.OP_KINDS`), dtype (`PRECISIONS`), direction (`DIRECTIONS`)."""
+"""Op class (`rlplace.model.graph.opgraph.OP_KINDS`), dtype (`PRECISIONS`), direction (`DIRECTIONS`)."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rlplace.cost.table import (
 )
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, read_record
-from rlplace.graph.opgraph import OpKind
+from rlplace.model.graph.opgraph import OpKind
 from rlplace.records import Record, Text, build, plain
 
 FORMAT = "rlplace.cost"

@@ -17,7 +17,7 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import op_directions, op_sizes
 from rlplace.cost.scaled import precision_of, seconds_on
 from rlplace.cost.table import DIMS, DIRECTIONS, Curve, Key, KindCosts
-from rlplace.graph.opgraph import UPDATE, OpGraph
+from rlplace.model.graph.opgraph import UPDATE, OpGraph
 
 _VARIANTS = ("dropout", "groups", "depthwise")
 """Dims that change what the library runs: attention with dropout, grouped convolutions."""

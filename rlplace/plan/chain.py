@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlplace.actions import chain_actions
 from rlplace.errors import InputError
-from rlplace.schedule import SCHEDULES
+from rlplace.plan.actions import chain_actions
+from rlplace.plan.schedule import SCHEDULES
 from rlplace.text import either
 
 

@@ -13,7 +13,7 @@ class HeldMemory(msgspec.Struct, frozen=True):
 
     Attributes:
         devices: Their names.
-        parts: Bytes by kind (`rlplace.strategy.memory_parts.PARTS`); they add up to `total_bytes`.
+        parts: Bytes by kind (`rlplace.strategy.search.memory_parts.PARTS`); they add up to `total_bytes`.
         total_bytes: The peak.
         capacity_bytes: Memory of one of them; None where nobody says.
         op_by_op: Whether the moment of the peak is known op by op; else activations are all that passes hold.

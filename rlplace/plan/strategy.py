@@ -84,7 +84,7 @@ class Pipeline(Record, frozen=True):
         stages: Stages in model order.
         microbatch: Samples of one pass of one replica: one entry, or one a replica.
         microbatches: Passes a step: one entry, or one a replica.
-        schedule: One of `rlplace.schedule`; None with one stage.
+        schedule: One of `rlplace.plan.schedule`; None with one stage.
     """
 
     stages: Annotated[tuple[Stage, ...], Meta(min_length=1)]

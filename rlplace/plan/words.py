@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.cluster.links import fullness
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
-from rlplace.problem.problem import fullness
 from rlplace.text import bytes_text, percent, seconds_text
 
 Figure = tuple[str, str, str]

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError, show
-from rlplace.problem.check import COLLECTIVE, MAX_BYTES
-from rlplace.problem.problem import FORWARD, PHASES, RESIDENT_PARTS, Collective, Device, Links, Problem
+from rlplace.limits import MAX_BYTES
+from rlplace.problem.check import COLLECTIVE
+from rlplace.problem.problem import FORWARD, PHASES, RESIDENT_PARTS, Collective, Problem
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace import limits
+from rlplace.cluster.fabric import check_fabrics
 from rlplace.errors import InputError, show
-from rlplace.problem.fabric import check_fabrics
+from rlplace.limits import MAX_BYTES
 from rlplace.problem.order import topological_order
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
 
-MAX_BYTES = 1 << 60
 MAX_SECONDS = 1e9
 MIN_BANDWIDTH = 1e-3
 MAX_CHANNEL = 1 << 20

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from rlplace.cluster.links import Channels, Device, Links
 from rlplace.errors import InputError, unknown_name
 from rlplace.problem.build import TensorRow, tensor_fields
-from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Channels, Device, Links, Problem
+from rlplace.problem.problem import BACKWARD, FORWARD, UPDATE, Problem
 
 SHAPES = ("layered", "branchy", "chain", "towers", "wavefront")
 

@@ -11,13 +11,14 @@ from msgspec import Meta
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
+from rlplace.cluster.fabric import fabrics_from_list
+from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError, show
 from rlplace.files import check_header, read_record
 from rlplace.interrupts import without_collections
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.check import check_counts
-from rlplace.problem.fabric import fabrics_from_list
-from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Device, Links, Phase, Problem, WideInt
+from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Phase, Problem, WideInt
 from rlplace.problem.source import check_source
 from rlplace.records import Bytes, Record, build, plain
 
@@ -104,7 +105,7 @@ class _DeviceEntry(Record, frozen=True):
 
 
 class _LinksEntry(Record, frozen=True):
-    """Links of a problem file; fabrics are read by `rlplace.problem.fabric`."""
+    """Links of a problem file; fabrics are read by `rlplace.cluster.fabric`."""
 
     bandwidth_bytes_per_s: _Matrix
     latency_s: _Matrix

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.memoized import memoized
 from rlplace.problem import Problem
-from rlplace.problem.memoized import memoized
 from rlplace.problem.order import grouped, longest_ways
 from rlplace.simulator import records as r
 from rlplace.simulator.queues import levels

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster.links import fullest_share
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem
-from rlplace.problem.problem import fullest_share
 from rlplace.simulator.records import TRANSFER
 
 EXECUTOR = "list"

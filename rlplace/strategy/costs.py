@@ -1,7 +1,7 @@
 """What blocks cost: the one thing that executor, memory and search know about a model.
 
 Axes: B blocks in model order. A *pass* is one micro-batch through a block on one device of its tensor group. The numbers come
-from the captured ops (`rlplace.strategy.price`) or, in tests, from a generator.
+from the captured ops (`rlplace.strategy.blocks.price`) or, in tests, from a generator.
 """
 
 from __future__ import annotations

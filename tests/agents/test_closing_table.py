@@ -4,7 +4,7 @@ from toys import memory_tight_pair
 
 from rlplace.agents.cases import Case
 from rlplace.cli.compare_table import print_summaries
-from rlplace.comparing.closing import compare_agent
+from rlplace.explanation.compare.closing import compare_agent
 from rlplace.problem.generate import random_problem
 
 

@@ -10,13 +10,13 @@ from numba.core.dispatcher import Dispatcher
 
 from rlplace.agents import first_use, guided, search
 from rlplace.envs.guide import analysis, draw, features
-from rlplace.planners import balanced, get_planner
-from rlplace.planners.annealing import kernels as annealing
-from rlplace.planners.bipartition import kernels as bipartition
-from rlplace.planners.common import earliestkernel, kernels, listkernels, movekernels
-from rlplace.planners.compiler import coarsen, fm, seeds
-from rlplace.planners.pardnn import kernels as pardnn
-from rlplace.planners.pardnn import sweep_kernel
+from rlplace.placement import balanced, get_planner
+from rlplace.placement.annealing import kernels as annealing
+from rlplace.placement.common import earliestkernel, kernels, listkernels, movekernels
+from rlplace.placement.published.bipartition import kernels as bipartition
+from rlplace.placement.published.compiler import coarsen, fm, seeds
+from rlplace.placement.published.pardnn import kernels as pardnn
+from rlplace.placement.published.pardnn import sweep_kernel
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.generate import random_problem as toy_problem
@@ -53,9 +53,9 @@ def started(monkeypatch):
 def test_what_is_cold_is_started_once(started, monkeypatch):
     monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "construct")
     assert first_use.compile_ahead() and first_use.compile_ahead()
-    assert started == ["from rlplace.planners.best import warm_up; warm_up()"]
+    assert started == ["from rlplace.placement.best import warm_up; warm_up()"]
     assert first_use.compile_ahead(first_use.STRATEGY)
-    assert [code.split()[1] for code in started[1:]] == ["rlplace.strategy.evaluate", "rlplace.simulator.api"]
+    assert [code.split()[1] for code in started[1:]] == ["rlplace.strategy.executor.evaluate", "rlplace.simulator.api"]
 
 
 def test_nothing_is_started_when_all_is_compiled(started, monkeypatch):

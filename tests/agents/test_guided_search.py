@@ -13,7 +13,7 @@ from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import Search
 from rlplace.envs import make_instance
 from rlplace.envs.guide.features import FEATURES
-from rlplace.planners.common.evaluate import Score
+from rlplace.placement.common.evaluate import Score
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator
 

@@ -10,11 +10,11 @@ from rlplace.agents.cases import Case
 from rlplace.agents.gather import gather
 from rlplace.agents.labels import Labels, collect_labels
 from rlplace.agents.problems.sources import CaseSource
+from rlplace.cluster.links import Links
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import Links
 from rlplace.simulator import simulate
 
 

@@ -10,13 +10,13 @@ from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import planner
 from rlplace.agents.search import Search
+from rlplace.cluster.links import Links
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.placement import get_planner, run_planner
+from rlplace.placement.common.evaluate import count_calls
 from rlplace.plan.plan import make_plan
-from rlplace.planners import get_planner, run_planner
-from rlplace.planners.common.evaluate import count_calls
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import Links
 from rlplace.simulator import simulate
 
 NAMES = ("refinement", "placement")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rlplace
-from rlplace import extensions
+from rlplace import plugins as extensions
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import PlacerNetwork

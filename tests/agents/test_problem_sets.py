@@ -12,7 +12,7 @@ from rlplace.agents.problems import graphs, sources, splits, training
 from rlplace.agents.problems.training import limit_memory, settle, vary_hardware
 from rlplace.cluster.parse import Cluster
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 from rlplace.problem.generate import random_problem
 
 SYNTHETIC = ("synthetic",)

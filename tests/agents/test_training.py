@@ -15,9 +15,9 @@ from rlplace.agents.imitation import Decisions
 from rlplace.agents.labels import Labels
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
+from rlplace.agents.weights import read_tensors
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
-from rlplace.tensors import read_tensors
 
 
 def given(*problems):

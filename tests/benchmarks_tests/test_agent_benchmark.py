@@ -23,12 +23,12 @@ from benchmarks.agent.measure import Job, check, floor_of, run_row
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
 from benchmarks.agent.store import Store
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.placement import get_planner
+from rlplace.placement.common import groupgraph
+from rlplace.placement.common.evaluate import count_calls
+from rlplace.placement.random_plans import candidates
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
-from rlplace.planners import get_planner
-from rlplace.planners.common import groupgraph
-from rlplace.planners.common.evaluate import count_calls
-from rlplace.planners.random_plans import candidates
 from rlplace.simulator import Simulator, lowering, simulate
 
 ROOT = Path(__file__).parents[2]

@@ -20,19 +20,7 @@ def test_a_fault_has_its_place(fault):
 
 def test_every_room_has_faults_and_words_of_its_own():
     assert len({fault.what for fault in LISTED}) == len(LISTED) >= 40
-    rooms = {
-        "simulator",
-        "problem",
-        "cost",
-        "strategy",
-        "planners",
-        "plan",
-        "runtime",
-        "cli",
-        "measured",
-        "explaining",
-        "exporting",
-    }
+    rooms = {"simulator", "cluster", "cost", "strategy", "placement", "plan", "runtime", "cli", "measure", "explanation"}
     assert {fault.room for fault in LISTED} >= rooms | {"envs", "agents"}
 
 

@@ -22,7 +22,7 @@ from benchmarks.leaderboard.page import page, standings
 from benchmarks.leaderboard.reading import PLANS_BYTES, SUBMISSIONS, folders, read_submission
 from rlplace.agents.cases import Case, is_branchy
 from rlplace.errors import InputError
-from rlplace.planners.common.evaluate import count_calls
+from rlplace.placement.common.evaluate import count_calls
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference

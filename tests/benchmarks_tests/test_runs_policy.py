@@ -11,9 +11,9 @@ from benchmarks.runs_policy import RunsNetwork, load_runs, rule_of, train_runs
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.cluster_view import STAGE_FEATURES
 from rlplace.envs.scenario import Scenario
-from rlplace.measured.belief import Belief
-from rlplace.measured.choose import gain_of
-from rlplace.measured.truths import Truth
+from rlplace.measure.belief import Belief
+from rlplace.measure.choose import gain_of
+from rlplace.measure.truths import Truth
 
 
 def scenarios(count=6):

@@ -16,7 +16,7 @@ import time
 import command
 import pytest
 
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -82,7 +82,7 @@ def test_csv_has_a_line_a_row(capsys, problems, tmp_path):
 
 
 def test_a_model_is_captured_once_for_all_clusters(capsys, monkeypatch, tmp_path):
-    import rlplace.graph.capture as capture
+    import rlplace.model.capture.capture as capture
 
     seen = []
     whole = capture.capture

@@ -6,7 +6,7 @@ import sys
 import pytest
 from command import run as command
 
-from rlplace.measured.log import read_runs
+from rlplace.measure.log import read_runs
 from rlplace.plan import PlacementPlan
 
 MODEL = "zoo:mlp,width=64,layers=4"

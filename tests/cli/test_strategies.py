@@ -11,9 +11,9 @@ from rlplace.cli.main import main
 from rlplace.cost import CostTable
 from rlplace.cost.footprint import PARTS
 from rlplace.cost.table import KindCosts
+from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
-from rlplace.zoo import load_model
 
 
 def test_a_plan_for_one_batch_says_what_its_devices_bring(capsys, tmp_path):

@@ -6,15 +6,15 @@ import types
 import numpy as np
 import pytest
 
-from rlplace.comparing import Case, Settings, Store, compare, count_rows, gather
-from rlplace.comparing.measure import is_random, takes_calls
-from rlplace.comparing.records import SPLIT, TASKS
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
+from rlplace.explanation.compare import Case, Settings, Store, compare, count_rows, gather
+from rlplace.explanation.compare.measure import is_random, takes_calls
+from rlplace.explanation.compare.records import SPLIT, TASKS
+from rlplace.placement import PLANNERS, get_planner
+from rlplace.placement.common.bounds import lower_bounds
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
-from rlplace.planners import PLANNERS, get_planner
-from rlplace.planners.common.bounds import lower_bounds
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
 
-from rlplace.comparing import ComparisonRow, ProblemInfo, Settings, Store
-from rlplace.comparing.records import SPLIT
-from rlplace.comparing.summary import summarize
 from rlplace.errors import InputError
-from rlplace.means import interval
+from rlplace.explanation.compare import ComparisonRow, ProblemInfo, Settings, Store
+from rlplace.explanation.compare.records import SPLIT
+from rlplace.explanation.compare.summary import summarize
 from rlplace.records import build
+from rlplace.stats import interval
 
 
 def row(problem, planner, step, *, view="tasks", base=None, **changes):

@@ -6,14 +6,14 @@ import pytest
 
 import rlplace
 from rlplace.cluster.presets import cpu_kind
-from rlplace.cost.calibrate import calibrate, pool, step_factor
 from rlplace.cost.compute import explain_times
 from rlplace.cost.curve import work_seconds
 from rlplace.cost.measurement import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.cost.targets import target_names
 from rlplace.errors import InputError
-from rlplace.timing.ops import describe_ops
-from rlplace.zoo import load_model
+from rlplace.measure.calibrate import calibrate, pool, step_factor
+from rlplace.measure.ops import describe_ops
+from rlplace.model.zoo import load_model
 
 KIND = cpu_kind(2, 16_000_000_000)
 FLOOR_S, COMPUTE, BANDWIDTH = 4e-6, 0.6, 0.5

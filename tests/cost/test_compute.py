@@ -15,8 +15,8 @@ from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
 from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import BACKWARD, OP_KINDS
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import BACKWARD, OP_KINDS
 
 A100 = KINDS["a100-80g"]
 FITTED = [(kind, op) for kind, costs in shipped_costs().kinds.items() for op, _, _ in costs.curves]

@@ -13,13 +13,13 @@ from torch import nn
 from benchmarks.gpu.fit import fit, in_steps, predict, read, sustained, write_halves
 from rlplace import capture
 from rlplace.cluster.presets import KINDS
-from rlplace.cost.calibrate import calibrate
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import explain_times
 from rlplace.cost.foreign import shipped_costs
 from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import Curve
 from rlplace.errors import InputError
+from rlplace.measure.calibrate import calibrate
 
 H200, ROWS = KINDS["h200"], Path(__file__).parents[2] / "benchmarks/gpu/h200"
 

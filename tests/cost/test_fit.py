@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from benchmarks.fit_residual import fit_residual, sizes_of
+from rlplace.cluster.fabric import Fabric, check_fabrics, joined_curve
 from rlplace.cluster.measured import fit_collective_curve
 from rlplace.cost.curve import kernel_seconds, work_seconds
-from rlplace.cost.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 from rlplace.cost.table import Curve
 from rlplace.errors import InputError
-from rlplace.problem.fabric import Fabric, check_fabrics, joined_curve
+from rlplace.measure.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 
 DEVICE = {"peak_flops": 2e13, "bandwidth_bytes_per_s": 2e12}
 

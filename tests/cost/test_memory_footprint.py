@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.synthetic import random_graph, transformer_graph
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
+from rlplace.cluster.links import Device, Links
 from rlplace.cost import price
 from rlplace.cost.allocator import AllocatorOptions
 from rlplace.cost.contract import foreach_update_bytes, inner_temporary_bytes
@@ -18,7 +19,7 @@ from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
 from rlplace.cost.lifetimes import lifetimes
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
-from rlplace.problem import Device, Links, Problem
+from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device

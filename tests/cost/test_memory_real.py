@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.memory import LiveBytes, layer_bytes, step
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
-from rlplace.graph.capture import capture
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from rlplace.zoo import load_model
 
 EXACT = MemoryOptions(workspace_bytes=0, steps=1)
 OUTSIDE = ("slack", "context", "communication")

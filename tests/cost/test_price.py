@@ -12,12 +12,12 @@ from rlplace.cost.calls import calls_of
 from rlplace.cost.foreign import shipped_costs
 from rlplace.cost.price import kind_times, owners
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.coarsen import Grouping, coarsen
-from rlplace.graph.opgraph import GRADIENT, INPUT
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.coarsen import Grouping, coarsen
+from rlplace.model.graph.opgraph import GRADIENT, INPUT
+from rlplace.model.zoo import load_model
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
-from rlplace.zoo import load_model
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 60), tied=st.booleans(), in_place=st.booleans())

@@ -39,7 +39,7 @@ import os
 import gymnasium
 import torch
 import rlplace
-from rlplace.zoo import load_model
+from rlplace.model.zoo import load_model
 
 torch.set_num_threads(1)
 loaded = load_model("hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256", batch=8, seq=16, device="cpu")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlplace.envs import make_instance
 from rlplace.envs.instance import group_pinned_bytes, group_saved_bytes
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners.common.bounds import largest_op_bytes
+from rlplace.placement.common.bounds import largest_op_bytes
 from rlplace.problem import BACKWARD, FORWARD, Problem, problem_from_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -13,9 +13,9 @@ from worlds import pool, question
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.scenario import Scenario
 from rlplace.errors import InputError
-from rlplace.measured.choose import LOST
-from rlplace.measured.session import run_of
-from rlplace.measured.truths import Truth
+from rlplace.measure.choose import LOST
+from rlplace.measure.session import run_of
+from rlplace.measure.truths import Truth
 
 
 def scenarios(count=4):

@@ -12,7 +12,7 @@ from rlplace.envs.guide.features import CLIP, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import side_by_side
 from rlplace.errors import InputError
-from rlplace.planners.common.oparrays import by_rank, upward_rank
+from rlplace.placement.common.oparrays import by_rank, upward_rank
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 

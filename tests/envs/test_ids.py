@@ -14,7 +14,7 @@ import rlplace
 from rlplace.agents.problems import ids
 from rlplace.envs import EDGE_FEATURES, NODE_FEATURES, make_instance, toy
 from rlplace.errors import InputError
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

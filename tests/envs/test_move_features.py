@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from rlplace.cluster.links import Channels, Links
 from rlplace.envs import make_instance
 from rlplace.envs.guide.draw import CLUSTER, EMPTY, EXCHANGE, RUN, SINGLE, SWAP
 from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.guide.pressure import SHARPNESS, STRICT, TIGHT
 from rlplace.problem.build import TensorSpec, build_problem
-from rlplace.problem.problem import Channels, Links
 
 A, B, C, D = range(4)  # a feeds b and c, both feed d
 TENSORS = [TensorSpec(A, 1, [B]), TensorSpec(A, 1, [C]), TensorSpec(B, 1, [D]), TensorSpec(C, 1, [D])]

@@ -22,13 +22,13 @@ from rlplace.envs.scenario import default_questions
 from rlplace.envs.strategy_board import KINDS, MEMORY
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.cuts import Balance
 from rlplace.strategy.drafts import draft_of_strategy
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.moves import Moves
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.moves import Moves
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
 
 EVERY = 600
 """More moves than any strategy of these questions has."""
@@ -209,8 +209,8 @@ def test_a_seed_decides_everything_whatever_was_evaluated_before():
 
 def test_the_figures_are_those_that_a_plan_announces():
     """Those of the block executor stand in a plan beside its rivals; of the ops one by one a plan says nearly the same."""
-    from rlplace.strategy.op_level import OpLevel
-    from rlplace.strategy.plan import predict
+    from rlplace.strategy.search.op_level import OpLevel
+    from rlplace.strategy.search.plan import predict
 
     asked = default_questions()[0]
     answer = search(asked, calls=60)

@@ -11,7 +11,7 @@ from toys import memory_tight_pair, two_branches, unlike_pair
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.explaining.alternatives import alternatives, named_groups, weighty_groups
+from rlplace.explanation.alternatives import alternatives, named_groups, weighty_groups
 from rlplace.plan import make_plan
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from rlplace.explaining.bounds import step_bounds
-from rlplace.explaining.changes import with_links, with_speed, without_optimizer
-from rlplace.explaining.missing import only_plan_short
+from rlplace.cluster.links import Device
+from rlplace.explanation.bounds import step_bounds
+from rlplace.explanation.changes import with_links, with_speed, without_optimizer
+from rlplace.explanation.missing import only_plan_short
 from rlplace.plan import make_plan
-from rlplace.problem import Device, problem_from_dict, problem_to_dict
+from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator.simulated_plan import run_plan
 

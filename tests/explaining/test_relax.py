@@ -9,8 +9,8 @@ import pytest
 from toys import memory_tight_pair
 
 import rlplace
-from rlplace.explaining.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
-from rlplace.explaining.relax import STRATEGIES, relax
+from rlplace.explanation.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
+from rlplace.explanation.relax import STRATEGIES, relax
 from rlplace.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -9,10 +9,10 @@ import pytest
 from random_costs import random_costs, random_draft
 
 from rlplace.cluster import Cluster
-from rlplace.explaining.strategy_bounds import strategy_bounds
+from rlplace.explanation.strategy_bounds import strategy_bounds
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.tries import Question
 
 
 def test_the_parts_add_up_to_the_step_and_the_fullest_device_is_named() -> None:

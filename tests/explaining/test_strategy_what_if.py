@@ -10,11 +10,11 @@ import pytest
 from random_costs import random_costs
 
 from rlplace.cluster import Cluster
-from rlplace.explaining.strategy_what_if import strategy_what_if
-from rlplace.explaining.what_if import AS_IS
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.search import search
-from rlplace.strategy.tries import Question
+from rlplace.explanation.strategy_what_if import strategy_what_if
+from rlplace.explanation.what_if import AS_IS
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import Question
 
 
 def question(memory: float) -> Question:

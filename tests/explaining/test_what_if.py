@@ -11,12 +11,12 @@ from toys import fork_join, memory_tight_pair, two_device_chain, unlike_pair
 
 import rlplace
 from rlplace.cluster import Cluster
+from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError
-from rlplace.explaining import changes
-from rlplace.explaining.placement_what_if import placement_what_if
-from rlplace.explaining.what_if import AS_IS
+from rlplace.explanation import changes
+from rlplace.explanation.placement_what_if import placement_what_if
+from rlplace.explanation.what_if import AS_IS
 from rlplace.plan import make_plan
-from rlplace.problem import Device, Links
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from rlplace.simulator.simulated_plan import run_plan

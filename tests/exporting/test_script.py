@@ -16,7 +16,7 @@ from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.why_not import minor_version
+from rlplace.runtime.strategy.why_not import minor_version
 
 pytest.importorskip("transformers")
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.graph.capture import capture
-from rlplace.graph.export import export_training_graph
-from rlplace.graph.opgraph import BACKWARD, FORWARD, UPDATE
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.export import export_training_graph
+from rlplace.model.graph.opgraph import BACKWARD, FORWARD, UPDATE
+from rlplace.model.zoo import load_model
 
 
 def flops(graph, kind=None, phase=None):

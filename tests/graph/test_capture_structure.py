@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from rlplace.errors import CaptureError, InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import ACTIVATION, BACKWARD, BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import ACTIVATION, BACKWARD, BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE
 
 
 class Net(nn.Module):

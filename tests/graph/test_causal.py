@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlplace.graph.capture import capture
-from rlplace.graph.causal import with_causal_attention
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.causal import with_causal_attention
+from rlplace.model.zoo import load_model
 
 BERT = "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=128,vocab_size=512"
 BART = "d_model=64,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,vocab_size=512"

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.errors import InputError
-from rlplace.graph.atoms import op_anchors
-from rlplace.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
-from rlplace.graph.contract import ContractionGraph
-from rlplace.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
+from rlplace.model.graph.atoms import op_anchors
+from rlplace.model.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
+from rlplace.model.graph.contract import ContractionGraph
+from rlplace.model.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
 
 graphs = st.builds(
     random_graph,

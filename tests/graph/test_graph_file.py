@@ -10,10 +10,10 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.graph import OpGraph
-from rlplace.graph.capture import capture
-from rlplace.graph.inputs import MAX_PARTS, describe_inputs, described_inputs
-from rlplace.graph.io import FORMAT, VERSION, graph_from_dict, graph_to_dict
+from rlplace.model import OpGraph
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.inputs import MAX_PARTS, describe_inputs, described_inputs
+from rlplace.model.graph.io import FORMAT, VERSION, graph_from_dict, graph_to_dict
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.graph.access import Space
-from rlplace.graph.access_rules import RULES, elementwise
-from rlplace.graph.capture import capture
-from rlplace.graph.indices import Cuts
-from rlplace.graph.opgraph import BACKWARD
+from rlplace.model.axes.access import Space
+from rlplace.model.axes.access_rules import RULES, elementwise
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.indices import Cuts
+from rlplace.model.graph.opgraph import BACKWARD
 
 torch.manual_seed(0)
 R = torch.randn

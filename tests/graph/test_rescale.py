@@ -10,10 +10,10 @@ from torch import nn
 import rlplace
 from rlplace.cost import price
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.rescale import rescale, two_captures
-from rlplace.graph.weight_gradients import split_weight_gradients
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.weight_gradients import split_weight_gradients
+from rlplace.model.graph.rescale import rescale, two_captures
+from rlplace.model.zoo import load_model
 
 _BERT = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64,vocab_size=100"
 MODELS = {

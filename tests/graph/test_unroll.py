@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlplace.graph import unroll
-from rlplace.graph.capture import capture
-from rlplace.zoo.load import load_model
+from rlplace.model.capture import unroll
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo.load import load_model
 
 
 class Block(nn.Module):

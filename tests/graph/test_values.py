@@ -9,10 +9,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import CaptureError, InputError
-from rlplace.evaluating.again import ask_again
-from rlplace.graph.capture import capture
-from rlplace.graph.rescale import two_captures
-from rlplace.graph.sizes import resize_batch, rows_of
+from rlplace.explanation.timeline.again import ask_again
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.sizes import resize_batch, rows_of
+from rlplace.model.graph.rescale import two_captures
 from rlplace.plan.plan import PlacementPlan
 
 

@@ -11,10 +11,10 @@ from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_
 from rlplace.cluster import Cluster
 from rlplace.cost import device_times
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
-from rlplace.graph.weight_gradients import part_times, split_weight_gradients
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
+from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
+from rlplace.model.zoo import load_model
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 50), tied=st.booleans(), in_place=st.booleans())

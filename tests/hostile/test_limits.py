@@ -18,7 +18,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster import toml as cluster_file
 from rlplace.errors import InputError
 from rlplace.files import parse_json, read_json
-from rlplace.graph import OpGraph
+from rlplace.model import OpGraph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 
@@ -140,7 +140,7 @@ def test_micro_batches(seeds, tmp_path):
 
 
 def test_modules_of_a_zoo_model():
-    from rlplace.zoo import load_model
+    from rlplace.model.zoo import load_model
 
     refused(lambda: load_model("zoo:mlp,layers=4097", batch=1, seq=1), "option layers must be from 1 to 4096")
     refused(lambda: load_model("zoo:mlp,layers=" + "9" * 4000, batch=1, seq=1), "option layers must be from 1 to 4096")

@@ -22,7 +22,7 @@ from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.labels import Labels
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import check_folder, check_output, read_bytes
-from rlplace.runtime.distributed.state.untrusted import check_setting, check_storage
+from rlplace.runtime.state.untrusted import check_setting, check_storage
 
 
 @pytest.fixture

@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.zoo import load_model
-from rlplace.zoo.functions import runs_code
+from rlplace.model.zoo import load_model
+from rlplace.model.zoo.functions import runs_code
 
 ROOT = Path(__file__).parents[2]
 
 # What may run code or make any object, by name, and the files that may name it, with the reason why that is safe.
 ALLOWED = {
     "pickle": {
-        "rlplace/runtime/distributed/state/untrusted.py",  # lets named classes through, and nothing else
+        "rlplace/runtime/state/untrusted.py",  # lets named classes through, and nothing else
         "rlplace/cli/kept.py",  # files that this user alone can write, on this machine
     },
     "importlib": {
-        "rlplace/zoo/functions.py",  # module:function
+        "rlplace/model/zoo/functions.py",  # module:function
         "rlplace/__init__.py",  # names of a literal table
-        "rlplace/extensions.py",  # entry points of installed packages
-        "rlplace/reporting/report.py",  # importlib.resources
+        "rlplace/plugins.py",  # entry points of installed packages
+        "rlplace/explanation/report/report.py",  # importlib.resources
         "rlplace/cli/info.py",  # versions
         "rlplace/cli/kept.py",  # versions
-        "rlplace/planners/__init__.py",  # names of a literal table
-        "rlplace/planners/best.py",
-        "rlplace/graph/scan.py",  # names of a literal table
-        "rlplace/runtime/native/why_not.py",  # importlib.metadata
+        "rlplace/placement/__init__.py",  # names of a literal table
+        "rlplace/placement/best.py",
+        "rlplace/model/capture/scan.py",  # names of a literal table
+        "rlplace/runtime/strategy/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",
         "agents/first_use.py",  # names of a literal table
@@ -147,7 +147,7 @@ def test_functions_that_build_no_model_are_not_called(text):
 
 def test_a_plan_that_names_code_is_announced(tmp_path, monkeypatch, capsys, seeds):
     from rlplace.plan import PlacementPlan
-    from rlplace.recipe import recipe_of
+    from rlplace.planned import recipe_of
 
     (tmp_path / "theirs.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
     text = (seeds / "sourced.plan.json").read_text().replace("zoo:mlp", "theirs.py:make")

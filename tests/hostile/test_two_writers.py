@@ -27,7 +27,7 @@ from pathlib import Path
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
 from rlplace.agents.labels import Labels
 from rlplace.cluster import Cluster
-from rlplace.comparing import Settings, Store
+from rlplace.explanation.compare import Settings, Store
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 
@@ -73,7 +73,7 @@ def look(out: Path) -> set[int]:
 @pytest.mark.slow
 def test_every_read_is_whole(seeds, tmp_path):
     from rlplace.agents.labels import Labels
-    from rlplace.comparing import Settings, Store
+    from rlplace.explanation.compare import Settings, Store
 
     (tmp_path / "rows.jsonl").write_bytes((seeds / "rows.jsonl").read_bytes())
     arguments = [sys.executable, "-c", WRITER, str(seeds), str(tmp_path)]
@@ -209,8 +209,8 @@ def test_no_room_for_the_result(name, seeds, tmp_path, capsys):
 
 def test_rows_of_a_comparison_when_the_disk_fills_up(seeds, tmp_path, monkeypatch):
     """Half a line that did not fit is taken away again; the comparison goes on when there is room."""
-    from rlplace.comparing import Settings, Store
     from rlplace.errors import InputError
+    from rlplace.explanation.compare import Settings, Store
 
     path = Path(shutil.copy(seeds / "rows.jsonl", tmp_path))
     store = Store(Settings(calls=4), path, resume=True)

@@ -11,9 +11,9 @@ import torch
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.integrations import complete_device_map, plan_from_device_map
 from rlplace.plan import PlacementPlan
 from rlplace.plan.device_map import device_of_loss, device_of_op, round_to_modules, to_device_map
+from rlplace.runtime.export.device_maps import complete_device_map, plan_from_device_map
 
 
 @pytest.fixture(scope="module")

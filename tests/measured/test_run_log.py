@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError, RlplaceError
-from rlplace.measured.log import FORMAT, Ended, Run, RunLog, read_runs, shared, write_shared
+from rlplace.measure.log import FORMAT, Ended, Run, RunLog, read_runs, shared, write_shared
 
 STRATEGY = {
     "batch": 4, "microbatch": [2], "microbatches": [2],

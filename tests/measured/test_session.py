@@ -9,14 +9,14 @@ import pytest
 from worlds import question
 
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.measured.log import Ended, RunLog
-from rlplace.measured.pool import first_pool
-from rlplace.measured.session import Session, run_of, telling
-from rlplace.measured.truths import Truth
+from rlplace.measure.log import Ended, RunLog
+from rlplace.measure.pool import first_pool
+from rlplace.measure.session import Session, run_of, telling
+from rlplace.measure.truths import Truth
 from rlplace.plan.plan import PlacementPlan
 from rlplace.strategy.drafts import draft_of_strategy
-from rlplace.strategy.plan import prediction
-from rlplace.strategy.search import search
+from rlplace.strategy.search.plan import prediction
+from rlplace.strategy.search.search import search
 
 
 def planned(asked):

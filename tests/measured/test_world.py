@@ -8,9 +8,9 @@ from random_costs import random_draft
 from worlds import CLUSTERS, question
 
 from rlplace.errors import InputError
-from rlplace.measured.world import LAUNCH_S, SPREAD, World, axes, evaluator_in, world_of
+from rlplace.measure.world import LAUNCH_S, SPREAD, World, axes, evaluator_in, world_of
 from rlplace.strategy.drafts import Place, plain_draft
-from rlplace.strategy.evaluation import PARTS
+from rlplace.strategy.executor.evaluation import PARTS
 
 
 def neutral(cluster):

@@ -8,9 +8,9 @@ import numpy as np
 from random_costs import random_costs
 
 from rlplace.cluster.parse import parse
-from rlplace.measured.pool import Pool, first_pool
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.tries import Question
+from rlplace.measure.pool import Pool, first_pool
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.tries import Question
 
 CLUSTERS = ("a100-80g:4", "h100:2x4,ib=400g", "a100-80g:2+t4:2")
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.recipe import recipe_of
+from rlplace.planned import recipe_of
 
 MODEL = (
     "import torch\n\ndef build(batch):\n    return torch.nn.Linear(4, 2), torch.zeros(batch, 4), lambda output: output.sum()\n"

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlplace.cluster.links import fullness
+from rlplace.placement import get_planner
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.plan.words import verdict
-from rlplace.planners import get_planner
 from rlplace.problem.generate import random_problem
-from rlplace.problem.problem import fullness
 
 STRATEGY = Strategy(
     batch=64,

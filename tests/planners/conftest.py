@@ -9,7 +9,7 @@ def captured(spec):
     import torch
 
     import rlplace
-    from rlplace.zoo.load import load_model
+    from rlplace.model.zoo.load import load_model
 
     torch.set_num_threads(1)
     model = load_model(spec, batch=32, seq=128)

@@ -13,11 +13,11 @@ from benchmarks.papers.bipartition.chains import make_chain
 from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
+from rlplace.placement import NEEDS_SPLIT
+from rlplace.placement.published.bipartition.bipartition import bipartition
+from rlplace.placement.published.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
+from rlplace.placement.published.bipartition.solve import Workers, bi_partition, kernel_arrays, price_cuts
 from rlplace.plan import PlacementPlan
-from rlplace.planners import NEEDS_SPLIT
-from rlplace.planners.bipartition.bipartition import bipartition
-from rlplace.planners.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.planners.bipartition.solve import Workers, bi_partition, kernel_arrays, price_cuts
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlplace.planners import run_planner
-from rlplace.planners.annealing import annealing as annealing_file
-from rlplace.planners.annealing.annealing import COOLING, RETURNS, AnnealingSettings, spend
-from rlplace.planners.common import evaluate, movekernels
-from rlplace.planners.common.evaluate import Evaluator, count_calls
-from rlplace.planners.common.repair import legalize
-from rlplace.planners.common.search import MoveMaker, Search
+from rlplace.placement import run_planner
+from rlplace.placement.annealing import annealing as annealing_file
+from rlplace.placement.annealing.annealing import COOLING, RETURNS, AnnealingSettings, spend
+from rlplace.placement.common import evaluate, movekernels
+from rlplace.placement.common.evaluate import Evaluator, count_calls
+from rlplace.placement.common.repair import legalize
+from rlplace.placement.search import MoveMaker, Search
 from rlplace.problem.generate import random_problem
 
 SETTINGS = [

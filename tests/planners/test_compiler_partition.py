@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.errors import InputError
-from rlplace.planners.common.groupgraph import group_graph, mean_link
-from rlplace.planners.compiler.nets import problem_nets
-from rlplace.planners.compiler.partition import partition
-from rlplace.planners.metis import metis_partition
+from rlplace.placement.common.groupgraph import group_graph, mean_link
+from rlplace.placement.metis import metis_partition
+from rlplace.placement.published.compiler.nets import problem_nets
+from rlplace.placement.published.compiler.partition import partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

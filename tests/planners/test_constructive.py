@@ -5,16 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from rlplace.planners import critical_path, get_planner, m_topo
-from rlplace.planners.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
-from rlplace.planners.common import bounds
-from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.common.oparrays import by_rank, upward_rank
-from rlplace.planners.common.subsets import device_order, device_subsets, map_parts
-from rlplace.planners.critical_path import critical_ops
-from rlplace.planners.heft import schedule
-from rlplace.planners.m_etf import earliest_schedule
-from rlplace.planners.metis import metis_partition
+from rlplace.placement import critical_path, get_planner, m_topo
+from rlplace.placement.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
+from rlplace.placement.common import bounds
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.common.oparrays import by_rank, upward_rank
+from rlplace.placement.common.subsets import device_order, device_subsets, map_parts
+from rlplace.placement.critical_path import critical_ops
+from rlplace.placement.heft import schedule
+from rlplace.placement.m_etf import earliest_schedule
+from rlplace.placement.metis import metis_partition
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

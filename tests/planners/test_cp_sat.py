@@ -13,11 +13,11 @@ import pytest
 import toys
 
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.dlplacer.instance import make_instance
-from rlplace.planners.dlplacer.program import build_program
-from rlplace.planners.dlplacer.solve import solve_program
+from rlplace.placement import get_planner
+from rlplace.placement.common.bounds import lower_bounds
+from rlplace.placement.published.dlplacer.instance import make_instance
+from rlplace.placement.published.dlplacer.program import build_program
+from rlplace.placement.published.dlplacer.solve import solve_program
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -178,7 +178,7 @@ def test_an_interrupt_ends_the_planner():
     """The solver holds the interpreter for seconds; Ctrl-C must not turn into an answer."""
     code = (
         "import ortools.sat.python.cp_model\n"  # what is interrupted is the solver, not its import
-        "from rlplace.planners import get_planner\n"
+        "from rlplace.placement import get_planner\n"
         "from rlplace.problem.generate import random_problem\n"
         "problem = random_problem(3, 40, 3, shape='layered')\n"
         "get_planner('best')(problem)\n"

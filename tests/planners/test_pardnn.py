@@ -10,11 +10,11 @@ from toys import pardnn_example
 
 from benchmarks.papers.pardnn.baselines import measures
 from benchmarks.papers.pardnn.fifo import fifo
-from rlplace.planners import get_planner
-from rlplace.planners.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
-from rlplace.planners.pardnn.nodegraph import folded_graph, op_graph
-from rlplace.planners.pardnn.pardnn import place_clusters
-from rlplace.planners.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, slice_graph, spans
+from rlplace.placement import get_planner
+from rlplace.placement.published.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
+from rlplace.placement.published.pardnn.nodegraph import folded_graph, op_graph
+from rlplace.placement.published.pardnn.pardnn import place_clusters
+from rlplace.placement.published.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, slice_graph, spans
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InputError, MissingError
-from rlplace.planners import get_planner
-from rlplace.planners.dlplacer import program as program_module
-from rlplace.planners.dlplacer.coarsen import coarsen
-from rlplace.planners.dlplacer.contract import contract_groups
-from rlplace.planners.dlplacer.executor import keep_request_order, start_at_once
-from rlplace.planners.dlplacer.instance import HORIZON_TICKS, choose_ticks, make_instance, transfer_seconds
-from rlplace.planners.dlplacer.memory import limit_static, limit_timeline
-from rlplace.planners.dlplacer.program import build_program, relabel
-from rlplace.planners.dlplacer.solve import add_hint, solve_program
-from rlplace.planners.dlplacer.symmetry import interchangeable
+from rlplace.placement import get_planner
+from rlplace.placement.published.dlplacer import program as program_module
+from rlplace.placement.published.dlplacer.coarsen import coarsen
+from rlplace.placement.published.dlplacer.contract import contract_groups
+from rlplace.placement.published.dlplacer.executor import keep_request_order, start_at_once
+from rlplace.placement.published.dlplacer.instance import HORIZON_TICKS, choose_ticks, make_instance, transfer_seconds
+from rlplace.placement.published.dlplacer.memory import limit_static, limit_timeline
+from rlplace.placement.published.dlplacer.program import build_program, relabel
+from rlplace.placement.published.dlplacer.solve import add_hint, solve_program
+from rlplace.placement.published.dlplacer.symmetry import interchangeable
 from rlplace.problem import FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.planners import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, best, get_planner, run_planner
-from rlplace.planners.common import evaluate
-from rlplace.planners.common.evaluate import Answer, Evaluator, Score
+from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, best, get_planner, run_planner
+from rlplace.placement.common import evaluate
+from rlplace.placement.common.evaluate import Answer, Evaluator, Score
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

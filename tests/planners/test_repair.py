@@ -11,13 +11,13 @@ from toys import memory_tight_chain, memory_tight_pair
 
 from rlplace.compiled import entry
 from rlplace.envs.instance import infeasible_reward, log_ratio, score
-from rlplace.planners import ONE_SHOT, get_planner
-from rlplace.planners.common import evaluate
-from rlplace.planners.common.bounds import lower_bounds
-from rlplace.planners.common.evaluate import Deadline, Evaluator, Score
-from rlplace.planners.common.floor import best_of
-from rlplace.planners.common.objective import objective_s
-from rlplace.planners.common.repair import legalize, repair, repair_answer
+from rlplace.placement import ONE_SHOT, get_planner
+from rlplace.placement.common import evaluate
+from rlplace.placement.common.bounds import lower_bounds
+from rlplace.placement.common.evaluate import Deadline, Evaluator, Score
+from rlplace.placement.common.floor import best_of
+from rlplace.placement.common.objective import objective_s
+from rlplace.placement.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -156,7 +156,7 @@ def test_the_order_of_plans():
 
 
 def test_compiled_loops_use_the_same_function():
-    from rlplace.planners.annealing.kernels import _objective_s
+    from rlplace.placement.annealing.kernels import _objective_s
 
     @entry
     def compiled(step_s, overflow):

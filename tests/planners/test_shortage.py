@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InfeasibleError
-from rlplace.planners import get_planner
-from rlplace.planners.common.bounds import device_time_s, largest, largest_bound, least_devices, lower_bounds, memory_forced
-from rlplace.planners.common.floor import one_shot
-from rlplace.planners.common.shortage import check_possible
+from rlplace.placement import get_planner
+from rlplace.placement.common.bounds import device_time_s, largest, largest_bound, least_devices, lower_bounds, memory_forced
+from rlplace.placement.common.floor import one_shot
+from rlplace.placement.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import HOP_LATENCY_SHARE, collective_s, contention, ring_order
+from rlplace.cluster.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
+from rlplace.cluster.links import Links
 from rlplace.errors import InputError
-from rlplace.problem import Links
-from rlplace.problem.collectives import HOP_LATENCY_SHARE, collective_s, contention, ring_order
-from rlplace.problem.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
 
 GIB = 1 << 30
 MIB = 1 << 20

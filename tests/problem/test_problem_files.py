@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
+from rlplace.cluster.fabric import Fabric, fabrics_from_list, joined_curve
 from rlplace.errors import InputError
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
-from rlplace.problem.collectives import collective_s
-from rlplace.problem.fabric import Fabric, fabrics_from_list, joined_curve
 from rlplace.problem.generate import random_problem
 from rlplace.records import plain
 

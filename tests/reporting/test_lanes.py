@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlplace.cluster.links import Links
+from rlplace.explanation.report.lanes import COLLECTIVE, COLORS, DEVICE, LINK, empty_image, lanes_of, pack, paint, rgb
+from rlplace.explanation.report.memory_curve import MemoryCurve, memory_curves
+from rlplace.explanation.report.modules import MAX_CHILDREN, OWN, group_edges, module_tree
 from rlplace.plan.plan import make_plan
-from rlplace.problem import BACKWARD, UPDATE, Links
+from rlplace.problem import BACKWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import SHAPES, random_problem
-from rlplace.reporting.lanes import COLLECTIVE, COLORS, DEVICE, LINK, empty_image, lanes_of, pack, paint, rgb
-from rlplace.reporting.memory_curve import MemoryCurve, memory_curves
-from rlplace.reporting.modules import MAX_CHILDREN, OWN, group_edges, module_tree
 from rlplace.simulator import simulate
 
 

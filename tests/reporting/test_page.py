@@ -15,12 +15,12 @@ import rlplace
 import rlplace.text
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
+from rlplace.explanation.report.data import MAX_LINKS, front_coded, report_data
+from rlplace.explanation.report.report import json_text, render
+from rlplace.explanation.report.tables import PlannerRow, planner_rows
 from rlplace.plan.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.reporting.data import MAX_LINKS, front_coded, report_data
-from rlplace.reporting.report import json_text, render
-from rlplace.reporting.tables import PlannerRow, planner_rows
 from rlplace.simulator import simulate
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\'\u2028\U0001f600\ud800{{script}}'
@@ -224,9 +224,9 @@ def test_predicted_against_measured():
 def test_steps_of_too_many_ops_are_refused(monkeypatch):
     problem = random_problem(0, num_groups=6, num_devices=2)
     plan = make_plan(problem, [0] * 6, planner="hand")
-    monkeypatch.setattr("rlplace.reporting.data.MAX_OPS", 18)
+    monkeypatch.setattr("rlplace.explanation.report.data.MAX_OPS", 18)
     report_data(problem, plan)
-    monkeypatch.setattr("rlplace.reporting.data.MAX_OPS", 17)
+    monkeypatch.setattr("rlplace.explanation.report.data.MAX_OPS", 17)
     with pytest.raises(InputError, match="18 ops, a page holds 17"):
         report_data(problem, plan)
 

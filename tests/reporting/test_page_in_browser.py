@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rlplace.cost.timings import PlanTiming
+from rlplace.explanation.report.data import report_data
+from rlplace.explanation.report.report import render
+from rlplace.explanation.report.tables import PlannerRow
 from rlplace.plan.plan import make_plan
 from rlplace.problem.generate import random_problem
-from rlplace.reporting.data import report_data
-from rlplace.reporting.report import render
-from rlplace.reporting.tables import PlannerRow
 
 pytestmark = pytest.mark.slow
 

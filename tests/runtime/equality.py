@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from rlplace.graph.export import export_training_graph
-from rlplace.graph.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.capture.export import export_training_graph
+from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan import PlacementPlan
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import rlplace
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.apply import apply
-from rlplace.runtime.distributed.execution import wire
+from rlplace.runtime.placement import wire
+from rlplace.runtime.placement.apply import apply
 
 
 def build(name, devices, sim, seed=0, double=True):

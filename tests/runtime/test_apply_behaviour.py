@@ -13,7 +13,7 @@ from torch import nn
 import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.device_map import device_of_op
-from rlplace.runtime.apply import apply
+from rlplace.runtime.placement.apply import apply
 
 
 def place(name, devices, seed=3, **changes):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError
-from rlplace.runtime.apply import apply
+from rlplace.runtime.placement.apply import apply
 
 
 class Triple(torch.autograd.Function):

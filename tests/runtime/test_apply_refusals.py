@@ -11,7 +11,7 @@ from torch import nn
 import rlplace
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import make_plan
-from rlplace.runtime.apply import apply
+from rlplace.runtime.placement.apply import apply
 
 
 def tiny():

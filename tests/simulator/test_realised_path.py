@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toys import fork_join, two_device_chain
 
-from rlplace.explaining.bounds import step_bounds
+from rlplace.cluster.links import Links
+from rlplace.explanation.bounds import step_bounds
 from rlplace.plan import make_plan
-from rlplace.problem import Links
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path

@@ -17,7 +17,8 @@ import pytest
 from drawn import training_problem
 from toys import TOYS
 
-from rlplace.problem import Links, Problem, problem_from_dict, problem_to_dict
+from rlplace.cluster.links import Links
+from rlplace.problem import Problem, problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Timeline, default_priority, reference, simulate, simulate_many
 from rlplace.simulator.reference import simulate_reference

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlplace.cluster.links import Links
 from rlplace.errors import InputError
-from rlplace.problem import BACKWARD, FORWARD, UPDATE, Links, problem_from_dict, problem_to_dict
+from rlplace.problem import BACKWARD, FORWARD, UPDATE, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import Timeline, default_priority, simulate
 from rlplace.simulator.reference import reference_priority, simulate_reference

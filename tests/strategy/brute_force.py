@@ -16,10 +16,10 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.schedule import LOOP, ONE, SCHEDULES, V
+from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.tries import Question
 
 CLUSTERS = (
     "a100-80g:2",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.schedule import LOOP, ONE, SCHEDULES, V
+from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,

@@ -12,8 +12,8 @@ import numpy as np
 from random_costs import RandomCosts
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from rlplace.strategy.blocks.op_costs import PassOps, StepOps, TensorCollective
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, NONE, SELECTIVE, Cut
-from rlplace.strategy.op_costs import PassOps, StepOps, TensorCollective
 
 PIECES, SELECTED = 10, 2
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlplace.cluster import Cluster
-from rlplace.problem.collectives import ring_order
+from rlplace.cluster.collectives import ring_order
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.meshes import (
+from rlplace.strategy.executor.meshes import (
     Lane,
     copy_degree,
     copy_groups,
@@ -22,9 +22,9 @@ from rlplace.strategy.meshes import (
     share_groups,
     tensor_groups,
 )
-from rlplace.strategy.rules import EACH_BACKWARD, FULL_OFFLOAD, ONCE, WHOLE, keeping
-from rlplace.strategy.ties import tie_part
-from rlplace.strategy.traffic import Traffic, table_s
+from rlplace.strategy.executor.rules import EACH_BACKWARD, FULL_OFFLOAD, ONCE, WHOLE, keeping
+from rlplace.strategy.executor.ties import tie_part
+from rlplace.strategy.executor.traffic import Traffic, table_s
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The block executor, plainly: step time of a draft, rule by rule as docs/cost-model/strategy.md states them.
 
-`rlplace.strategy.kernel` is compiled and agrees to rounding. `reference_blocks` says what blocks take on their places,
+`rlplace.strategy.executor.kernel` is compiled and agrees to rounding. `reference_blocks` says what blocks take on their places,
 `reference_memory` has the rules for memory.
 """
 
@@ -14,15 +14,15 @@ from reference_blocks import Block, place_blocks
 from reference_memory import device_bytes, host_bytes
 from reference_stages import Work, exchange_s, single_stage, stage_action
 
-from rlplace.actions import Action
 from rlplace.cluster import Cluster
-from rlplace.strategy.beside import side_by_side
+from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.evaluation import PARTS, Evaluation, bytes_over
-from rlplace.strategy.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
-from rlplace.strategy.ties import tie_exchanges
-from rlplace.strategy.traffic import Traffic, Way
+from rlplace.strategy.executor.beside import side_by_side
+from rlplace.strategy.executor.evaluation import PARTS, Evaluation, bytes_over
+from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
+from rlplace.strategy.executor.ties import tie_exchanges
+from rlplace.strategy.executor.traffic import Traffic, Way
 
 
 def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:

@@ -11,8 +11,8 @@ from reference_blocks import Block, received_bytes, static_bytes
 
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.meshes import Lane, stage_actions
-from rlplace.strategy.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE
+from rlplace.strategy.executor.meshes import Lane, stage_actions
+from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE
 
 
 def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from reference_blocks import Block
 
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, Floats
-from rlplace.strategy.rules import (
+from rlplace.strategy.executor.rules import (
     BUCKET,
     EACH_BACKWARD,
     EACH_PASS,
@@ -24,7 +24,7 @@ from rlplace.strategy.rules import (
     slowed_s,
     wider,
 )
-from rlplace.strategy.traffic import table_s
+from rlplace.strategy.executor.traffic import table_s
 
 
 @dataclass

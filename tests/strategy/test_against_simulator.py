@@ -14,9 +14,9 @@ from random_ops import RandomOps
 from rlplace.cluster import Cluster
 from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference
-from rlplace.strategy import expand
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.expand import expand_draft
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.op_level import expand
+from rlplace.strategy.op_level.expand import expand_draft
 
 KINDS = ("one stage, level 0", "one stage, level 1", "one stage, level 2", "one stage, level 3", "pipelines", "unlike replicas")
 PRESETS = {name: Cluster.preset(name) for name in (*CLUSTERS, "a100-80g:4x1,eth=25g")}

@@ -10,11 +10,11 @@ import rlplace
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import KINDS
-from rlplace.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from rlplace.strategy.plan import plan_strategy
-from rlplace.strategy.space import Space
-from rlplace.zoo import load_model
+from rlplace.strategy.search.plan import plan_strategy
+from rlplace.strategy.search.space import Space
 
 GPT2 = "hf:gpt2,n_layer=2,n_embd=512,n_head=4,vocab_size=512"
 

@@ -11,15 +11,15 @@ from pipeline_theory import bubble_s, in_flight
 from random_costs import CLUSTERS, random_costs, random_draft
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import COMPUTE_SLOWDOWN, collective_s
+from rlplace.cluster.links import Links
 from rlplace.errors import InputError
-from rlplace.problem import Links
-from rlplace.problem.collectives import COMPUTE_SLOWDOWN, collective_s
-from rlplace.schedule import SCHEDULES
+from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.meshes import copy_groups, lanes, share_groups, tensor_groups
-from rlplace.strategy.traffic import SIZES, Traffic, table_s
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
+from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
 
 RNG = np.random.default_rng
 

@@ -7,8 +7,8 @@ import pytest
 from captured import captured
 
 from rlplace.errors import InputError
-from rlplace.graph.opgraph import BACKWARD, FORWARD, PARAMETER, UPDATE
-from rlplace.strategy.blocks import find_blocks
+from rlplace.model.graph.opgraph import BACKWARD, FORWARD, PARAMETER, UPDATE
+from rlplace.strategy.blocks.blocks import find_blocks
 
 
 def numbered(pattern, count):

@@ -9,12 +9,12 @@ import pytest
 from random_costs import random_costs
 
 from rlplace.cluster import Cluster
-from rlplace.comparing.records import TASKS, Settings
-from rlplace.comparing.run import problem_info
-from rlplace.comparing.strategies import STRATEGIES, strategy_row
+from rlplace.explanation.compare.records import TASKS, Settings
+from rlplace.explanation.compare.run import problem_info
+from rlplace.explanation.compare.strategies import STRATEGIES, strategy_row
 from rlplace.problem.generate import random_problem
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.tries import Question
 
 PROBLEM = random_problem(0, 4, 4)
 INFO = problem_info(PROBLEM, "m", "c", view=TASKS)

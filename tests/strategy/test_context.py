@@ -8,15 +8,15 @@ from captured import captured
 from random_costs import random_costs
 
 from rlplace.cluster import Cluster
-from rlplace.graph.opgraph import UPDATE
+from rlplace.model.graph.opgraph import UPDATE
 from rlplace.plan.strategy import uniform_words
+from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, Cut
-from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.kinds import kind_of
-from rlplace.strategy.price import PricedBlocks
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
-from rlplace.strategy.tries import Question
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
 
 LAYER = 2
 HIDDEN = 4 * 32 * 64 * 4

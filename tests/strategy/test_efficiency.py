@@ -6,7 +6,7 @@ import math
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.strategy.efficiency import BatchCurve
+from rlplace.strategy.search.efficiency import BatchCurve
 
 STEP = BatchCurve(points=((64, 10.0), (1024, 10.0), (2048, 20.0)))
 

@@ -12,12 +12,12 @@ from random_costs import CLUSTERS, random_costs, random_draft
 from reference_executor import evaluate_reference
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.links import Links
 from rlplace.errors import InputError
-from rlplace.problem import Links
-from rlplace.strategy import packing
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.traffic import SIZES, Traffic, table_s
+from rlplace.strategy.executor import packing
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
 PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}

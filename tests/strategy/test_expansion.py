@@ -10,11 +10,11 @@ from random_costs import random_costs
 from random_ops import RandomOps
 
 from rlplace.cluster import Cluster
-from rlplace.problem.collectives import collective_s
+from rlplace.cluster.collectives import collective_s
 from rlplace.simulator import simulate
 from rlplace.strategy.drafts import Place, plain_draft
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.expand import expand_draft
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.op_level.expand import expand_draft
 
 MIB = 1 << 20
 CLUSTER = Cluster.preset("a100-80g:4")

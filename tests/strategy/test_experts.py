@@ -10,21 +10,21 @@ from captured import captured
 from random_costs import random_costs
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
 from rlplace.errors import InputError
 from rlplace.plan.strategy import uniform_words
-from rlplace.problem.collectives import collective_s
+from rlplace.strategy.blocks.experts import IMBALANCE
+from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import EXPERT_ALL_TO_ALL, Cut
 from rlplace.strategy.drafts import Draft, Place, draft_of
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.experts import IMBALANCE
-from rlplace.strategy.meshes import lanes
-from rlplace.strategy.packing import Packer
-from rlplace.strategy.placed_blocks import placed_blocks
-from rlplace.strategy.price import PricedBlocks
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
-from rlplace.strategy.traffic import Traffic
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.meshes import lanes
+from rlplace.strategy.executor.packing import Packer
+from rlplace.strategy.executor.placed_blocks import placed_blocks
+from rlplace.strategy.executor.traffic import Traffic
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
 
 CLUSTER = Cluster.preset("h100:8")
 EIGHT, LAYER = tuple(range(8)), 1

@@ -8,8 +8,8 @@ import pytest
 
 import rlplace
 from rlplace.errors import RlplaceError
-from rlplace.planners import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT
-from rlplace.zoo import load_model
+from rlplace.model.zoo import load_model
+from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT
 
 MODELS = (
     "hf:gpt2,n_layer=3,n_embd=128,n_head=4,vocab_size=512",

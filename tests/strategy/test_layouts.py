@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.graph.opgraph import PARAMETER, UPDATE
-from rlplace.graph.rescale import rescale
-from rlplace.runtime.native.capture import capture as capture_blocks
-from rlplace.runtime.native.model_layouts import find_layouts
-from rlplace.strategy.blocks import find_blocks
+from rlplace.model.capture.capture import capture
+from rlplace.model.graph.opgraph import PARAMETER, UPDATE
+from rlplace.model.graph.rescale import rescale
+from rlplace.model.zoo import load_model
+from rlplace.runtime.strategy.capture import capture as capture_blocks
+from rlplace.runtime.strategy.model_layouts import find_layouts
+from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
-from rlplace.strategy.layouts import LayoutSearch
-from rlplace.zoo import load_model
+from rlplace.strategy.layouts.layouts import LayoutSearch
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
 STREAM_BYTES = 4 * BATCH * SEQUENCE * HIDDEN

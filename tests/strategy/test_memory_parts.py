@@ -16,16 +16,16 @@ from rlplace.cli.main import main
 from rlplace.cli.strategy import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
+from rlplace.model.zoo import load_model
 from rlplace.plan.memory import HeldMemory, memory_of
-from rlplace.strategy import memory_parts as parts_module
-from rlplace.strategy import op_level
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.memory_parts import PARTS, memory_parts
-from rlplace.strategy.op_level import OpLevel
-from rlplace.strategy.plan import plan_strategy
-from rlplace.strategy.space import Space
-from rlplace.strategy.tries import Question
-from rlplace.zoo import load_model
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search import memory_parts as parts_module
+from rlplace.strategy.search import op_level
+from rlplace.strategy.search.memory_parts import PARTS, memory_parts
+from rlplace.strategy.search.op_level import OpLevel
+from rlplace.strategy.search.plan import plan_strategy
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
 
 TINY = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256"
 

@@ -12,11 +12,11 @@ from random_ops import RandomOps
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.strategy import op_level
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.op_level import LEADERS, OpLevel, evaluate_ops
-from rlplace.strategy.search import search
-from rlplace.strategy.tries import Question
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search import op_level
+from rlplace.strategy.search.op_level import LEADERS, OpLevel, evaluate_ops
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import Question
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ import pytest
 from random_costs import random_costs, random_draft
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S
-from rlplace.problem import Links
-from rlplace.problem.collectives import collective_s
-from rlplace.strategy import columns as c
+from rlplace.cluster.links import Links
 from rlplace.strategy.costs import Cut, Tie
 from rlplace.strategy.drafts import Place, plain_draft
-from rlplace.strategy.meshes import borders
-from rlplace.strategy.packing import Packer
-from rlplace.strategy.ties import tie_exchanges
-from rlplace.strategy.traffic import Traffic, table_s
+from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor.meshes import borders
+from rlplace.strategy.executor.packing import Packer
+from rlplace.strategy.executor.ties import tie_exchanges
+from rlplace.strategy.executor.traffic import Traffic, table_s
 
 FOUR = Cluster.preset("a100-80g:4")
 MIXED = Cluster.preset("a100-80g:2+t4:2")

@@ -9,9 +9,9 @@ from torch import nn
 import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import InputError
-from rlplace.planners import PLANNERS, get_planner, planner_options
+from rlplace.model.zoo import load_model
+from rlplace.placement import PLANNERS, get_planner, planner_options
 from rlplace.problem.generate import random_problem
-from rlplace.zoo import load_model
 
 GPT2 = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256"
 WORDS = ["place", GPT2, "--cluster", "a100-80g:4", "--seq", "32", "--batch", "16", "--calls", "30"]

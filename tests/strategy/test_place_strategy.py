@@ -13,12 +13,12 @@ import rlplace
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
-from rlplace.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.zoo import load_model
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.efficiency import BatchCurve
 from rlplace.strategy.kinds import KINDS
-from rlplace.strategy.plan import plan_strategy
-from rlplace.zoo import load_model
+from rlplace.strategy.search.efficiency import BatchCurve
+from rlplace.strategy.search.plan import plan_strategy
 
 GPT2 = "hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024"
 CLUSTER = "a100-80g:4"

@@ -11,10 +11,10 @@ from random_costs import random_costs
 
 from benchmarks.papers.bipartition.profile import profile_chain, read_profile
 from rlplace.cluster import Cluster
-from rlplace.schedule import GPIPE, ONE_F_ONE_B
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.published import least_traffic, published_starts, replicated_stages
-from rlplace.strategy.tries import Question
+from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search.published import least_traffic, published_starts, replicated_stages
+from rlplace.strategy.search.tries import Question
 
 
 def cuts(blocks: int, parts: int) -> list[tuple[int, ...]]:

@@ -16,18 +16,18 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.strategy.cuts import Balance, balanced_bounds
+from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.fit import fitted
+from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.kinds import kind_of
-from rlplace.strategy.moves import Moves
-from rlplace.strategy.price import PricedBlocks
-from rlplace.strategy.savings import steps
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
-from rlplace.strategy.tries import OutOfBudgetError, Question, Tries
-from rlplace.strategy.uniform import Options
+from rlplace.strategy.search.cuts import Balance, balanced_bounds
+from rlplace.strategy.search.fit import fitted
+from rlplace.strategy.search.moves import Moves
+from rlplace.strategy.search.savings import steps
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tries
+from rlplace.strategy.search.uniform import Options
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:

@@ -10,22 +10,22 @@ from random_costs import random_costs
 from random_ops import RandomOps
 
 import rlplace
-from rlplace import branches
 from rlplace.cli.strategy import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
-from rlplace.placements import Placed, Priced
+from rlplace.model.zoo import load_model
+from rlplace.placement.ask import Placed, Priced
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.rivals import quickest_of, rivals_of
 from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
-from rlplace.strategy.evaluate import Evaluator
-from rlplace.strategy.op_level import OpLevel
-from rlplace.strategy.plan import plan_strategy
-from rlplace.strategy.search import search
-from rlplace.strategy.simpler import NEAR, simpler
-from rlplace.strategy.tries import Question, Tried
-from rlplace.zoo import load_model
+from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.search import branches
+from rlplace.strategy.search.op_level import OpLevel
+from rlplace.strategy.search.plan import plan_strategy
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.simpler import NEAR, simpler
+from rlplace.strategy.search.tries import Question, Tried
 
 
 def spread(devices: int, **axes: int) -> Draft:

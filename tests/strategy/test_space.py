@@ -8,7 +8,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.space import Space
+from rlplace.strategy.search.space import Space
 
 ONE = Draft((0, 3), (Place((0,)),), (0,), bytes(3), bytes(3), (2,), (4,))
 CHAIN = Draft(

@@ -13,16 +13,16 @@ from reference_executor import evaluate_reference
 from test_executor_twin import FIELDS
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.problem.collectives import collective_s
 from rlplace.strategy.drafts import Draft, Place, draft_of_strategy
-from rlplace.strategy.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.kinds import UNLIKE, kind_of
-from rlplace.strategy.search import search
-from rlplace.strategy.space import Space
-from rlplace.strategy.tries import Question
-from rlplace.strategy.unlike import other_shares
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.unlike import other_shares
 
 EIGHT = Cluster.preset("a100-80g:4+t4:4")
 

@@ -8,10 +8,10 @@ from launch import forked
 
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.measured import KINDS, LinkTimes, cluster_from, fit_pairs
 from rlplace.errors import InputError, MissingError
-from rlplace.problem.collectives import collective_s
-from rlplace.timing.links import group_ranks, measure_links
+from rlplace.measure.links import group_ranks, measure_links
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 GROUP_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -120,7 +120,7 @@ def test_two_processes_of_this_machine(tmp_path):
 
 
 def test_a_failing_rank_says_who_and_why_in_one_line(monkeypatch, capsys, tmp_path):
-    from rlplace.timing import links as module
+    from rlplace.measure import links as module
 
     def refuse(*args, **kwargs):
         raise RuntimeError("connection refused by the other side\nframe #0: somewhere native\nframe #1: deeper")

@@ -11,13 +11,13 @@ from rlplace.cli.main import main
 from rlplace.cost.measurement import Measurement
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
+from rlplace.measure.marks import Marks
+from rlplace.measure.ops import describe_ops, load_and_measure, measure_model
+from rlplace.measure.walk import StepWalk
+from rlplace.model.zoo.load import LoadedModel, load_model
 from rlplace.records import plain
-from rlplace.runtime.environment import own_device
-from rlplace.runtime.measure import step_timer
-from rlplace.timing.marks import Marks
-from rlplace.timing.ops import describe_ops, load_and_measure, measure_model
-from rlplace.timing.walk import StepWalk
-from rlplace.zoo.load import LoadedModel, load_model
+from rlplace.runtime.base.environment import own_device
+from rlplace.runtime.placement.timer import step_timer
 
 MLP = "zoo:mlp,layers=2,width=16"
 

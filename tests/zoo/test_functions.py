@@ -12,9 +12,9 @@ import torch
 from rlplace.cli.common import asked_batch, microbatch
 from rlplace.cli.main import main
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.zoo import load_model
-from rlplace.zoo.functions import fixed_samples
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
+from rlplace.model.zoo.functions import fixed_samples
 
 NET = """
     import dataclasses

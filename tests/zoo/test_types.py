@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture
-from rlplace.zoo import load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import load_model
 
 SMALL = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
 TEXT, VISION = (",".join(f"{part}_config.{option}" for option in SMALL.split(",")) for part in ("text", "vision"))

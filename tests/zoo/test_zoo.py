@@ -9,8 +9,8 @@ import torch
 
 from rlplace.cli.kept import kept
 from rlplace.errors import InputError, MissingError
-from rlplace.graph.capture import capture
-from rlplace.zoo import LoadedModel, load_model
+from rlplace.model.capture.capture import capture
+from rlplace.model.zoo import LoadedModel, load_model
 
 
 def test_transformers_type_with_options():

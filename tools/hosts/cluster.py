@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.detect import host_processor
+from rlplace.cluster.links import Device
 from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.cluster.topology import Path as LinkPath
 from rlplace.cluster.topology import Resource, Topology, lower
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.problem import Device
 from tools.hosts.emulate import Hosts
 from tools.hosts.launch import launch
 from tools.hosts.spec import HostsSpec

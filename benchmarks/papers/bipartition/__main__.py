@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.papers.bipartition.profile import profile_chain, read_profile
 from rlplace.cost.split import split_backward
-from rlplace.planners import run_planner
-from rlplace.planners.bipartition.solve import bi_partition, layer_wise
+from rlplace.placement import run_planner
+from rlplace.placement.published.bipartition.solve import bi_partition, layer_wise
 from rlplace.problem.generate import random_problem
 
 PROFILES = Path(__file__).resolve().parents[3] / "tests" / "planners" / "profiles"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.planners.bipartition.solve import Chain, Workers
+from rlplace.placement.published.bipartition.solve import Chain, Workers
 
 
 def make_chain(

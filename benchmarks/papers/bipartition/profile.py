@@ -22,9 +22,10 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.papers.bipartition.chains import make_chain
+from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError, show
-from rlplace.planners.bipartition.solve import Chain
-from rlplace.problem import BACKWARD, FORWARD, Device, Links, Problem
+from rlplace.placement.published.bipartition.solve import Chain
+from rlplace.problem import BACKWARD, FORWARD, Problem
 
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward>[^,]+), "

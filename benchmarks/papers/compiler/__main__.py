@@ -28,14 +28,14 @@ import rlplace
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import prepare_assistants
 from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
-from rlplace.planners import get_planner, run_planner
-from rlplace.planners.common.groupgraph import group_graph, mean_link
-from rlplace.planners.compiler.nets import problem_nets
-from rlplace.planners.compiler.partition import partition
-from rlplace.planners.metis import metis_partition
+from rlplace.model.zoo.load import load_model
+from rlplace.placement import get_planner, run_planner
+from rlplace.placement.common.groupgraph import group_graph, mean_link
+from rlplace.placement.metis import metis_partition
+from rlplace.placement.published.compiler.nets import problem_nets
+from rlplace.placement.published.compiler.partition import partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
-from rlplace.zoo.load import load_model
 
 MODELS = ("zoo:inception", "zoo:nasnet", "hf:gpt2,n_layer=4", "zoo:moe_toy", "zoo:dlrm", "zoo:lstm", "hf:clip")
 

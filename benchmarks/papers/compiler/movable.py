@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.compiler.assist import simulate_assisted
-from rlplace.planners.common.groupgraph import finite_links
-from rlplace.planners.compiler.nets import problem_nets
+from rlplace.placement.common.groupgraph import finite_links
+from rlplace.placement.published.compiler.nets import problem_nets
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.compiler.compiler import LARGE_GROUPS, balances, family
-from rlplace.planners.compiler.nets import Nets
-from rlplace.planners.compiler.partition import Partitioner
+from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.published.compiler.compiler import LARGE_GROUPS, balances, family
+from rlplace.placement.published.compiler.nets import Nets
+from rlplace.placement.published.compiler.partition import Partitioner
 from rlplace.problem import Problem
 
 OBJECTIVES = ("combined", "cut", "balance")

@@ -27,14 +27,14 @@ from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import movable
 from benchmarks.papers.compiler.objectives import partitions
 from rlplace.cli.common import print_table
-from rlplace.planners import get_planner
-from rlplace.planners.common.groupgraph import group_graph
-from rlplace.planners.metis import metis_partition
+from rlplace.model.zoo.load import load_model
+from rlplace.placement import get_planner
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.metis import metis_partition
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
-from rlplace.zoo.load import load_model
 
 ROWS = Path(__file__).with_suffix(".jsonl")
 PASSES, DRIFTS, SPREAD = (1, 8), 3, 0.3

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.pardnn.nodegraph import NodeGraph
-from rlplace.planners.pardnn.pardnn import group_devices
-from rlplace.planners.pardnn.slicing import Clusters, finish_clusters, slice_graph
+from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.published.pardnn.nodegraph import NodeGraph
+from rlplace.placement.published.pardnn.pardnn import group_devices
+from rlplace.placement.published.pardnn.slicing import Clusters, finish_clusters, slice_graph
 from rlplace.problem import Problem
 
 
 def linear_clustering(problem: Problem, graph: NodeGraph) -> Assignment:
     """int32 [G], devices of the problem."""
-    from rlplace.planners.pardnn import kernels
+    from rlplace.placement.published.pardnn import kernels
 
     cluster = np.full(graph.num_nodes, -1, dtype=np.int32)
     barred = np.zeros(graph.num_nodes, dtype=bool)
@@ -54,7 +54,7 @@ class GraphMeasures:
 
 def measures(graph: NodeGraph) -> GraphMeasures:
     """DoP and CCR of a graph."""
-    from rlplace.planners.pardnn import kernels
+    from rlplace.placement.published.pardnn import kernels
 
     work, cluster = float(graph.weight_s.sum()), np.full(graph.num_nodes, -1, dtype=np.int32)
     barred, bottom = np.zeros(graph.num_nodes, dtype=bool), np.zeros(graph.num_nodes)

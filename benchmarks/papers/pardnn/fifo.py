@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.planners.common.evaluate import Assignment
-from rlplace.planners.common.oparrays import op_arrays
+from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
 
 
@@ -32,7 +32,7 @@ class FifoStep:
 
 
 def fifo(problem: Problem, devices: Assignment) -> FifoStep:
-    """Emulates the FIFO executor; missing links are priced as `rlplace.planners.common.groupgraph.finite_links` prices them.
+    """Emulates the FIFO executor; missing links are priced as `rlplace.placement.common.groupgraph.finite_links` prices them.
 
     An op is ready when its last input is there, which is known when its last producer has been given its time. No op that
     becomes known later can be ready earlier than one that is taken now, so one heap of ready times keeps every device's order.

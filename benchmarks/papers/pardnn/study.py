@@ -27,12 +27,12 @@ from benchmarks.papers.pardnn.real import MODELS, make
 from rlplace.cli.common import print_table
 from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
-from rlplace.graph.opgraph import OpGraph
-from rlplace.graph.rescale import rescale
-from rlplace.planners import run_planner
-from rlplace.planners.pardnn.nodegraph import op_graph
-from rlplace.planners.pardnn.pardnn import place_clusters
-from rlplace.planners.pardnn.slicing import slice_graph
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.graph.rescale import rescale
+from rlplace.placement import run_planner
+from rlplace.placement.published.pardnn.nodegraph import op_graph
+from rlplace.placement.published.pardnn.pardnn import place_clusters
+from rlplace.placement.published.pardnn.slicing import slice_graph
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 

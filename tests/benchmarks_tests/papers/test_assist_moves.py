@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import movable, move_costs, prepare_assistants
-from rlplace.planners import get_planner
+from rlplace.placement import get_planner
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from rlplace.errors import InputError
-from rlplace.planners.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
+from rlplace.placement.published.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
 
 PROFILES = Path(__file__).parents[2] / "planners" / "profiles"
 

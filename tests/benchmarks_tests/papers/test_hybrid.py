@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.papers.hybrid import PAPER, batch_for, gain
-from rlplace.strategy.efficiency import BatchCurve
+from rlplace.strategy.search.efficiency import BatchCurve
 
 
 def rate(curve, workers, speedup, batch=64):

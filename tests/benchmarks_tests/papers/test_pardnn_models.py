@@ -16,11 +16,11 @@ from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clust
 from benchmarks.papers.pardnn.real import MODELS, CharCrn, WordRnn, Wrn, make
 from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
-from rlplace.graph.rescale import rescale
-from rlplace.planners import get_planner
-from rlplace.planners.pardnn.nodegraph import op_graph
-from rlplace.planners.pardnn.pardnn import place_clusters
-from rlplace.planners.pardnn.slicing import slice_graph
+from rlplace.model.graph.rescale import rescale
+from rlplace.placement import get_planner
+from rlplace.placement.published.pardnn.nodegraph import op_graph
+from rlplace.placement.published.pardnn.pardnn import place_clusters
+from rlplace.placement.published.pardnn.slicing import slice_graph
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
@@ -46,7 +46,7 @@ def test_never_worse_than_critical_path_on_branchy_graphs(setting, seed):
 @pytest.mark.parametrize("level", ["task", "op"])
 def test_never_worse_than_critical_path_on_captured_models(spec, level):
     from rlplace import Cluster, capture, price
-    from rlplace.zoo.load import load_model
+    from rlplace.model.zoo.load import load_model
 
     model = load_model(spec, batch=8, seq=32)
     graph = capture(model.module, model.example_inputs, loss=model.loss)

@@ -10,13 +10,13 @@ from equal import build as make_model
 from equal import largest_difference, loss_of
 from equality import split_plan
 
-from rlplace.graph.fake import meta_copy, tensors_in
-from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.graph.randomness import random_key
-from rlplace.runtime.distributed.joint.engine import Engine
-from rlplace.runtime.distributed.placed_model import build_joint
-from rlplace.runtime.distributed.ranks import ranks_of
-from rlplace.runtime.distributed.state.whole import own_tree
+from rlplace.model.capture.fake import meta_copy, tensors_in
+from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.base.randomness import random_key
+from rlplace.runtime.base.ranks import ranks_of
+from rlplace.runtime.placement.engine import Engine
+from rlplace.runtime.placement.placed_model import build_joint
+from rlplace.runtime.state.whole import own_tree
 
 
 def plan_of(graph, forward, backward):

@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 SLOW_IMPORTS = (
     "torch", "torch.export._trace", "torch.testing", "transformers", "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "mixtral", "resnet", "t5", "vit")),
-    "rlplace.cli.main", "rlplace.runtime.distributed.distribute", "rlplace.runtime.distributed.job.job",
-    "rlplace.runtime.native.run",
+    "rlplace.cli.main", "rlplace.runtime.job.distribute", "rlplace.runtime.job.job",
+    "rlplace.runtime.strategy.run",
 )  # fmt: skip
 
 

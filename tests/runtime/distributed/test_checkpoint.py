@@ -15,11 +15,11 @@ from launch import run
 from plans import plan_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.graph.forward_graph import Graphs
-from rlplace.runtime.distributed.state import training_state
-from rlplace.runtime.distributed.state.training_state import load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.whole import gather_values
+from rlplace.runtime.base.forward_graph import Graphs
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.state import training_state
+from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
+from rlplace.runtime.state.whole import gather_values
 
 STEPS = 5
 SAVED = 2

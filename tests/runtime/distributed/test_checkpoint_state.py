@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
-from rlplace.runtime.distributed.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.distributed.state.untrusted import _Unpickler
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
+from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.state.untrusted import _Unpickler
 
 SAVED, STEPS = 3, 7
 

@@ -10,8 +10,8 @@ from equal import largest_difference
 from plans import plan_of
 from small_models import MODELS
 
-from rlplace.runtime.apply import apply
-from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.placement.apply import apply
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

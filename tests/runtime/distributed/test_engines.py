@@ -12,8 +12,8 @@ from plans import plan_of
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.execution.batches import check_inputs
+from rlplace.runtime.base.values import check_inputs
+from rlplace.runtime.job.distribute import distribute
 
 
 def changed(plan, **fields):

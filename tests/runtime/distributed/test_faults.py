@@ -23,8 +23,8 @@ from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job import faults
+from rlplace.runtime.base import faults
+from rlplace.runtime.job.distribute import distribute
 
 WRONG_STEP = 1
 

@@ -7,9 +7,9 @@ from plans import plan_of
 from small_models import MODELS
 
 from rlplace.errors import InputError
-from rlplace.runtime.distributed.execution.batches import graph_lines
-from rlplace.runtime.distributed.graph.forward_graph import forward_graph
-from rlplace.runtime.distributed.joint.assign import check_same_ops, planned_devices
+from rlplace.runtime.base.forward_graph import forward_graph
+from rlplace.runtime.base.values import graph_lines
+from rlplace.runtime.placement.assign import check_same_ops, planned_devices
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,17 @@ from equal import SINGLE_PRECISION, build
 from torch import fx, nn
 
 import rlplace
-from rlplace.graph.fake import tensors_in
-from rlplace.runtime.distributed.execution import wire
-from rlplace.runtime.distributed.graph.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.distributed.graph.randomness import random_key, seeded
-from rlplace.runtime.distributed.joint import emit
-from rlplace.runtime.distributed.joint import engine as engines
-from rlplace.runtime.distributed.joint.assign import place_joint_graph
-from rlplace.runtime.distributed.joint.graph import joint_graph
-from rlplace.runtime.distributed.joint.order import joint_order
-from rlplace.runtime.distributed.joint.record import base_of, results_of
-from rlplace.runtime.distributed.ranks import Ranks
-from rlplace.runtime.distributed.state.whole import own_tree
+from rlplace.model.capture.fake import tensors_in
+from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph
+from rlplace.runtime.base.randomness import random_key, seeded
+from rlplace.runtime.base.ranks import Ranks
+from rlplace.runtime.placement import emit, wire
+from rlplace.runtime.placement import engine as engines
+from rlplace.runtime.placement.assign import place_joint_graph
+from rlplace.runtime.placement.graph import joint_graph
+from rlplace.runtime.placement.order import joint_order
+from rlplace.runtime.placement.record import base_of, results_of
+from rlplace.runtime.state.whole import own_tree
 
 SEVEN = ["gpt2", "bert", "t5", "vit", "resnet", "mixtral", "lstm"]
 

@@ -13,7 +13,7 @@ from launch import run, torchrun
 from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.distributed.job.training import check_strategy, synthetic_batch
+from rlplace.runtime.job.training import check_strategy, synthetic_batch
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
@@ -127,7 +127,7 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
 
 
 def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
-    from rlplace.runtime.distributed.job import job
+    from rlplace.runtime.job import job
 
     path = tmp_path / "one.plan.json"
     place(path, cluster="cpu:1", planner="single")

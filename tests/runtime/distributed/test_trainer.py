@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.integrations.trainer import see_one_process, use_model
-from rlplace.runtime.distributed.execution.batches import digest, micro_batch, takes_target
-from rlplace.runtime.distributed.graph.forward_graph import any_value
+from rlplace.runtime.base.forward_graph import any_value
+from rlplace.runtime.base.values import digest, micro_batch, takes_target
+from rlplace.runtime.export.trainer import see_one_process, use_model
 
 VOCABULARY, LENGTH = 48, 12
 
@@ -141,7 +141,7 @@ CASES = {
 
 def train_cases(folder):
     """Per case the logs of both runs, the largest difference of weights, and what else is worth a look."""
-    from rlplace.integrations.trainer import see_one_process
+    from rlplace.runtime.export.trainer import see_one_process
 
     warnings.simplefilter("ignore")
     rank = dist.get_rank()

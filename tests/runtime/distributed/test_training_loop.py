@@ -10,7 +10,7 @@ from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.runtime.distributed.distribute import distribute
+from rlplace.runtime.job.distribute import distribute
 
 
 class Tied(nn.Module):

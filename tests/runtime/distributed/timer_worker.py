@@ -11,10 +11,10 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError
+from rlplace.model.zoo import LoadedModel
 from rlplace.plan.plan import make_plan
-from rlplace.runtime.distributed.distribute import distribute
-from rlplace.runtime.distributed.job.measure import plan_timer
-from rlplace.zoo import LoadedModel
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.job.measure import plan_timer
 
 
 class Net(nn.Module):

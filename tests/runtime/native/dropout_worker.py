@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.batches import share_of
-from rlplace.runtime.native.run import prepare
+from rlplace.runtime.base.batches import share_of
+from rlplace.runtime.strategy.run import prepare
 
 P = 0.2
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.state.whole import whole_tensor
-from rlplace.runtime.native.run import prepare
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.run import prepare
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 64
 LARGEST_NORM = 0.5

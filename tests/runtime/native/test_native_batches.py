@@ -5,7 +5,7 @@ import torch
 from native_cases import flat, stage
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.batches import join_leaves, passes_of, repeated, share_of
+from rlplace.runtime.base.batches import join_leaves, passes_of, repeated, share_of
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from native_cases import stage
 from torch import nn
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.run import prepare
+from rlplace.runtime.strategy.run import prepare
 
 SAMPLES, PLACES = 4, (("first",), ("norm", "gates", "second"), ("third",), ("mixed", "head"))
 LOOP, TURN = (0, 1, 0, 1), (0, 1, 1, 0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from native_cases import flat
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.run import prepare
+from rlplace.runtime.strategy.run import prepare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 pytest.importorskip("transformers")

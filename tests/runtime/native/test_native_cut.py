@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.native.blocks import block_names
-from rlplace.runtime.native.capture import capture
-from rlplace.runtime.native.cut import cut, stage_module
+from rlplace.runtime.strategy.blocks import block_names
+from rlplace.runtime.strategy.capture import capture
+from rlplace.runtime.strategy.cut import cut, stage_module
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from native_cases import chain, flat
 from torch import nn
 
-from rlplace.runtime.native.streams import PartStream
-from rlplace.runtime.native.wrap import recompute
+from rlplace.runtime.strategy.streams import PartStream
+from rlplace.runtime.strategy.wrap import recompute
 
 pytest.importorskip("transformers")
 

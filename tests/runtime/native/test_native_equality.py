@@ -11,7 +11,7 @@ import pytest
 import torch
 from native_cases import GPT2, chain, flat, stage
 
-from rlplace.runtime.native.why_not import minor_version
+from rlplace.runtime.strategy.why_not import minor_version
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.equality import FEW, holds
-from rlplace.runtime.native.why_not import minor_version
+from rlplace.runtime.strategy.why_not import minor_version
 
 ROOT = Path(__file__).parents[3]
 

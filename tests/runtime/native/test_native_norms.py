@@ -6,9 +6,9 @@ from native_cases import stage
 from torch import nn
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.facts import model_facts
-from rlplace.runtime.native.run import prepare
-from rlplace.runtime.native.why_not import why_not
+from rlplace.runtime.strategy.facts import model_facts
+from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import why_not
 
 STEPS, MICROBATCHES = 2, 3
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.batches import passes_of, share_of
-from rlplace.runtime.native.facts import examine
-from rlplace.runtime.native.run import prepare
-from rlplace.runtime.native.why_not import why_not
+from rlplace.runtime.base.batches import passes_of, share_of
+from rlplace.runtime.strategy.facts import examine
+from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import why_not
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
 

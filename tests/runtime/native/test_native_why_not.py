@@ -7,7 +7,7 @@ import pytest
 from native_cases import BLOCKS, chain, flat
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.why_not import ModelFacts, TensorFacts, why_not
+from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts, why_not
 
 SHARED = {"mesh": {"shard": 2}, "sharding": 1}
 FACTS = ModelFacts(BLOCKS["llama"])
@@ -89,6 +89,6 @@ def test_old_versions_of_torch_are_refused():
 
 
 def test_it_is_asked_without_torch():
-    code = "import sys; import rlplace.runtime.native.why_not; print('torch' in sys.modules)"
+    code = "import sys; import rlplace.runtime.strategy.why_not; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "False"

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.runtime.native.conduct import MEAN, SUM, TARGETS, Conduct
-from rlplace.runtime.native.rehearsal import MOST_FLOPS, rehearse
+from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
+from rlplace.runtime.strategy.rehearsal import MOST_FLOPS, rehearse
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from launch import forked
 from native_cases import chain, flat
 
-from rlplace import recipe
+from rlplace import planned as recipe
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTimings

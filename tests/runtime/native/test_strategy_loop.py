@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import rlplace
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.distributed.execution import activity
-from rlplace.runtime.native.why_not import minor_version
+from rlplace.runtime.base import activity
+from rlplace.runtime.strategy.why_not import minor_version
 
 pytest.importorskip("transformers")
 

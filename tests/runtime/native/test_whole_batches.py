@@ -9,18 +9,18 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.graph.capture import capture as capture_step
+from rlplace.model.capture.capture import capture as capture_step
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.native.buffers import StepBuffers
-from rlplace.runtime.native.capture import capture
-from rlplace.runtime.native.conduct import TARGETS, Conduct
-from rlplace.runtime.native.counting import Targets, count_of
-from rlplace.runtime.native.facts import facts_of
-from rlplace.runtime.native.gather import split_forward
-from rlplace.runtime.native.gradients import ParameterHooks
-from rlplace.runtime.native.notes import notes_of
-from rlplace.runtime.native.samples import conduct_of_graph
-from rlplace.runtime.native.why_not import ModelFacts, why_not
+from rlplace.runtime.base.conduct import TARGETS, Conduct
+from rlplace.runtime.base.counting import Targets, count_of
+from rlplace.runtime.state.hooks import ParameterHooks
+from rlplace.runtime.strategy.buffers import StepBuffers
+from rlplace.runtime.strategy.capture import capture
+from rlplace.runtime.strategy.facts import facts_of
+from rlplace.runtime.strategy.gather import split_forward
+from rlplace.runtime.strategy.notes import notes_of
+from rlplace.runtime.strategy.samples import conduct_of_graph
+from rlplace.runtime.strategy.why_not import ModelFacts, why_not
 
 CPU = torch.device("cpu")
 

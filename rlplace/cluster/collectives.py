@@ -1,0 +1,333 @@
+"""Time of collectives over a problem's links: all-reduce, all-gather, reduce-scatter, broadcast, all-to-all.
+
+The cheapest of the algorithms that the devices' links allow:
+
+* Inside one fabric: its measured or fitted curves (`rlplace.cluster.fabric_times`).
+* Over any links: a ring, ``alpha + rounds (n-1)/n S/B`` with S the whole tensor and two rounds for an all-reduce, one for
+  all-gather and reduce-scatter; a broadcast passes S once through the ring. For all-reduce and broadcast also a tree, whose
+  latency grows with log2(n) and whose bandwidth is half. All-to-all takes what its busiest channel takes. Sources: nccl-tests,
+  doc/PERFORMANCE.md; NCCL, src/graph/tuning.cc.
+* Across fabrics of equal shares m: one ring a rail (the r-th devices of all fabrics), pipelined with the fabrics, at the
+  smaller of m rails and the fabric; or in phases: reduce-scatter inside, all-reduce of 1/m on every rail, all-gather inside.
+
+B is what the slowest channel leaves when every hop of the ring is busy at once, so a network card or a bus that several hops
+share counts as often as it is used. Times never fall as messages grow. What is computed once for a set of devices is kept with
+the links, so that hundreds of calls with other sizes cost little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import permutations
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.fabric import COLLECTIVES, Fabric, bus_factor
+from rlplace.cluster.fabric_times import Phase, inside, line, phase_s, serves
+from rlplace.cluster.links import Links
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.memoized import memoized
+
+COMPUTE_SLOWDOWN = 1.189
+"""Factor on the time of compute that overlaps with a collective: 18.9 % on average, at most 40 %, over A100, H100, MI210 and
+MI250 with GPT and LLaMA models (arXiv 2507.03114). Collectives take SMs and memory bandwidth from the kernels beside them;
+point-to-point copies run on copy engines and slow nothing down."""
+
+HOP_LATENCY_SHARE = 1 / 3
+"""Latency of one further hop of a ring or tree, as a share of the latency of a single transfer, which holds the launch as well:
+NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
+
+
+_LARGE = float(1 << 30)  # bytes: where the slowest of several fabrics is looked for
+_Algorithm = tuple[Phase, ...]  # times of its phases add up
+
+
+@overload
+def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: float) -> float: ...
+@overload
+def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: NDArray) -> NDArray[np.float64]: ...
+def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: float | NDArray) -> float | NDArray[np.float64]:
+    """Seconds that a collective takes when its channels are free.
+
+    Args:
+        links: Links of D devices.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"`` or ``"all_to_all"``.
+        devices: The devices that take part, distinct. The first is the root of a broadcast.
+        size_bytes: The whole tensor: what each device holds before an all-reduce, reduce-scatter or all-to-all, and after an
+            all-gather. A number or an array.
+
+    Returns:
+        Seconds, in the shape of `size_bytes`; 0 for one device, inf where no links join the devices.
+
+    Raises:
+        InputError: An unknown kind, a device that does not exist or appears twice, or a negative size.
+    """
+    if kind not in COLLECTIVES:
+        raise unknown_name("collective", kind, COLLECTIVES)
+    size = np.asarray(size_bytes, dtype=np.float64)
+    if not (size >= 0).all():
+        raise InputError(f"collective: size {show(size_bytes)} is negative or not a number")
+    group = _checked(links, devices)
+    if len(group) == 1:
+        seconds = np.zeros(size.shape)
+    else:
+        choices = _algorithms(links, kind, group)
+        seconds = np.full(size.shape, np.inf)
+        for phases in choices:
+            seconds = np.minimum(seconds, sum(phase_s(phase, size) for phase in phases))
+    return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
+
+
+def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
+    """Factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
+
+    1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
+    bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
+
+    Args:
+        links: Links of D devices.
+        groups: Device numbers of groups of one size, each device in at most one of them.
+
+    Returns:
+        The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
+    """
+    if len(groups) == 1:
+        return 1.0
+    every: list[tuple[int, int]] = []
+    alone = 0.0
+    for devices in groups:
+        group = _checked(links, devices)
+        if len(group) > 1:
+            hops = _ring_hops(links, group, _parts(links, group))
+            alone = max(alone, busiest_channel_s_per_byte(links, hops))
+            every += hops
+    return busiest_channel_s_per_byte(links, every) / alone if 0.0 < alone < math.inf else 1.0
+
+
+def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
+    """Whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
+
+    Args:
+        links: Links of D devices.
+        groups: Device numbers of groups; those of one device use nothing.
+        others: Device numbers of the other groups.
+    """
+    channels = links.effective_channels
+    used: list[set[int]] = []
+    for several in (groups, others):
+        rings = [_ring(links, _checked(links, group)) for group in several if len(group) > 1]
+        used.append({channel for ring in rings for i, j in hops_of(ring) for channel in channels[i][j]})
+    return not used[0].isdisjoint(used[1])
+
+
+def _ring_hops(
+    links: Links, group: tuple[int, ...], parts: list[tuple[Fabric | None, tuple[int, ...]]]
+) -> list[tuple[int, int]]:
+    """Hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
+    rails = _rails(parts)
+    if not rails and len(parts) == 1 and parts[0][0] is not None:
+        return hops_of(group)
+    return [hop for ring in rails for hop in hops_of(ring)] if rails else hops_of(_ring(links, group))
+
+
+@memoized
+def _ring(links: Links, group: tuple[int, ...]) -> tuple[int, ...]:
+    return ring_order(links, group)
+
+
+def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
+    group = tuple(int(d) for d in devices)
+    count = len(links.latency_s)
+    if not group or len(set(group)) < len(group) or not all(0 <= d < count for d in group):
+        raise InputError(f"collective: devices {show(list(devices))} are not distinct numbers in 0..{count - 1}")
+    return group
+
+
+@memoized
+def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
+    parts = _parts(links, group)
+    fabric = parts[0][0] if len(parts) == 1 else None
+    if fabric is not None:
+        return ((inside(fabric, kind, group),),)
+    return *_over_links(links, kind, group), *_across(links, kind, parts)
+
+
+def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:
+    """The group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
+
+    The smallest fabric that holds the whole group serves it, else each takes as many as it can.
+    """
+    left, fabrics_of = list(group), _fabrics_of_device(links)
+    parts: list[tuple[Fabric | None, tuple[int, ...]]] = []
+    while left:
+        members: dict[int, list[int]] = {}
+        for device in left:
+            for number in fabrics_of.get(device, ()):
+                members.setdefault(number, []).append(device)
+        ranked = sorted(
+            (-len(own), len(links.fabrics[number].devices), number)
+            for number, own in members.items()
+            if len(own) > 1 and serves(links.fabrics[number], own)
+        )
+        if not ranked:
+            parts += [(None, (device,)) for device in left] if parts else [(None, tuple(left))]
+            break
+        taken: set[int] = set()
+        for _, _, number in ranked:
+            if not taken.isdisjoint(members[number]):
+                break  # the fabric has lost devices, and its rank with them
+            parts.append((links.fabrics[number], tuple(members[number])))
+            taken.update(members[number])
+        left = [device for device in left if device not in taken]
+    return parts
+
+
+@memoized
+def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
+    """Numbers of the fabrics that join each device."""
+    fabrics: dict[int, tuple[int, ...]] = {}
+    for number, fabric in enumerate(links.fabrics):
+        for device in fabric.devices:
+            fabrics[device] = (*fabrics.get(device, ()), number)
+    return fabrics
+
+
+def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
+    """Ring, and tree where it can be quicker, over the pair matrices."""
+    size = len(group)
+    if kind == "all_to_all":
+        pairs = [(i, j) for i in group for j in group if i != j]
+        s_per_byte = busiest_channel_s_per_byte(links, pairs) / size
+        launch = max(float(links.latency_s[i, j]) for i, j in pairs)
+        return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
+    hops = hops_of(_ring(links, group))
+    s_per_byte = busiest_channel_s_per_byte(links, hops)
+    if s_per_byte == math.inf:
+        return []
+    launch = max(float(links.latency_s[i, j]) for i, j in hops)
+    hop = HOP_LATENCY_SHARE * float(np.mean([links.latency_s[i, j] for i, j in hops]))
+    steps = rounds_of(kind) * (size - 1)
+    algorithms: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
+    if kind in ("all_reduce", "broadcast"):
+        depth = rounds_of(kind) * math.ceil(math.log2(size))
+        volume = 2 * bus_factor("broadcast", size) * rounds_of(kind)
+        algorithms.append((line(launch + (depth - 1) * hop, volume * s_per_byte),))
+    return algorithms
+
+
+def _rails(parts: list[tuple[Fabric | None, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Rings across fabrics: the first devices of all, the second ones, ...; empty unless all shares are equal."""
+    if len(parts) < 2 or len({len(members) for _, members in parts}) > 1:
+        return []
+    return list(zip(*(members for _, members in parts), strict=True))
+
+
+def _across(links: Links, kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]]) -> list[_Algorithm]:
+    """Pipelined rails, and phases inside and across, where every fabric holds an equal share of several devices."""
+    rails = _rails(parts)
+    share = len(parts[0][1])
+    if not rails or share < 2 or kind == "all_to_all":
+        return []
+    hosts = len(parts)
+    hops = [hop for ring in rails for hop in hops_of(ring)]
+    s_per_byte = busiest_channel_s_per_byte(links, hops)
+    if s_per_byte == math.inf:
+        return []
+    launch = max(float(links.latency_s[i, j]) for i, j in hops)
+    hop = HOP_LATENCY_SHARE * launch
+    steps = rounds_of(kind) * (hosts - 1)
+    rail = line(launch + (steps - 1) * hop, bus_factor(kind, hosts) / share * s_per_byte)
+    pipelined = _pipelined(kind, parts, rail, hosts * share, s_per_byte / share)
+    if kind == "broadcast":
+        return [pipelined]
+    inner = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+    phases: list[Phase] = [rail]
+    for name in inner:  # the fabrics work side by side; the slowest by its largest message counts
+        choices = [inside(fabric, name, members) for fabric, members in parts if fabric is not None]
+        phases.append(max(choices, key=lambda phase: float(phase_s(phase, np.array(_LARGE)))))
+    return [tuple(phases), pipelined]
+
+
+def _pipelined(
+    kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]], rail: Phase, size: int, rail_s_per_byte: float
+) -> _Algorithm:
+    """One ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
+    launch = float(rail[0].latency_s[0])
+    latency, slowest = launch, rail_s_per_byte
+    for fabric, members in parts:
+        if fabric is not None:
+            empty, large, larger = phase_s(inside(fabric, kind, members), np.array([0.0, _LARGE, 2 * _LARGE])).tolist()
+            slowest = max(slowest, (larger - large) / _LARGE / bus_factor(kind, len(members)))
+            latency = max(latency, launch + empty)
+    return (line(latency, bus_factor(kind, size) * slowest),)
+
+
+_EXACT_DEVICES = 8  # all orders of up to this many devices are tried
+
+
+def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
+    """Order in which a ring visits the devices: the slowest hop as fast as possible, then the least time over all hops.
+
+    Exact up to eight devices; beyond, the best of the given order and of following the fastest link from each of a few starts.
+    """
+    group = tuple(devices)
+    if len(group) < 3:
+        return group
+    with np.errstate(divide="ignore"):
+        cost = 1.0 / links.bandwidth_bytes_per_s[np.ix_(group, group)]
+    if len(group) <= _EXACT_DEVICES:
+        orders = _every_order(len(group))
+    else:
+        starts = range(0, len(group), max(1, len(group) // _EXACT_DEVICES))
+        orders = np.array([list(range(len(group))), *(_follow(cost, start) for start in starts)])
+    hops = cost[orders, np.roll(orders, -1, axis=1)]
+    best = orders[np.lexsort((hops.sum(axis=1), hops.max(axis=1)))[0]]
+    return tuple(group[i] for i in best.tolist())
+
+
+@cache
+def _every_order(count: int) -> NDArray[np.int64]:
+    """All orders of that many devices that begin with 0."""
+    return np.array([(0, *rest) for rest in permutations(range(1, count))])
+
+
+def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
+    """From `start` always to the nearest device that is left, or to the first one where there is no link."""
+    left = np.ones(len(cost), dtype=bool)
+    left[start] = False
+    order = [start]
+    for _ in range(len(cost) - 1):
+        near = np.where(left, cost[order[-1]], np.inf)
+        nearest = int(near.argmin())
+        order.append(nearest if near[nearest] < np.inf else int(left.argmax()))
+        left[order[-1]] = False
+    return order
+
+
+def hops_of(ring: Sequence[int]) -> list[tuple[int, int]]:
+    """The (sender, receiver) pairs of a ring."""
+    return [(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b]
+
+
+def rounds_of(kind: str) -> int:
+    """Number of times that a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then all-gather)."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def busiest_channel_s_per_byte(links: Links, pairs: Sequence[tuple[int, int]]) -> float:
+    """Seconds per byte of the busiest channel when every pair sends at once; inf without a link."""
+    busy: dict[int, float] = {}
+    slowest = 0.0
+    channels = links.effective_channels
+    for i, j in pairs:
+        rate = float(links.bandwidth_bytes_per_s[i, j])
+        if rate == 0.0:
+            return math.inf
+        slowest = max(slowest, 1.0 / rate)
+        for channel in channels[i][j]:
+            busy[channel] = busy.get(channel, 0.0) + 1.0 / rate
+    return max(slowest, *busy.values()) if busy else slowest

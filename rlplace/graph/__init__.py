@@ -1,5 +1,0 @@
-"""The captured training step: record, capture, coarsening, file format."""
-
-from rlplace.graph.opgraph import OpGraph, Parameter
-
-__all__ = ["OpGraph", "Parameter"]

@@ -1,0 +1,225 @@
+"""`RunLog`: what strategies took on real clusters, one JSON line a run (docs/formats.md).
+
+A run is written before it begins and again when it has ended, each line at once: a job that is killed loses nothing but the
+run it was at, and that one is known. Files of others can be read together; `shared` leaves out what is nobody's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+import msgspec
+from msgspec import Meta
+
+from rlplace.errors import InputError
+from rlplace.files import read_text
+from rlplace.limits import DEVICES
+from rlplace.records import Record, build, plain
+
+FORMAT, VERSION = "rlplace.runs", 1
+
+Status = Literal["running", "done", "out_of_memory", "crashed", "refused"]
+"""How a run ended. `refused`: the runtime cannot run it. `running`: it has not ended, or its session ended with it."""
+
+_Seconds = Annotated[float, Meta(gt=0.0, lt=1e18)]
+_Share = Annotated[float, Meta(ge=0.0, lt=1e6)]
+_Name = Annotated[str, Meta(max_length=1000)]
+
+
+class Ended(Record, frozen=True):
+    """What became of a run.
+
+    Attributes:
+        status: How it ended.
+        step_s: Seconds of every timed step.
+        share: Measured share of the fullest device's memory beyond what is reserved; None where the device does not say.
+        pace_s: By process, seconds of a product that is the same on all; empty where nobody says.
+        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where nobody says.
+        reason: Why it failed, one line; empty in shared files.
+        stack: Software by name: versions.
+    """
+
+    status: Status
+    step_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    share: _Share | None = None
+    pace_s: Annotated[tuple[_Seconds, ...], Meta(max_length=DEVICES)] = ()
+    stage_busy_s: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    reason: Annotated[str, Meta(max_length=4000)] = ""
+    stack: Mapping[str, _Name] = {}
+
+
+class Run(Ended, frozen=True, kw_only=True):
+    """One strategy on one cluster, and what became of it.
+
+    Attributes:
+        question: Hash of graph, cluster, costs and batch, as plans have it; empty in shared files.
+        site: What tells clusters apart that are planned for alike; likewise.
+        strategy: As plans hold it; in shared files blocks are numbers.
+        kinds: Kind of every device.
+        hosts: Host number of every device.
+        features: `rlplace.measure.pool.FEATURES` of the strategy.
+        predicted_s: Step time by the cost model.
+        predicted_share: Of the fullest device's memory beyond what is reserved, likewise.
+        expected_s: Step time as it was believed before the run.
+        fits: Chance that it fits, likewise.
+    """
+
+    question: _Name
+    site: _Name
+    strategy: Mapping[str, Any]
+    kinds: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=DEVICES)]
+    hosts: Annotated[tuple[Annotated[int, Meta(ge=0, lt=DEVICES)], ...], Meta(min_length=1, max_length=DEVICES)]
+    features: Annotated[tuple[Annotated[float, Meta(ge=-1e6, le=1e6)], ...], Meta(max_length=1000)]
+    predicted_s: _Seconds
+    predicted_share: _Share
+    expected_s: _Seconds
+    fits: Annotated[float, Meta(ge=0.0, le=1.0)]
+    status: Status = "running"
+
+    @property
+    def median_s(self) -> float | None:
+        """Median step time; None where it failed."""
+        return statistics.median(self.step_s) if self.status == "done" else None
+
+
+class RunLog:
+    """Runs, in memory or in a file.
+
+    Attributes:
+        runs: All that have ended, the last word on each; those that were running when their session ended count as crashed.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """Opens a log.
+
+        Args:
+            path: File, made by the first run; None keeps runs in memory.
+
+        Raises:
+            InputError: The file is no log.
+        """
+        self._path = None if path is None else Path(path)
+        self._begun = False
+        self.runs: list[Run] = []
+        if self._path is not None and self._path.exists():
+            cut = Ended(status="crashed", reason="the session ended while it ran")
+            self.runs = [_after(run, cut) if run.status == "running" else run for run in read_runs(self._path)]
+
+    def begin(self, run: Run) -> int:
+        """Notes a run that begins; its number."""
+        self.runs.append(run)
+        self._write({"begin": len(self.runs) - 1, "run": plain(run)})
+        return len(self.runs) - 1
+
+    def end(self, number: int, ended: Ended) -> Run:
+        """Notes what became of it."""
+        self.runs[number] = _after(self.runs[number], ended)
+        self._write({"end": number, "ended": plain(ended)})
+        return self.runs[number]
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a+", encoding="utf-8", newline="") as file:
+            if not self._begun:
+                _begin(file)
+                self._begun = True
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _begin(file: TextIO) -> None:
+    """Makes a file ready for a line: a half one goes, at whose writing a session ended; an empty file gets its header."""
+    file.seek(0)
+    text = file.read()
+    last = text[text.rfind("\n") + 1 :]
+    if last and _is_json(last):
+        file.write("\n")
+    elif last:
+        text = text.removesuffix(last)
+        file.truncate(len(text.encode()))
+    if not text:
+        file.write(json.dumps({"format": FORMAT, "version": VERSION}) + "\n")
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def read_runs(path: str | Path) -> list[Run]:
+    """Reads and checks a log.
+
+    Raises:
+        InputError: Says which line is wrong, and how.
+    """
+    lines = read_text(path).splitlines()
+    runs: list[Run] = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}: line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):  # it was being written
+                break
+            raise InputError(f"{where} is no JSON; it must be a line of a log of runs") from None
+        if number == 1:
+            if not isinstance(entry, dict) or (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
+                raise InputError(f"{where} is not the header of {FORMAT}, version {VERSION}")
+        elif isinstance(entry, dict) and entry.keys() == {"begin", "run"}:
+            runs.append(build(Run, entry["run"], where, whole_floats=True))
+        elif isinstance(entry, dict) and entry.keys() == {"end", "ended"} and entry["end"] in range(len(runs)):
+            ended = build(Ended, entry["ended"], where, whole_floats=True)
+            runs[entry["end"]] = _after(runs[entry["end"]], ended)
+        else:
+            raise InputError(f"{where} is neither the begin nor the end of a run")
+    return runs
+
+
+def _after(run: Run, ended: Ended) -> Run:
+    """A run, and what became of it."""
+    return msgspec.structs.replace(run, **msgspec.structs.asdict(ended))
+
+
+def shared(runs: Iterable[Run]) -> list[Run]:
+    """Runs without names of machines or of the model's modules: what a file for others holds."""
+    return [
+        msgspec.structs.replace(
+            run, question="", site="", reason="", strategy=_numbered(run.strategy, {}) if run.strategy else {}
+        )
+        for run in runs
+        if run.status != "running"
+    ]
+
+
+def write_shared(path: str | Path, runs: Sequence[Run]) -> None:
+    """Writes a file for others."""
+    log = RunLog(path)
+    if log.runs:
+        raise InputError(f"{path} exists; give the exported runs another name")
+    for run in shared(runs):
+        number = log.begin(run)
+        log.end(number, Ended(**{key: getattr(run, key) for key in Ended.__struct_fields__}))
+
+
+def _numbered(data: Any, numbers: dict[str, str]) -> Any:
+    """A strategy whose blocks are numbers in the order of their first mention."""
+    if isinstance(data, Mapping):
+        return {
+            key: [numbers.setdefault(block, str(len(numbers))) for block in value]
+            if key == "blocks"
+            else {numbers.setdefault(block, str(len(numbers))): how for block, how in value.items()}
+            if key in ("recompute", "offload", "tensor") and isinstance(value, Mapping)
+            else _numbered(value, numbers)
+            for key, value in data.items()
+        }
+    return [_numbered(part, numbers) for part in data] if isinstance(data, list) else data

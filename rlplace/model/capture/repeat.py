@@ -1,0 +1,269 @@
+"""Repeats the middle layer of a recording: references of layers are shifted, references to anything else stay.
+
+Among `HELD` layers the first and the last may differ. The three in the middle must be equal item by item, and each of
+their references must reach equally far: into the same layer, the one before, the one after, or always to the same thing. Then
+the middle one's items are inserted once for every missing layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from rlplace.model.capture.assemble import Leaf
+from rlplace.model.capture.export import op_name
+from rlplace.model.capture.loss import LOSS_LABEL
+from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, NOBODY, UPDATE_OF, Label
+from rlplace.model.capture.recording import Recording, Reference, parts_of, with_numbers
+
+HELD = 5
+"""Layers that are recorded: a first, three middle ones to compare, a last."""
+
+_MIDDLE = 2
+_BEFORE, _AFTER = -1, HELD
+
+
+class UnlikeError(RuntimeError):
+    """The layers of a list are not alike, or what joins them cannot be repeated."""
+
+
+class Repeated:
+    """Repeats the middle layer of one list of a recording."""
+
+    def __init__(self, recording: Recording, path: str, copies: int, gapless: frozenset[str]) -> None:
+        self.old, self.path, self.copies, self.gapless = recording, path, copies, gapless
+        self.element = re.compile(re.escape(path) + r"\.(\d+)(?=\.|$)")
+        leaf_layers = [self._element(leaf.record.name) for leaf in recording.leaves]
+        self.layer = {"leaf": leaf_layers, "label": self._label_layers()}
+        self.event_layer, self.turned = self._event_layers()
+        self.layer["storage"], storage_turned = self._storage_layers()
+        forwards = {kind: [False] * len(layers) for kind, layers in self.layer.items()}
+        self.order = {
+            kind: self._emitted(layers, storage_turned if kind == "storage" else forwards[kind])
+            for kind, layers in self.layer.items()
+        }
+        self.new = {kind: {pair: number for number, pair in enumerate(order)} for kind, order in self.order.items()}
+        self.members: dict[str, dict[int, list[int]]] = {kind: _members(layers) for kind, layers in self.layer.items()}
+        self.position = {kind: _positions(members, len(self.layer[kind])) for kind, members in self.members.items()}
+
+    def result(self) -> Recording:
+        """The recording with all layers."""
+        old = self.old
+        sizes = [item.nbytes() for item in old.storages]
+        if len({tuple(sizes[s] for s in self.members["storage"].get(layer, ())) for layer in (1, 2, 3)}) > 1:
+            raise UnlikeError(f"the layers of {self.path} make tensors of other sizes")
+        steps = self._steps()
+        labels = self._repeated(old.labels, self.layer["label"], self.order["label"])
+        leaves = self._repeated(old.leaves, self.layer["leaf"], self.order["leaf"])
+        for label, (number, copy) in zip(labels, self.order["label"], strict=True):
+            layer = self.layer["label"][number]
+            label.module = self._renamed(label.module, layer, copy)
+            label.name = self._label_name(label, layer, copy, steps)
+        leaves = [
+            self._named_leaf(leaf, self.layer["leaf"][number], copy)
+            for leaf, (number, copy) in zip(leaves, self.order["leaf"], strict=True)
+        ]
+        events = self._repeated(old.events, self.event_layer, self._emitted(self.event_layer, self.turned))
+        num_external = sum(number < old.num_external for number, _ in self.order["storage"])
+        storages = [old.storages[number] for number, _ in self.order["storage"]]
+        if [leaf.storage for leaf in leaves] != list(range(len(leaves))):
+            raise UnlikeError(f"the parameters of {self.path} are not in the order of its layers")
+        return Recording(labels, events, storages, leaves, num_external, old.nodes)
+
+    def _element(self, path: str) -> int:
+        match = self.element.match(path)
+        return _BEFORE if match is None else int(match[1])
+
+    def _label_layers(self) -> list[int]:
+        """Layer of each label; labels between two layers belong to the one before them."""
+        own = [self._element(label.module) for label in self.old.labels]
+        inside = [index for index, layer in enumerate(own) if layer != _BEFORE]
+        if sorted(set(own) - {_BEFORE}) != list(range(HELD)):
+            raise UnlikeError(f"not every layer of {self.path} runs")
+        layers, current = [], _BEFORE
+        for index, layer in enumerate(own):
+            if layer != _BEFORE and layer < current:
+                raise UnlikeError(f"the layers of {self.path} do not run one after another")
+            current = _AFTER if index > inside[-1] else layer if layer != _BEFORE else current
+            layers.append(current)
+        return layers
+
+    def _event_layers(self) -> tuple[list[int], list[bool]]:
+        """Layer of each event and whether it is in the backward; events without an owner go with the one before them."""
+        events, labels, leaves = self.old.events, self.layer["label"], self.layer["leaf"]
+        start = next((i for i, e in enumerate(events) if e.phase in (BACKWARD_OF, UPDATE_OF, NOBODY)), len(events))
+        own: list[int | None] = []
+        for event in events:
+            known = event.owner >= 0 and event.phase in (FORWARD_OF, BACKWARD_OF, UPDATE_OF)
+            layer = (leaves if event.phase == UPDATE_OF else labels)[event.owner] if known else None
+            own.append(None if event.phase == UPDATE_OF and layer == _BEFORE else layer)
+        layers: list[int] = []
+        current = _BEFORE
+        for index, layer in enumerate(own):
+            if index == start:
+                current = _AFTER
+            current = current if layer is None else layer
+            layers.append(current)
+        if layers[:start] != sorted(layers[:start]) or layers[start:] != sorted(layers[start:], reverse=True):
+            raise UnlikeError(f"the layers of {self.path} do not run one after another")
+        return layers, [index >= start for index in range(len(events))]
+
+    def _storage_layers(self) -> tuple[list[int], list[bool]]:
+        """Layer in which each storage was met first, and whether that was in the backward."""
+        old = self.old
+        first: dict[int, tuple[int, bool]] = {leaf.storage: (self.layer["leaf"][i], False) for i, leaf in enumerate(old.leaves)}
+        first |= {number: (_BEFORE, False) for number in range(old.num_external) if number not in first}
+        for event, layer, turned in zip(old.events, self.event_layer, self.turned, strict=True):
+            for number in (*event.reads, *event.writes, *event.creates):
+                first.setdefault(number, (layer, turned))
+        for label, layer in zip(old.labels, self.layer["label"], strict=True):
+            for _, number in parts_of(label)[1]:
+                first.setdefault(number, (layer, False))
+        layers, last = [], (_BEFORE, False)
+        for number in range(len(old.storages)):
+            last = first.get(number, last)
+            layers.append(last)
+        met = [3 * HELD - layer if turned else layer for layer, turned in layers[old.num_external :]]
+        if met != sorted(met):
+            raise UnlikeError(f"tensors of the layers of {self.path} are not met in order")
+        return [layer for layer, _ in layers], [turned for _, turned in layers]
+
+    def _emitted(self, layers: Sequence[int], turned: Sequence[bool]) -> list[tuple[int, int]]:
+        """(old number, copy) in the new order; in the backward the copies come before the layer that they copy."""
+        result: list[tuple[int, int]] = []
+        for (layer, back), run in groupby(range(len(layers)), key=lambda index: (layers[index], turned[index])):
+            numbers = list(run)
+            copies = range(self.copies + 1) if layer == _MIDDLE else range(1)
+            for copy in reversed(copies) if back else copies:
+                result += [(number, copy) for number in numbers]
+        return result
+
+    def _repeated(self, items: Sequence[Any], layers: Sequence[int], order: Sequence[tuple[int, int]]) -> list[Any]:
+        """The items in the new order with new numbers in them."""
+        members = _members(layers)
+        if not len(members.get(1, ())) == len(members.get(2, ())) == len(members.get(3, ())):
+            raise UnlikeError(f"the layers of {self.path} do not do the same")
+        shifts = dict(zip(members.get(2, ()), self._shifts(items, members), strict=True))
+        shifts |= {number: shifts[like] for number, like in zip(members.get(3, ()), members.get(2, ()), strict=True)}
+        result = []
+        for number, copy in order:
+            item, layer = items[number], layers[number]
+            references = parts_of(item)[1]
+            if number in shifts:
+                here = _MIDDLE + copy if layer == _MIDDLE else layer + self.copies
+                numbers = [self._number(*at, here, shift) for at, shift in zip(references, shifts[number], strict=True)]
+            else:
+                numbers = [self.new[kind][old, 0] for kind, old in references]
+                if layer != 1 and any(self.layer[kind][old] == _MIDDLE for kind, old in references):
+                    raise UnlikeError(f"a middle layer of {self.path} is used by what is not next to it")
+            result.append(with_numbers(item, numbers))
+        return result
+
+    def _shifts(self, items: Sequence[Any], members: dict[int, list[int]]) -> Iterable[list[int | None]]:
+        """For each item of the middle layer, how many layers away each of its references is; None: always the same one."""
+        for trio in zip(*(members.get(layer, ()) for layer in (1, 2, 3)), strict=True):
+            forms, references = zip(*(parts_of(items[number]) for number in trio), strict=True)
+            if not forms[0] == forms[1] == forms[2] or len({len(own) for own in references}) > 1:
+                raise UnlikeError(f"the layers of {self.path} do not do the same")
+            yield [self._shift(same) for same in zip(*references, strict=True)]
+
+    def _shift(self, references: Sequence[Reference]) -> int | None:
+        """Distance in layers between layers 1, 2 and 3 and what they refer to; None: always the same item."""
+        kind = references[0][0]
+        numbers = [number for _, number in references]
+        if len({kind for kind, _ in references}) > 1:
+            raise UnlikeError(f"the layers of {self.path} do not do the same")
+        if numbers[0] == numbers[1] == numbers[2]:
+            return None
+        layers = [self.layer[kind][number] for number in numbers]
+        shift = layers[1] - _MIDDLE
+        known = [self.position[kind][number] for number, layer in zip(numbers, layers, strict=True) if 1 <= layer <= 3]
+        if layers != [1 + shift, 2 + shift, 3 + shift] or shift not in (-1, 0, 1) or len(set(known)) > 1:
+            raise UnlikeError(f"the layers of {self.path} are not joined alike")
+        return shift
+
+    def _number(self, kind: str, old: int, here: int, shift: int | None) -> int:
+        """New number of the item that a layer at position `here` refers to."""
+        if shift is None:
+            return self.new[kind][old, 0]
+        layer, position = here + shift, self.position[kind][old]
+        if layer in (1, 2):
+            return self.new[kind][self.members[kind][layer][position], 0]
+        if layer <= _MIDDLE + self.copies:
+            return self.new[kind][self.members[kind][_MIDDLE][position], layer - _MIDDLE]
+        return self.new[kind][self.members[kind][layer - self.copies][position], 0]
+
+    def _renamed(self, path: str, layer: int, copy: int) -> str:
+        """The path with the new position of its element of the list."""
+        if not self.element.match(path):
+            return path
+        moved = copy if layer == _MIDDLE else self.copies if layer > _MIDDLE else 0
+        return self.element.sub(f"{self.path}.{self._element(path) + moved}", path, count=1)
+
+    def _named_leaf(self, leaf: Leaf, layer: int, copy: int) -> Leaf:
+        name, *aliases = (self._renamed(name, layer, copy) for name in (leaf.record.name, *leaf.record.aliases))
+        return dataclasses.replace(leaf, record=msgspec.structs.replace(leaf.record, name=name, aliases=tuple(aliases)))
+
+    def _steps(self) -> dict[str, int]:
+        """Increment of the number in the names of a kind of node from layer to layer."""
+        steps: dict[str, int] = {}
+        members = _members(self.layer["label"])
+        if not self.old.nodes:
+            return steps
+        for trio in zip(*(members[layer] for layer in (1, 2, 3)), strict=True):
+            (base, low), (same, middle), (again, high) = (_counted(_node(self.old.labels[number])) for number in trio)
+            step = middle - low
+            if not base == same == again or high - middle != step or steps.setdefault(base, step) != step:
+                raise UnlikeError(f"names in the layers of {self.path} do not count on")
+        return steps
+
+    def _label_name(self, label: Label, layer: int, copy: int, steps: dict[str, int]) -> str:
+        """The name of an op of the exported graph; others are not used."""
+        if label.name == LOSS_LABEL or not self.old.nodes:
+            return label.name
+        base, number = _counted(_node(label))
+        if layer >= _MIDDLE:
+            if base not in steps and base not in self.gapless:
+                raise UnlikeError(f"nodes like {base} vanish from the graph; their names cannot be counted")
+            number += steps.get(base, 0) * (copy if layer == _MIDDLE else self.copies)
+        return op_name(label.module, f"{base}_{number}" if number else base)
+
+
+def _members(layers: Sequence[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        members.setdefault(layer, []).append(number)
+    return members
+
+
+def _positions(members: dict[int, list[int]], count: int) -> list[int]:
+    """Position of each number among those of its layer."""
+    positions = [0] * count
+    for numbers in members.values():
+        for position, number in enumerate(numbers):
+            positions[number] = position
+    return positions
+
+
+def _node(label: Label) -> str:
+    return label.name.rpartition("/")[2]
+
+
+def _counted(node: str) -> tuple[str, int]:
+    """A node's name without its number, and the number: ("linear", 3) for ``linear_3``; 0 for a name without one."""
+    base, _, digits = node.rpartition("_")
+    return (base, int(digits)) if base and digits.isdecimal() and digits != "0" else (node, 0)
+
+
+def gapless_kinds(nodes: Iterable[str]) -> frozenset[str]:
+    """Kinds of nodes whose numbers have no gap: none of them was made and removed again."""
+    numbers: dict[str, set[int]] = {}
+    for node in nodes:
+        base, number = _counted(node)
+        numbers.setdefault(base, set()).add(number)
+    return frozenset(base for base, seen in numbers.items() if max(seen) - min(seen) + 1 == len(seen) and min(seen) <= 1)

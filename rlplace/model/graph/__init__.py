@@ -1,0 +1,1 @@
+"""The op graph of a training step: its record, file, checks, coarsening."""

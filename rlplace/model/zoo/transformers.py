@@ -1,0 +1,256 @@
+"""Models of the transformers library from their configuration classes: random weights, the head that is trained, inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlplace.errors import InputError, MissingError, unknown_name
+from rlplace.files import read_text
+from rlplace.limits import CONFIG_BYTES
+from rlplace.model.zoo.inputs import inputs_of, mean_square
+from rlplace.model.zoo.options import config_file, parse_options, split_spec
+
+Loss = Callable[[Any], torch.Tensor]
+
+_HEADS = (
+    ("speech", "SPEECH_SEQ_2_SEQ"), ("seq2seq", "SEQ_TO_SEQ_CAUSAL_LM"), ("masked", "MASKED_LM"), ("causal", "CAUSAL_LM"),
+    ("multimodal", "IMAGE_TEXT_TO_TEXT"), ("contrastive", "ZERO_SHOT_IMAGE_CLASSIFICATION"), ("image", "IMAGE_CLASSIFICATION"),
+    ("ctc", "CTC"), ("video", "VIDEO_CLASSIFICATION"), ("audio", "AUDIO_CLASSIFICATION"), ("detection", "OBJECT_DETECTION"),
+    ("pixels", "SEMANTIC_SEGMENTATION"), ("masks", "UNIVERSAL_SEGMENTATION"), ("masks", "MASK_GENERATION"),
+    ("words", "TOKEN_CLASSIFICATION"),
+)  # fmt: skip
+"""Heads in order of preference, with their mapping in the library: the pretraining head of a type, where there are several.
+A type with none of them is trained towards outputs of zero, with any other head or without one."""
+
+_UNROLLED_SCAN = {"mamba": 64, "mamba2": 64, "falcon_mamba": 64, "jamba": 64}
+"""Types whose recurrence is a Python loop over the sequence without their CUDA kernels, and the length they are cut to
+unless the capture keeps the loop whole."""
+
+_NO_POSITION_LIMIT = {"t5", "mt5", "umt5", "longt5", "switch_transformers"}
+"""Types with relative positions: their configured length is that of pretraining, not a limit."""
+
+_NO_SEQUENCE = frozenset({"image", "video", "audio", "ctc", "pixels", "masks", "detection"})
+
+_CHECKPOINTING = "gradient_checkpointing"
+"""Option beside the configuration: every layer runs its forward again in the backward."""
+
+
+def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any], Loss | None]:
+    """Builds ``TYPE[,key=value...]``; ``text_config.num_hidden_layers=2`` reaches into a configuration inside.
+
+    The JSON file of a configuration, or its folder, may stand for the type.
+
+    Args:
+        text: Type, file or folder, and options of the configuration.
+        batch: Samples per step.
+        seq: Tokens; refused when the model has fewer positions, cut to 64 where the model loops over tokens in Python, and to
+            the decoder's length for speech models.
+        device: "meta" or "cpu".
+
+    Returns:
+        The module in training mode, keyword inputs with labels, and the loss of a model that computes none.
+    """
+    try:
+        with _quiet():
+            from transformers.models.auto import modeling_auto
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    except ImportError:
+        install = "pip install 'rlplace[transformers]'"
+        raise MissingError(f"hf: models need the transformers extra; install it with: {install}") from None
+    kind, options = split_spec(text)
+    base: dict[str, Any] = {}
+    if "/" in kind or kind.endswith(".json"):
+        kind, base = read_config(kind, CONFIG_MAPPING_NAMES)
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
+    with _quiet():
+        apart = {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}
+        checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
+        config = _configure(CONFIG_MAPPING[kind], kind, options, base)
+        task, model_class = _head(modeling_auto, config, kind)
+        if not isinstance(config, model_class.config_class or object):  # the text model of a type that holds several
+            config = config.get_text_config(decoder=True)
+        parts = [config]
+        for part in parts:
+            parts += _parts(part).values()
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+        if task in ("seq2seq", "speech") and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+        module = _build(model_class, config, kind, device)
+        # The library warns once per process when the loss is looked up; do that while it is quiet.
+        getattr(module, "loss_function", None)
+        if checkpointing.get(_CHECKPOINTING):
+            _enable_checkpointing(module, kind)
+    inputs = inputs_of(module, config, kind, task, batch, _length(config, kind, task, seq))
+    loss = None if "labels" in inputs or "return_loss" in inputs else mean_square
+    return module.train(), inputs, loss
+
+
+_NOT_BUILT = ("model_type", "transformers_version", "auto_map", "quantization_config", "dtype", "torch_dtype")
+"""What a configuration's file says beside the architecture: other code, and what weights that are not read are stored in."""
+
+
+def read_config(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The type and the arguments of a configuration in a file.
+
+    Args:
+        name: A JSON file, or a folder with a ``config.json``.
+        known: All types.
+
+    Raises:
+        InputError: There is no such file, or it is no configuration.
+    """
+    path = config_file(f"hf:{name}")
+    if path is None:
+        words = name.lower().replace("-", "_")
+        like = max((kind for kind in known if kind.replace("-", "_") in words), key=len, default="llama")
+        raise InputError(
+            f"hf:{name[:200]}: no such file, and nothing is downloaded: take a type with options, such as hf:{like}, or the "
+            "model's configuration, hf:path/to/config.json"
+        )
+    try:
+        data = json.loads(read_text(path, CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, InputError) else InputError(f"{path}: no JSON: {_last_line(error)}") from None
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise InputError(f"{path}: says no model_type, so it is no configuration of transformers; name a model's config.json")
+    return kind, {key: value for key, value in data.items() if key not in _NOT_BUILT}
+
+
+def _head(modeling_auto: Any, config: Any, kind: str) -> tuple[str, Any]:
+    """The task of a configuration, and its class: the one that its file names, else the first that the library holds."""
+    others = (name for name in sorted(vars(modeling_auto), reverse=True) if name.endswith("_MAPPING"))
+    known = ((task, f"MODEL_FOR_{name}_MAPPING") for task, name in _HEADS)
+    named, first = (getattr(config, "architectures", None) or [None])[0], None
+    for task, name in (*known, *(("outputs", name) for name in others)):
+        mapping: Any = getattr(modeling_auto, name, {})
+        if type(config) not in mapping:
+            continue
+        found = mapping[type(config)]
+        for each in found if isinstance(found, tuple) else (found,):
+            first = first or (task, each)
+            if named is None or each.__name__ == named:
+                return task, each
+    if first is None:
+        raise InputError(
+            f"hf:{kind}: has no head that the library trains, only its configuration, as a part of other types; name one of "
+            "those"
+        )
+    return first
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """The configurations that a configuration holds."""
+    held = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()}
+    return {name: part for name, part in held.items() if hasattr(part, "to_diff_dict")}
+
+
+def _enable_checkpointing(module: Any, kind: str) -> None:
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable  # its older name
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(f"hf:{kind}: {_CHECKPOINTING}: {_last_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The library warns about defaults that do not matter for random weights."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _configure(config_class: Any, kind: str, options: dict[str, str], base: dict[str, Any]) -> Any:
+    try:
+        types = {key: options.pop(key) for key in [*options] if key.endswith("_config.model_type")}
+        base = base | {key.partition(".")[0]: {"model_type": part} for key, part in types.items()}
+        config = config_class(**base)
+        names = _names(config)
+        values = types | parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
+        for key, value in values.items():
+            if type(value) is int and value < 0 and type(names.get(key)) is int and names[key] > 0:
+                raise InputError(f"hf:{kind}: option {key} must not be negative, found {value}")
+        nested = _nested(config, values)
+        try:
+            return config_class(**base | nested) if values else config
+        except Exception:  # lists with an element a layer
+            if "num_hidden_layers" not in values:
+                raise
+            return config_class(**base | _cut(config, config.to_dict(), values) | nested)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"hf:{kind}: the configuration is refused: {_last_line(error)}") from None
+
+
+def _names(config: Any) -> dict[str, Any]:
+    """All options with their defaults; ``part.name`` for those of a configuration inside."""
+    names = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")}
+    names |= {alias: getattr(config, name) for alias, name in config.attribute_map.items() if name in names}
+    return names | {f"{part}.{key}": value for part, inner in _parts(config).items() for key, value in _names(inner).items()}
+
+
+def _nested(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Options as arguments of the class: a part that is reached into keeps what it sets beside them."""
+    result = {key: value for key, value in values.items() if "." not in key}
+    for name, part in _parts(config).items():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if own:
+            kept = {} if "model_type" in own else part.to_diff_dict()
+            result[name] = kept | _cut(part, kept, own) | _nested(part, own)
+    return result
+
+
+def _cut(config: Any, held: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The lists of a configuration with an element a layer, for another number of layers."""
+    old, new = getattr(config, "num_hidden_layers", None), values.get("num_hidden_layers", 0)
+    return {key: value[:new] for key, value in held.items() if isinstance(value, list) and len(value) == old and new}
+
+
+def _build(model_class: Any, config: Any, kind: str, device: str) -> nn.Module:
+    try:
+        with torch.device(device):
+            module: nn.Module = model_class(config)
+    except ImportError as error:
+        raise MissingError(f"hf:{kind}: needs another package: {_last_line(error)}") from None
+    except Exception as error:
+        raise InputError(f"hf:{kind}: cannot be built from this configuration: {_last_line(error)}") from None
+    return module
+
+
+def _length(config: Any, kind: str, task: str, seq: int) -> int:
+    from rlplace.model.capture.scan import keeps_whole
+
+    if task == "speech":
+        return min(seq, int(getattr(config, "max_target_positions", seq) or seq))
+    exact = math.prod(getattr(config, "axial_pos_shape", ())) if kind == "reformer" else None
+    exact = config.max_position_embeddings if kind == "perceiver" and task == "masked" else exact
+    if exact is not None and exact != seq:
+        option = "max_position_embeddings" if kind == "perceiver" else "axial_pos_shape=A/B, whose product is the length,"
+        raise InputError(f"hf:{kind}: trains on exactly {exact} positions, seq is {seq}; use --seq {exact} or set {option}")
+    if kind in _UNROLLED_SCAN and not keeps_whole(kind):
+        return min(seq, _UNROLLED_SCAN[kind])
+    limit = getattr(config, "max_position_embeddings", None)
+    if task in _NO_SEQUENCE or kind in _NO_POSITION_LIMIT or not isinstance(limit, int) or limit <= 0 or seq <= limit:
+        return seq
+    raise InputError(f"hf:{kind}: has {limit} positions, seq is {seq}; use --seq {limit} or max_position_embeddings={seq}")
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

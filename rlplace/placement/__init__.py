@@ -1,0 +1,118 @@
+"""Planners: each takes a problem and returns a `PlacementPlan`.
+
+The table holds strings, so that listing planners imports none of them and lower rooms can name higher ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from rlplace import plugins as extensions
+from rlplace.errors import InputError, unknown_name
+from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
+
+if TYPE_CHECKING:
+    from rlplace.placement.attempt import Attempt
+    from rlplace.plan import PlacementPlan
+    from rlplace.problem import Problem
+
+PLANNERS: dict[str, str] = {
+    "single": "rlplace.placement.single:candidates",
+    "round_robin": "rlplace.placement.round_robin:candidates",
+    "random": "rlplace.placement.random_plans:candidates",
+    "balanced": "rlplace.placement.balanced:candidates",
+    "heft": "rlplace.placement.heft:candidates",
+    "m_topo": "rlplace.placement.m_topo:candidates",
+    "m_etf": "rlplace.placement.m_etf:candidates",
+    "metis": "rlplace.placement.metis:candidates",
+    "critical_path": "rlplace.placement.critical_path:candidates",
+    "compiler": "rlplace.placement.published.compiler.compiler:candidates",
+    "pardnn": "rlplace.placement.published.pardnn.pardnn:candidates",
+    "bipartition": "rlplace.placement.published.bipartition.bipartition:bipartition",
+    "annealing": "rlplace.placement.annealing.annealing:spend",
+    "local_search": "rlplace.placement.local_search:spend",
+    "cp_sat": "rlplace.placement.cp_sat:cp_sat",
+    "dlplacer": "rlplace.placement.published.dlplacer.dlplacer:dlplacer",
+    "best": "rlplace.placement.best:best",
+    "agent": "rlplace.agents.planner:agent",
+}
+"""Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
+
+ONE_SHOT = (
+    "single", "round_robin", "heft", "m_etf", "critical_path", "pardnn", "metis", "balanced", "m_topo", "compiler",
+)  # fmt: skip
+"""Planners that build plans without search, quick and strong ones first; `best` is the best of these."""
+
+NEEDS_SPLIT = frozenset({"bipartition"})
+"""Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
+
+OF_STRATEGIES = {
+    "pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none",
+    "gpipe": f"replicate=1 shard=1 tensor=1 context=1 expert=1 schedule={GPIPE} recompute=none,full offload=none",
+    "pipedream": f"shard=1 tensor=1 context=1 expert=1 schedule={ONE_F_ONE_B} recompute=none offload=none",
+}
+"""Published planners that answer whole strategies, and the space in which each does: `rlplace.place` and `compare` ask them."""
+
+Planner = Callable[..., "PlacementPlan"]
+
+
+def get_planner(name: str) -> Planner:
+    """The function of a planner: a built-in one, or one of an installed package, whose plans are checked (docs/plugins.md).
+
+    Raises:
+        InputError: Unknown name, with the nearest known one; or a planner of whole strategies.
+    """
+    if name in OF_STRATEGIES:
+        raise InputError(f"planner {name} chooses whole strategies and places no groups; name the model instead of a problem")
+    if name not in PLANNERS:
+        extension = extensions.find(extensions.PLANNERS, name, PLANNERS)
+        if extension is None:
+            raise unknown_name("planner", name, planner_names())
+        from rlplace.placement.foreign import foreign_planner
+
+        return cast(Planner, foreign_planner(extension))
+    module_name, function = PLANNERS[name].split(":")
+    module = import_module(module_name)
+    if function == "candidates":
+        from rlplace.placement.common.floor import one_shot_planner
+
+        return one_shot_planner(name, module)
+    if function == "spend":
+        from rlplace.placement.search import search_planner
+
+        return search_planner(name, module)
+    return getattr(module, function)
+
+
+def planner_options(name: str) -> frozenset[str] | None:
+    """The options that a planner of placements takes beside seed and time limit; None: whatever it is given.
+
+    Raises:
+        InputError: As `get_planner`.
+    """
+    parameters = inspect.signature(get_planner(name)).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return named - {"seed", "time_limit_s"}
+
+
+def planner_names() -> list[str]:
+    """The built-in planners and those of installed packages, which are not imported for that."""
+    return [*PLANNERS, *OF_STRATEGIES, *extensions.names(extensions.PLANNERS, PLANNERS)]
+
+
+def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
+    """Runs a planner by name and measures it; takes the arguments of `rlplace.placement.attempt.attempt`, raises errors."""
+    from rlplace.placement.attempt import attempt
+
+    return attempt(get_planner(name), problem, catch=(), **options)
+
+
+__all__ = [
+    "NEEDS_SPLIT", "OF_STRATEGIES", "ONE_SHOT", "PLANNERS", "Planner", "get_planner", "planner_names",
+    "planner_options", "run_planner",
+]  # fmt: skip

@@ -1,0 +1,128 @@
+"""Simulated annealing from the floor.
+
+Problem: step time of the executor itself, memory included: overflow multiplies it, so that a search can pass through
+assignments that do not fit; the best one is chosen by the objective (`rlplace.placement.common.objective`). A random move
+(`rlplace.placement.search`) is accepted when it improves, or with probability ``exp(-increase / temperature)``; the
+temperature falls geometrically, relative to the best step time, so that one setting serves all problems.
+
+Paper: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983. FlexFlow (Jia, Zaharia, Aiken,
+2019) searches parallel strategies this way.
+
+Departures: starts from `best` instead of at random and therefore cool; the fewer calls a group, the cooler. A few times, spread
+evenly over the budget, the search returns to the best assignment seen, which is also the answer, never worse than the start.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from rlplace.errors import InputError, show, whole_number
+from rlplace.placement.common.evaluate import Score, uncounted
+from rlplace.placement.search import MoveMaker, Search
+from rlplace.problem.generate import random_problem
+
+COOLING = 0.01
+"""End temperature relative to the start temperature."""
+
+RETURNS = 8
+"""Number of times, spread evenly over the budget, that the search returns to the best assignment so far."""
+
+_CHUNK = 256
+"""Simulations between two checks of the budget; fewer when they would take longer than `_CHUNK_S`."""
+
+_CHUNK_S = 0.01
+
+
+@dataclass(frozen=True)
+class AnnealingSettings:
+    """Parameters of the search.
+
+    Attributes:
+        start_temperature: Relative increase of step time that is accepted with probability 1/e at first; default by budget and
+            number of groups.
+        cooling: End temperature relative to the start temperature.
+        returns: Number of times that the search returns to the best assignment so far.
+    """
+
+    start_temperature: float | None = None
+    cooling: float = COOLING
+    returns: int = RETURNS
+
+    def __post_init__(self) -> None:
+        if self.start_temperature is not None and not 0.0 <= self.start_temperature < math.inf:
+            raise InputError(f"annealing: start_temperature must not be negative, found {show(self.start_temperature)}")
+        if not 0.0 < self.cooling <= 1.0:
+            raise InputError(f"annealing: cooling must be above 0 and at most 1, found {show(self.cooling)}")
+        whole_number(self.returns, "annealing: returns")
+
+
+SETTINGS = AnnealingSettings
+
+
+def default_temperature(calls: float, groups: int) -> float:
+    """Start temperature for a budget of calls, tuned on the validation split; see docs/planners/heuristics.md."""
+    return min(0.02, 0.01 * (calls / (64 * groups)) ** 1.2)
+
+
+@cache
+def warm_up() -> None:
+    """Compiles the loop, or loads it from the cache, so that time limits do not pay for it."""
+    problem = random_problem(0, 6, 3, memory_factor=1.0)
+    with uncounted():
+        search = Search(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
+        spend(search, 0, AnnealingSettings())
+
+
+def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
+    """Spends the search's budget; `seed` is the seed of the moves."""
+    from rlplace.placement.annealing.kernels import anneal
+
+    moves = MoveMaker(search.evaluator.problem, seed)
+    hot, cooling, returns = settings.start_temperature, settings.cooling, settings.returns
+    groups = search.evaluator.problem.num_groups
+    simulation, trial = search.evaluator.simulator.compiled
+    trial[:] = search.assignment
+    best = search.best_devices.copy()
+    score = np.array(
+        [search.score.step_time_s, search.score.overflow, search.best_score.step_time_s, search.best_score.overflow]
+    )
+    fixed = tuple(moves.tables), moves.state, search.assignment, best, score, moves.groups, moves.targets
+    timed = search.deadline.end_s != math.inf
+    budget = math.inf if search.calls is None else float(search.calls)
+    # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
+    slope = 0.0 if not search.calls else 1.0 / search.calls
+    longest = _CHUNK if search.calls is None else min(_CHUNK, max(1, search.calls // max(1, returns)))
+    chunk = 1 if timed else longest
+    progress, left_s = search.progress(), search.deadline.left_s()
+    began_s, calls_made = time.monotonic(), 0
+    while progress < 1.0:
+        if settings.start_temperature is None:
+            # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
+            spent_s = time.monotonic() - began_s
+            promised = 0.0 if calls_made == 0 else calls_made / spent_s * left_s
+            hot = default_temperature(min(budget, promised) if timed else budget, groups)
+        calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
+        chunk_began_s = time.monotonic()
+        used = anneal(simulation, trial, *fixed, calls, hot, cooling, progress, slope)
+        search.evaluator.count(used)
+        calls_made += used
+        search.deadline.secured |= score[3] == 0.0
+        if used < calls:
+            break
+        before, progress = progress, search.progress()
+        # From an assignment as good as the best one the search goes on: it has drifted there, and that is worth something.
+        if int(progress * returns) > int(before * returns) and tuple(score[:2]) != tuple(score[2:]):
+            search.assignment[:] = best
+            trial[:] = best
+            score[:2] = score[2:]
+        if timed:
+            rate_s = (time.monotonic() - chunk_began_s) / used
+            chunk = min(longest, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
+            if search.calls is None:
+                slope = (progress - before) / used
+    search.settle(Score(float(score[0]), float(score[1])), best, Score(float(score[2]), float(score[3])))

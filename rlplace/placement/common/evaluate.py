@@ -1,0 +1,151 @@
+"""Counted simulator calls, deadlines, and the score that ranks assignments while planners search.
+
+Every planner simulates through an `Evaluator`, so that `count_calls` can state how many calls a plan has cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.placement.common.objective import descent_s, objective_s
+from rlplace.problem import Problem
+from rlplace.simulator import Simulator, Timeline, simulate
+
+Assignment = NDArray[np.int32]
+"""int32 [G], the device of every group."""
+
+
+class Deadline:
+    """A moment after which a planner must return its best answer.
+
+    Until a feasible answer is known, a planner may overrun by a quarter of the limit plus a quarter of a second, at most one
+    second: a feasible plan a little late is worth more than an error in time.
+
+    Attributes:
+        end_s: Moment on the monotonic clock.
+        secured: Whether a feasible answer is known.
+    """
+
+    def __init__(self, time_limit_s: float | None) -> None:
+        self.end_s = float("inf") if time_limit_s is None else time.monotonic() + time_limit_s
+        self.secured = False
+        self._grace_s = 0.0 if time_limit_s is None else min(1.0, 0.25 * time_limit_s + 0.25)
+
+    def left_s(self) -> float:
+        """Seconds left, negative when passed, inf without a limit."""
+        return self.end_s - time.monotonic()
+
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return self.end_s != float("inf") and time.monotonic() >= self.end_s + (0.0 if self.secured else self._grace_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Outcome of one simulation.
+
+    Attributes:
+        step_time_s: Step time; inf when the step cannot complete.
+        overflow: Bytes over the limit, relative to the device's memory, summed over devices; 0 when everything fits.
+    """
+
+    step_time_s: float
+    overflow: float
+
+    @property
+    def feasible(self) -> bool:
+        """The step completes and fits."""
+        return self.overflow == 0.0 and self.step_time_s != float("inf")
+
+    @property
+    def objective_s(self) -> float:
+        """The objective of planners; see `rlplace.placement.common.objective`."""
+        return objective_s(self.step_time_s, self.overflow)
+
+    @property
+    def descent_s(self) -> float:
+        """The value by which searches weigh their moves; see `rlplace.placement.common.objective`."""
+        return descent_s(self.step_time_s, self.overflow)
+
+
+class CallCounter:
+    """Simulator calls made while a `count_calls` block is open."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+_counters: list[CallCounter] = []
+
+
+@contextmanager
+def count_calls() -> Iterator[CallCounter]:
+    """Counts the simulator calls that planners make inside the block."""
+    counter = CallCounter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Hides the calls of a warm-up, which do not count towards any plan."""
+    hidden, _counters[:] = _counters[:], []
+    try:
+        yield
+    finally:
+        _counters[:] = hidden
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An assignment with its simulated score and peaks.
+
+    Attributes:
+        devices: int32 [G], device of each group.
+        score: Step time and overflow.
+        peaks: int64 [D], peak memory with resident and reserved bytes.
+    """
+
+    devices: Assignment
+    score: Score
+    peaks: NDArray[np.int64]
+
+
+class Evaluator:
+    """Simulates assignments of one problem and counts the calls; loops that use its `simulator` report theirs to `count`."""
+
+    def __init__(self, problem: Problem, *, simulator: Simulator | None = None) -> None:
+        self.problem = problem
+        self.calls = 0
+        self.simulator = Simulator(problem) if simulator is None else simulator
+
+    def score(self, devices: Assignment) -> Score:
+        """Step time and memory overflow of an assignment."""
+        self.count()
+        return Score(*self.simulator.evaluate(devices))
+
+    def answer(self, devices: Assignment) -> Answer:
+        """Score and peaks of an assignment; `devices` must not change afterwards."""
+        score = self.score(devices)
+        return Answer(devices, score, self.simulator.peak_memory_bytes.copy())
+
+    def timeline(self, devices: Assignment, **order: Any) -> Timeline:
+        """The timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""
+        self.count()
+        return simulate(self.problem, devices, **order)
+
+    def count(self, calls: int = 1) -> None:
+        """Adds calls."""
+        self.calls += calls
+        for counter in _counters:
+            counter.calls += calls

@@ -1,0 +1,1 @@
+"""Planners of published systems: Bi-Partition, the compiler-driven partitioner, DLPlacer, ParDNN."""

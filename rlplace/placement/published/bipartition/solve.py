@@ -1,0 +1,254 @@
+"""Bi-partition of a chain: the exact dynamic programme.
+
+Problem: cut the forward pass of L layers and, elsewhere, the backward pass into one run of layers for each of W workers, so
+that the most loaded worker is as little loaded as possible.
+
+``T[i][p][q] = min over p' <= p, q' <= q of max(T[i-1][p'][q'], cost(p'..p; q'..q))`` takes O(W L^4), or O(W L^2 g^2) where
+forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise partition.
+
+Among cuts with the smallest bottleneck the ones with the least traffic are returned, and of those the ones that displace the
+fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so that the optimum is never worse than that.
+
+A chain of layers: the time, traffic and memory of each layer, and the workers among which the layers are divided.
+
+Axes used below: L layers, W workers in pipeline order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError, whole_number
+from rlplace.placement.published.bipartition import kernels
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Layers in the order in which the forward pass runs them; costs of one pass of the batch.
+
+    Attributes:
+        names: L names.
+        forward_s, backward_s: float64 [L], or [L, W] where workers differ; finite.
+        activation_bytes: float64 [L], bytes that the forward pass sends across the cut behind each layer.
+        gradient_bytes: float64 [L], bytes that the backward pass sends back across the same cut.
+        stash_bytes: float64 [L], bytes of the forward pass that the layer's backward reads: kept in between, and
+            shipped where they run on different workers.
+        weight_bytes: float64 [L], parameters: returned to the worker of the forward pass where the two differ.
+        resident_bytes: float64 [L], pinned by the worker that runs the backward pass (weights, gradients, optimizer state).
+    """
+
+    names: tuple[str, ...]
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    activation_bytes: NDArray[np.float64]
+    gradient_bytes: NDArray[np.float64]
+    stash_bytes: NDArray[np.float64]
+    weight_bytes: NDArray[np.float64]
+    resident_bytes: NDArray[np.float64]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.names)
+
+    @property
+    def mean_s(self) -> NDArray[np.float64]:
+        """float64 [L], forward plus backward, mean over workers."""
+        total = self.forward_s + self.backward_s
+        return total if total.ndim == 1 else total.mean(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Workers:
+    """The workers of a pipeline; a worker computes while it transfers and takes the longer of the two.
+
+    Attributes:
+        seconds_per_byte: float64 [W], inverse bandwidth of each worker's link; 0: communication costs nothing.
+        memory_bytes: float64 [W], inf where there is no limit.
+    """
+
+    seconds_per_byte: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+
+    @property
+    def count(self) -> int:
+        return len(self.memory_bytes)
+
+
+def free_workers(count: int) -> Workers:
+    """A number of workers without communication costs and memory limits.
+
+    Raises:
+        InputError: The number is below 1.
+    """
+    whole_number(count, "workers: count", 1)
+    return Workers(np.zeros(count), np.full(count, np.inf))
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Layers by worker: worker i has the forward pass of layers ``forward[i]`` up to ``forward[i + 1]``, and so on.
+
+    Attributes:
+        forward, backward: W + 1 offsets into the layers, from 0 to L.
+        bottleneck_s: The largest cost of a worker: the inverse of the throughput in steady state.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    bottleneck_s: float
+
+    @property
+    def gap(self) -> int:
+        """The largest distance between a forward cut and its backward cut, in layers."""
+        return max(abs(p - q) for p, q in zip(self.forward, self.backward, strict=True))
+
+    @property
+    def displaced(self) -> tuple[int, ...]:
+        """Layers whose forward and backward pass run on different workers."""
+        forward, backward = (np.repeat(np.arange(len(c) - 1), np.diff(c)) for c in (self.forward, self.backward))
+        return tuple(np.flatnonzero(forward != backward).tolist())
+
+
+_BOTTLENECK, _TRAFFIC, _EVEN = 0, 1, 2
+
+
+def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -> Cuts | None:
+    """The exact optimum with separate forward and backward cuts.
+
+    Args:
+        chain: The layers.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+
+    Returns:
+        The cuts, or None when none respect the memory limits.
+
+    Raises:
+        InputError: A negative gap, or times for another number of workers.
+    """
+    if gap is not None:
+        whole_number(gap, "bi_partition: gap")
+    bound = bottleneck_s(chain, workers, gap)
+    return None if bound == np.inf else least_traffic(chain, workers, bound, gap)
+
+
+def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *, known_s: float = np.inf) -> float:
+    """The smallest largest cost of a worker; inf where memory limits leave no cuts.
+
+    Args:
+        chain: The layers.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+        known_s: The result for a smaller gap, if known, as an upper bound.
+    """
+    pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
+    arrays = kernel_arrays(chain, pipeline)
+    bound = known_s
+    if bound == np.inf:
+        # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
+        bound = min(price_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
+        bound, _ = _fill(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
+    reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
+    return _fill(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
+
+
+def least_traffic(
+    chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None, *, even: bool = False
+) -> Cuts | None:
+    """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
+
+    Args:
+        chain: The layers.
+        workers: The pipeline, or a number of workers without communication costs and memory limits.
+        bound_s: Largest cost of a worker that is allowed, at least the smallest bottleneck.
+        gap: Layers that a forward cut and its backward cut may be apart; None: any number.
+        even: Whether to minimise the sum of squared costs in place of the traffic.
+    """
+    pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
+    arrays = kernel_arrays(chain, pipeline)
+    reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
+    value, origin = _fill(chain, pipeline, arrays, reach, bound_s, _EVEN if even else _TRAFFIC)
+    return None if value == np.inf else price_cuts(*_trace(origin, reach, chain.num_layers), arrays)
+
+
+def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
+    """The exact optimum with equal cuts, as PipeDream without replication; None when memory limits leave none."""
+    return bi_partition(chain, workers, 0)
+
+
+def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
+    """Layer-wise cuts: everything on the quickest worker, and equal loads without communication."""
+    workers, layers = len(prefix), chain.num_layers
+    quickest = int(prefix[:, -1].argmin())
+    candidates = [[0] * (quickest + 1) + [layers] * (workers - quickest)]
+    low, high = 0.0, float(prefix[quickest, -1])
+    for _ in range(30):
+        middle = 0.5 * (low + high)
+        cuts = [0]
+        for row in prefix:
+            cuts.append(int(np.searchsorted(row, row[cuts[-1]] + middle, side="right")) - 1)
+        low, high = (low, middle) if cuts[-1] == layers else (middle, high)
+        if cuts[-1] == layers:
+            candidates[1:] = [cuts]
+    return candidates
+
+
+def _fill(
+    chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, objective: int
+) -> tuple[float, NDArray[np.int64]]:
+    """The value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
+    shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
+    best, origin = np.empty(shape), np.zeros(shape, dtype=np.int64)
+    left = []
+    for prefix in arrays[:2]:
+        quickest = np.diff(prefix, axis=1).min(axis=0)
+        left.append(np.concatenate([np.cumsum(quickest[::-1])[::-1], [0.0]]))
+    kernels.best_cuts(gap, bound, objective, *arrays, *left, best, origin)
+    return float(best[-1, -1, gap]), origin
+
+
+def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int], list[int]]:
+    forward, backward = [layers], [layers]
+    for i in range(len(origin) - 1, 0, -1):
+        p, q = divmod(int(origin[i, forward[-1], backward[-1] - forward[-1] + gap]), layers + 1)
+        forward.append(p)
+        backward.append(q)
+    return forward[::-1], backward[::-1]
+
+
+def price_cuts(forward: Sequence[int], backward: Sequence[int], arrays: tuple[Any, ...]) -> Cuts:
+    """Cuts with the largest cost of a worker under them, inf where its memory does not suffice; see `kernel_arrays`."""
+    cost = np.empty(len(forward) - 1)
+    kernels.worker_costs(np.array(forward), np.array(backward), *arrays, cost)
+    return Cuts(tuple(forward), tuple(backward), float(cost.max()))
+
+
+def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
+    rows = np.broadcast_to(seconds, (workers, len(seconds))) if seconds.ndim == 1 else seconds.T
+    if len(rows) != workers:
+        raise InputError(f"chain: times are for {len(rows)} workers, the pipeline has {workers}")
+    prefix = np.zeros((workers, rows.shape[1] + 1))  # in C order whatever that of the times, so that kernels compile once
+    np.cumsum(rows, axis=1, out=prefix[:, 1:])
+    return prefix
+
+
+def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
+    """The arguments of the kernels that describe the chain and the workers."""
+
+    def prefix(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    def crossing(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([[0.0], values[:-1], [0.0]])
+
+    return (
+        _prefix(chain.forward_s, workers.count), _prefix(chain.backward_s, workers.count),
+        crossing(chain.activation_bytes), crossing(chain.gradient_bytes),
+        prefix(chain.stash_bytes), prefix(chain.weight_bytes), prefix(chain.resident_bytes),
+        workers.seconds_per_byte.astype(np.float64), workers.memory_bytes.astype(np.float64),
+    )  # fmt: skip

@@ -1,0 +1,252 @@
+"""Compiled refinement of a partition: moves between devices by gain, in the manner of Fiduccia and Mattheyses.
+
+Arrays are those of `rlplace.placement.published.compiler.nets.Level`. A *cell* is a device in a band; its load is limited. The
+*excess* of
+a partition is what cells are above their limits, in shares of the limit, plus the same for memory; a partition without excess
+is balanced.
+"""
+
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, arg-type, assignment"
+from __future__ import annotations
+
+import numpy as np
+
+from rlplace.compiled import entry, inner
+
+BUCKETS = 512
+"""Gain buckets on each side of zero."""
+
+LOOKS = 24
+"""Entries of a device's buckets that are tried for one that fits, before the device is skipped."""
+
+
+@inner
+def _seconds(net, a, b, size, count, fixed, latency, inverse):
+    """Seconds that a net takes from device a to another device b."""
+    return count[net] * latency[a, b] + size[net] * inverse[a, b] + fixed[net]
+
+
+@inner
+def _gains(vertex, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gain, near):
+    """Fills a row of `gain` with the seconds saved by moving a vertex to each device, and `near` where it has neighbours."""
+    here = part[vertex]
+    devices = len(latency)
+    for b in range(devices):
+        gain[b], near[b] = 0.0, False
+    for i in range(s_ptr[vertex], s_ptr[vertex + 1]):
+        net = s_nets[i]
+        for to in range(devices):
+            if held[net, to] == 0:
+                continue
+            near[to] = True
+            paid = _seconds(net, here, to, size, count, fixed, latency, inverse) if to != here else 0.0
+            for b in range(devices):
+                if b != here:
+                    gain[b] += paid
+                    if to != b:
+                        gain[b] -= _seconds(net, b, to, size, count, fixed, latency, inverse)
+    for i in range(r_ptr[vertex], r_ptr[vertex + 1]):
+        net = r_nets[i]
+        sender = part[source[net]]
+        near[sender] = True
+        paid = 0.0
+        if sender != here and held[net, here] == 1:
+            paid = _seconds(net, sender, here, size, count, fixed, latency, inverse)
+        for b in range(devices):
+            if b != here:
+                gain[b] += paid
+                if b != sender:
+                    if held[net, b] == 0:
+                        gain[b] -= _seconds(net, sender, b, size, count, fixed, latency, inverse)
+                    else:
+                        near[b] = True
+
+
+@inner
+def _unlink(entry, target, bucket_of, head, following, before):
+    if bucket_of[entry] < 0:
+        return
+    if before[entry] >= 0:
+        following[before[entry]] = following[entry]
+    else:
+        head[target, bucket_of[entry]] = following[entry]
+    if following[entry] >= 0:
+        before[following[entry]] = before[entry]
+    bucket_of[entry] = -1
+
+
+@inner
+def _link(entry, target, gain, quantum, bucket_of, head, following, before, top):
+    bucket = np.int64(np.floor(gain / quantum)) + BUCKETS
+    bucket = min(max(bucket, 0), 2 * BUCKETS - 1)
+    bucket_of[entry] = bucket
+    following[entry], before[entry] = head[target, bucket], -1
+    if head[target, bucket] >= 0:
+        before[head[target, bucket]] = entry
+    head[target, bucket] = entry
+    top[target] = max(top[target], bucket)
+
+
+@inner
+def _over(value, limit):
+    """Excess of a value over its limit, as a share of the limit; rounding of sums does not count."""
+    return max(0.0, value / limit - 1.0 - 1e-9) if limit < np.inf else 0.0
+
+
+@inner
+def _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit, room):
+    """Change of the excess when a vertex moves."""
+    w = band[vertex]
+    change = _over(load[to, w] + time_s[vertex, to], limit[to, w]) - _over(load[to, w], limit[to, w])
+    change += _over(load[here, w] - time_s[vertex, here], limit[here, w]) - _over(load[here, w], limit[here, w])
+    size = footprint[vertex]
+    change += _over(used[to] + size, room[to]) - _over(used[to], room[to])
+    return change + _over(used[here] - size, room[here]) - _over(used[here], room[here])
+
+
+@entry
+def state(
+    part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load, used
+):
+    """Fills `held` [N, K] (readers of each net by device), `load` [K, W] and `used` [K]; returns cut seconds and excess."""
+    held[:], load[:], used[:] = 0, 0.0, 0.0
+    for vertex in range(len(part)):
+        load[part[vertex], band[vertex]] += time_s[vertex, part[vertex]]
+        used[part[vertex]] += footprint[vertex]
+    cut, excess = 0.0, 0.0
+    for net in range(len(source)):
+        for i in range(pin_ptr[net], pin_ptr[net + 1]):
+            held[net, part[pins[i]]] += 1
+        sender = part[source[net]]
+        for to in range(len(latency)):
+            if to != sender and held[net, to] > 0:
+                cut += _seconds(net, sender, to, size, count, fixed, latency, inverse)
+    for device in range(len(latency)):
+        for w in range(load.shape[1]):
+            excess += _over(load[device, w], limit[device, w])
+        excess += _over(used[device], room[device])
+    return cut, excess
+
+
+@entry
+def refine(
+    part, loose, patience, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets,
+    latency, inverse, limit, room,
+):  # fmt: skip
+    """One pass; `part` becomes its best prefix. Returns whether that is better than the start.
+
+    Better is less excess, then less cut, then a smaller largest load. With excess, only moves that lower it are made, the one
+    of highest gain first. Without, the move of highest gain is made that keeps the balance, or with `loose` any whose target
+    cell is not above its limit yet, so that the next move makes room: together they are a swap.
+    """
+    vertices, devices = time_s.shape
+    held = np.zeros((len(source), devices), dtype=np.int32)
+    load, used = np.zeros(limit.shape), np.zeros(devices)
+    cut, excess = state(
+        part, time_s, footprint, band, source, pin_ptr, pins, size, count, fixed, latency, inverse, limit, room, held, load,
+        used,
+    )  # fmt: skip
+    gain, near = np.zeros((vertices, devices)), np.zeros((vertices, devices), dtype=np.bool_)
+    largest = 0.0
+    for v in range(vertices):
+        _gains(v, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gain[v], near[v])
+        for b in range(devices):
+            largest = max(largest, abs(gain[v, b]))
+    quantum = max(largest, 1e-30) / (BUCKETS - 1)
+    entries = vertices * devices
+    bucket_of = np.full(entries, -1, dtype=np.int64)
+    following, previous = np.full(entries, -1, dtype=np.int64), np.full(entries, -1, dtype=np.int64)
+    head, top = np.full((devices, 2 * BUCKETS), -1, dtype=np.int64), np.full(devices, -1, dtype=np.int64)
+    locked = np.zeros(vertices, dtype=np.bool_)
+    for v in range(vertices):
+        for b in range(devices):
+            if b != part[v] and near[v, b] and time_s[v, b] < np.inf:
+                _link(v * devices + b, b, gain[v, b], quantum, bucket_of, head, following, previous, top)
+    log = np.zeros((vertices, 2), dtype=np.int64)
+    moves, kept = 0, 0
+    best_cut, best_excess, best_load = cut, excess, load.max()
+    start_cut, start_excess, start_load = best_cut, best_excess, best_load
+    seen = np.full(vertices, -1, dtype=np.int64)
+    while moves < vertices and moves - kept <= patience:
+        vertex, to, best = -1, -1, -np.inf
+        if excess > 1e-9:
+            for v in range(vertices):
+                here = part[v]
+                if locked[v] or (load[here, band[v]] <= limit[here, band[v]] and used[here] <= room[here]):
+                    continue
+                for b in range(devices):
+                    if b == here or time_s[v, b] == np.inf or gain[v, b] <= best:
+                        continue
+                    if _excess_change(v, here, b, band, time_s, footprint, load, used, limit, room) < -1e-12:
+                        vertex, to, best = v, b, gain[v, b]
+        else:
+            for b in range(devices):
+                while top[b] >= 0 and head[b, top[b]] < 0:
+                    top[b] -= 1
+                bucket, looks = top[b], 0
+                while bucket >= 0 and looks < LOOKS:
+                    if (bucket - BUCKETS + 1) * quantum < best and bucket < 2 * BUCKETS - 1:
+                        break
+                    entry = head[b, bucket]
+                    while entry >= 0 and looks < LOOKS:
+                        v = entry // devices
+                        looks += 1
+                        w = band[v]
+                        fits = load[b, w] <= limit[b, w] if loose else load[b, w] + time_s[v, b] <= limit[b, w]
+                        if fits and used[b] + footprint[v] <= room[b]:
+                            better = gain[v, b] > best or (gain[v, b] == best and load[b, w] < load[to, band[vertex]])
+                            if better:
+                                vertex, to, best = v, b, gain[v, b]
+                        entry = following[entry]
+                    bucket -= 1
+        if vertex < 0:
+            break
+        here = part[vertex]
+        excess += _excess_change(vertex, here, to, band, time_s, footprint, load, used, limit, room)
+        cut -= gain[vertex, to]
+        load[here, band[vertex]] -= time_s[vertex, here]
+        load[to, band[vertex]] += time_s[vertex, to]
+        used[here] -= footprint[vertex]
+        used[to] += footprint[vertex]
+        locked[vertex] = True
+        for b in range(devices):
+            _unlink(vertex * devices + b, b, bucket_of, head, following, previous)
+        part[vertex] = to
+        log[moves, 0], log[moves, 1] = vertex, here
+        moves += 1
+        for i in range(r_ptr[vertex], r_ptr[vertex + 1]):
+            held[r_nets[i], here] -= 1
+            held[r_nets[i], to] += 1
+        seen[vertex] = moves
+        for i in range(s_ptr[vertex], s_ptr[vertex + 1] + r_ptr[vertex + 1] - r_ptr[vertex]):
+            sends = i < s_ptr[vertex + 1]
+            net = s_nets[i] if sends else r_nets[i - s_ptr[vertex + 1] + r_ptr[vertex]]
+            if not sends and held[net, here] > 1 and held[net, to] > 2:
+                continue  # no gain depends on these counts
+            for j in range(pin_ptr[net] - 1, pin_ptr[net + 1]):
+                v = np.int64(pins[j] if j >= pin_ptr[net] else source[net])
+                if locked[v] or seen[v] == moves:
+                    continue
+                seen[v] = moves
+                _gains(
+                    v, part, held, source, size, count, fixed, s_ptr, s_nets, r_ptr, r_nets, latency, inverse, gain[v], near[v]
+                )
+                for b in range(devices):
+                    _unlink(v * devices + b, b, bucket_of, head, following, previous)
+                    if b != part[v] and near[v, b] and time_s[v, b] < np.inf:
+                        _link(v * devices + b, b, gain[v, b], quantum, bucket_of, head, following, previous, top)
+        if _better(excess, cut, load.max(), best_excess, best_cut, best_load):
+            best_excess, best_cut, best_load, kept = excess, cut, load.max(), moves
+    for i in range(moves - 1, kept - 1, -1):
+        part[log[i, 0]] = log[i, 1]
+    return _better(best_excess, best_cut, best_load, start_excess, start_cut, start_load)
+
+
+@inner
+def _better(excess, cut, load, than_excess, than_cut, than_load):
+    if abs(excess - than_excess) > 1e-9:
+        return excess < than_excess
+    if abs(cut - than_cut) > 1e-9 * max(abs(cut), abs(than_cut)):
+        return cut < than_cut
+    return load < than_load * (1 - 1e-9)

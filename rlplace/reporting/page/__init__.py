@@ -1,1 +1,0 @@
-"""Template, style and scripts of the page; `rlplace.reporting.report` fills them."""

@@ -1,0 +1,1 @@
+"""Ranks, values and traces of a forward that all runtimes share."""

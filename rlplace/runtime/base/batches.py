@@ -1,0 +1,243 @@
+"""A replica's share of a batch, in micro-batches, what each counts in the loss of the step, and outputs put together again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.conduct import TARGETS
+from rlplace.runtime.base.counting import Targets, count_of
+
+Batch = Mapping[str, Any]
+
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one replica computes of a step.
+
+    Attributes:
+        first: Number of its first sample in the batch.
+        sizes: Samples of each pass.
+        weights: What the mean loss of each pass is multiplied with, so that the mean over the data degree of the replicas'
+            sums is the mean over the samples of the batch.
+        whole: Samples of the batch.
+        joined: Replicas of a wider stage that it computes together: each pass is one of each of theirs.
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    whole: int
+    joined: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of the replica in a step."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One micro-batch.
+
+    Attributes:
+        inputs: Keyword inputs of the model.
+        part: Everything of the batch that belongs to it, for the loss.
+        weight: What its loss counts, or what one of its targets does.
+        samples: Its number of samples.
+        by_targets: Whether the loss is a mean over targets.
+    """
+
+    inputs: dict[str, Any]
+    part: dict[str, Any]
+    weight: float
+    samples: int
+    by_targets: bool = False
+
+    def counting(self) -> contextlib.AbstractContextManager[Targets | None]:
+        """A context for the forward and the loss, which counts targets where they are what counts."""
+        return Targets() if self.by_targets else contextlib.nullcontext()
+
+    def counted(self, targets: Targets | None, device: torch.device) -> torch.Tensor:
+        """What its loss counts, once its forward has run: float64 [], float32 where the device has no float64."""
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        count = 1.0 if targets is None else targets.count.to(device, dtype)
+        return torch.as_tensor(self.weight * count, dtype=dtype, device=device)
+
+
+def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
+    """The share of a replica: its number on replicate x shard.
+
+    A batch of another size than the strategy's, such as the last one of an epoch, is dealt out as evenly as it goes, in the
+    strategy's number of passes or fewer, the same on all replicas. In a pipeline the passes of a replica are of one size.
+
+    Args:
+        strategy: What is run.
+        replica: Number of the replica.
+        samples: Of the batch; None: as many as the strategy says.
+        own_degree: Data degree of its stage; None: the pipeline's, which is the largest.
+
+    Raises:
+        InputError: There are fewer samples than replicas, or stages of unlike degrees cannot deal them out.
+    """
+    pipeline = strategy.pipelines[0]
+    degree = pipeline.data_degree
+    if samples is None or samples == strategy.batch:
+        sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
+        counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
+        passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
+    else:
+        if samples < degree:
+            raise InputError(f"native: a batch of {samples} samples for {degree} replicas; drop it (drop_last=True), or pad it")
+        most = min(max(pipeline.microbatches), samples // degree)
+        own = even_sizes(samples, degree)
+        if len(pipeline.stages) > 1:
+            passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0)) for n in own]
+        else:
+            passes = [even_sizes(n, most) for n in own]
+    total = sum(map(sum, passes))
+    if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
+        raise InputError(
+            f"native: stages of unlike degrees need as many samples in every replica, found {total} over {degree}; drop a "
+            "short last batch (drop_last=True), or pad it"
+        )
+    joined = degree // (own_degree or degree)
+    sizes = tuple(size * joined for size in passes[replica * joined])
+    first = sum(map(sum, passes[: replica * joined]))
+    return Share(first, sizes, tuple(size * degree / joined / total for size in sizes), total, joined)
+
+
+def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
+    """Sizes as equal as possible, larger ones first."""
+    return tuple(samples // parts + (number < samples % parts) for number in range(parts))
+
+
+def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
+    """The micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
+    made: dict[str, Any] = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf, dict(batch)
+    )
+    return made
+
+
+def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Floating-point tensors in another dtype; None leaves all as they are."""
+    if dtype is None:
+        return dict(batch)
+    made: dict[str, Any] = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, dict(batch)
+    )
+    return made
+
+
+def passes_of(
+    batch: Batch,
+    share: Share,
+    names: Collection[str],
+    kept: Collection[str],
+    device: torch.device,
+    counted: str | None = None,
+) -> list[Pass]:
+    """A replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
+
+    Args:
+        batch: What the model is called with, and what the loss needs besides.
+        share: Of the replica.
+        names: Keyword inputs of the model.
+        kept: Names of what is not cut although it has as many rows.
+        device: Where the micro-batches go.
+        counted: What weights losses in place of samples (`counting`); None: samples.
+
+    Raises:
+        InputError: An input is missing, or no tensor has that many rows.
+    """
+    if missing := [name for name in names if name not in batch]:
+        raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
+    flat, spec = pytree.tree_flatten({name: value for name, value in batch.items() if name not in kept})
+    rows = [len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in flat]
+    if share.whole not in rows:
+        found = ", ".join(map(str, sorted({*rows} - {0})))
+        raise InputError(
+            f"native: the strategy runs {share.whole} samples here, but no tensor of the batch has that many rows (found "
+            f"{found or 'no tensors'}); drop a short last batch (drop_last=True), or pad it"
+        )
+    cut, each = [count == share.whole for count in rows], share.samples // share.joined
+    firsts = [number * each for number in range(share.joined)]
+    whole = {name: batch[name] for name in batch if name in kept}
+    own = slice(share.first, share.first + share.samples)
+    leaves = [leaf[own] if is_cut else leaf for leaf, is_cut in zip(flat, cut, strict=True)]
+    leaves, whole = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), (leaves, whole))
+    passes, start = [], 0
+    for size, weight in zip(share.sizes, share.weights, strict=True):
+        runs = [slice(first + start, first + start + size // share.joined) for first in firsts]
+        taken = [_rows(leaf, runs) if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
+        part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole
+        inputs = {name: part[name] for name in names}
+        if counted not in (None, TARGETS):
+            weight *= count_of(str(counted), part)
+        passes.append(Pass(inputs, part, weight, size, counted == TARGETS))
+        start += size // share.joined
+    return passes
+
+
+def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    return torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
+
+
+def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    """Micro-batches put together again.
+
+    Floating-point scalars, such as losses, are added up by their weights, tensors whose first dimension
+    grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
+
+    Args:
+        parts: The flat outputs of each micro-batch.
+        samples: Number of samples of each micro-batch.
+        weights: Of the scalars of each micro-batch.
+    """
+    joined = []
+    for position in range(len(parts[0])):
+        values = [part[position] for part in parts]
+        first = values[0]
+        tensor = isinstance(first, torch.Tensor)
+        if tensor and first.is_floating_point() and first.dim() == 0:
+            joined.append(sum(value * weight for value, weight in zip(values, weights, strict=True)))
+        elif tensor and first.dim() > 0 and _grows(values, samples):
+            joined.append(torch.cat(values) if len(values) > 1 else first)
+        else:
+            joined.append(values[-1])
+    return joined
+
+
+def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
+    """Whether the first dimension grows with the number of samples.
+
+    It does when it is that number, or always so many times it, unless every micro-batch has the same values: a mask of ten
+    by ten tokens is as long as ten tokens of one sample, but does not depend on the sample.
+    """
+    if any(len(v) * samples[0] != len(values[0]) * n or len(v) % n for v, n in zip(values, samples, strict=True)):
+        return False
+    return len(values[0]) == samples[0] or not all(torch.equal(v, values[0]) for v in values[1:])
+
+
+def signature_of(inputs: Any) -> tuple[str, tuple[Any, ...]]:
+    """What a forward is recorded for: structure, and by leaf shape and dtype, or type and value of what is no tensor.
+
+    Raises:
+        InputError: A leaf is something else than a tensor, a number, a string or None.
+    """
+    leaves, spec = pytree.tree_flatten(inputs)
+    strange = next((leaf for leaf in leaves if not isinstance(leaf, _LEAVES)), None)
+    if strange is not None:
+        raise InputError(f"a model that runs a plan cannot take a {type(strange).__name__} as input; give tensors and numbers")
+    kinds = ((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
+    return str(spec), tuple(kinds)

@@ -1,0 +1,243 @@
+"""The forward of a model as one graph, from which the joint graph is traced.
+
+It is the exported graph whose op names a plan uses, with three changes. Parameters, buffers and constants are placeholders, so
+that a process holds only those it needs. A loss function outside the model is a node of its own. Random ops draw from streams
+of their own (`randomness`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.model.capture.export import OwnBackwardError, RefuseLosses, export_training_graph, is_check, refuse_functions
+from rlplace.model.capture.fake import (
+    any_dtype_grouped_mm,
+    fake_copy,
+    fake_inputs,
+    first_names,
+    new_fake_mode,
+    replaced_forward,
+    tensors_in,
+)
+from rlplace.plan.device_map import LOSS_OP
+from rlplace.runtime.base.batches import signature_of
+from rlplace.runtime.base.randomness import seed_random_ops
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardGraph:
+    """The forward and loss of a model for one signature of inputs.
+
+    Attributes:
+        module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
+            value of a loss function outside the model at its end.
+        held: First names of the parameters, buffers and constants that the forward reads.
+        outputs: Per item of that tuple the node that makes it; other values stand for themselves.
+        out_spec: pytree spec of the model's output.
+        loss: Number of the output that is the scalar loss, None when there is none (a model that is only evaluated).
+        op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
+        examples: What the placeholders got when it was exported, without values.
+        constants: Values of the held tensors that are no parameters or buffers of the model, by name.
+        random_ops: Number of ops that draw random numbers.
+        joint: Its joint graphs by kind of device, where they were traced already.
+    """
+
+    module: fx.GraphModule
+    held: tuple[str, ...]
+    outputs: tuple[Any, ...]
+    out_spec: Any
+    loss: int | None
+    op_of_node: Mapping[str, str]
+    examples: tuple[Any, ...]
+    constants: Mapping[str, torch.Tensor]
+    random_ops: int
+    joint: dict[str, Any] = field(default_factory=dict)
+
+
+def forward_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> ForwardGraph:
+    """Exports the forward of a model in its present mode; nothing is allocated or run.
+
+    Args:
+        model: Real or meta module. With grad enabled its loss is looked for.
+        args: Positional inputs of one micro-batch, real, meta or fake; only shapes and dtypes matter.
+        kwargs: Keyword inputs.
+        loss: Called with the model's output, and `target` unless that is None; returns a scalar. None: the output's ``loss``
+            (attribute or key), its first element, or the output itself, where that is a scalar.
+        target: What `loss` gets besides; any nesting of tensors.
+
+    Raises:
+        InputError: The model cannot be exported, with the reason.
+    """
+    mode = new_fake_mode()
+    try:
+        with torch.enable_grad(), refuse_functions(), warnings.catch_warnings(), torch.autocast("cpu", enabled=False):
+            warnings.simplefilter("ignore")
+            fake = fake_copy(model, mode)
+            fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs)), mode)
+            refuse_backward_hooks(model)
+            with RefuseLosses():
+                traced = export_training_graph(fake, fake_args, fake_kwargs)
+    except Exception as error:  # export runs the model's own code, which may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            f"torch.export fails on {type(model).__name__} with {type(error).__name__}: {reason[:200]}; a placement of ops "
+            "needs a model that exports: plan a strategy (rlplace.place(model, batch=...)), which runs the model's own modules"
+        ) from error
+    graph_module, ops = traced.program.graph_module, dict(traced.op_name_of_node)
+    graph = graph_module.graph
+    held = _held(traced.program, first_names(model))
+    out_spec = traced.program.call_spec.out_spec
+    loss_node = _add_loss(graph, out_spec, loss, target)
+    if loss is not None:
+        ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
+    random_ops = seed_random_ops(graph)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    output = graph.output_node()
+    if loss is not None:
+        output.args = ((*output.args[0], loss_node),)  # type: ignore[arg-type, misc]
+    outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    graph.lint()
+    graph_module.recompile()
+    fakes = tensors_in(fake)
+    constants = {name: _constant(name, traced.program.constants[name]) for name in held if name not in fakes}
+    examples = (*({**fakes, **constants}[name] for name in held), *fake_inputs(flat_inputs(args, kwargs, target), mode))
+    try:
+        with mode, any_dtype_grouped_mm(), torch.enable_grad():
+            values = fx.Interpreter(graph_module).run(*examples)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"the forward of {type(model).__name__} depends on values ({str(error).splitlines()[0]}); a placement of ops needs "
+            "one graph: plan a strategy, which runs the model's own modules"
+        ) from error
+    number = None if loss_node is None else outputs.index(loss_node)
+    value = None if number is None else values[number]
+    trains = isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1
+    return ForwardGraph(
+        module=graph_module,
+        held=tuple(held),
+        outputs=outputs,
+        out_spec=out_spec,
+        loss=number if trains else None,
+        op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
+        examples=examples,
+        constants=constants,
+        random_ops=random_ops,
+    )
+
+
+def any_value(output: Any, target: Any = None) -> torch.Tensor:
+    """Stands for a loss, where only the shape of the graph matters: a sum of all floating-point results."""
+    floats = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if not floats:
+        raise InputError("distribute: the model returns no floating-point tensor that a loss could read")
+    return torch.stack([v.float().sum() for v in floats]).sum()
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises `OwnBackwardError` where a module has a hook on gradients, or a forward put in from outside."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise OwnBackwardError(f"{path or 'the model'} has a backward hook, which an exported graph would lose")
+        if replaced_forward(module):
+            raise OwnBackwardError(f"the forward of {path or 'the model'} was replaced by a function, which no copy follows")
+
+
+def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
+    """First names of the parameters, buffers and constants that an exported graph reads; each is one placeholder afterwards."""
+    graph, held = program.graph, dict[str, fx.Node]()
+    for node in reversed(graph.nodes):
+        if is_check(node):
+            graph.erase_node(node)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            first = held.setdefault(first_name.get(spec.target, spec.target), node) if node.users else None
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+    return list(held)
+
+
+def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
+        value = value.constant  # export now and then keeps a small literal as a fake that knows its value
+    if isinstance(value, torch._subclasses.FakeTensor):
+        raise InputError(f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it")
+    return value.detach()
+
+
+class Graphs:
+    """Forward graphs of one model, traced when they are first needed and kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, ForwardGraph] = {}
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None, target: Any
+    ) -> ForwardGraph:
+        """See `forward_graph`."""
+        modes = tuple(module.training for module in model.modules())
+        key = (signature_of((args, dict(kwargs), target)), modes, autocast_state(), loss)
+        if key not in self._made:
+            self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
+        return self._made[key]
+
+
+def autocast_state() -> Hashable:
+    """What autocast does where this is called."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:
+    """The leaves of a call's arguments, then those of the target, in the order of a graph's input placeholders."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return leaves if target is None else [*leaves, *pytree.tree_leaves(target)]
+
+
+def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:
+    """The node of the loss; a loss function becomes the last op, with a placeholder for every leaf of the target."""
+    output = graph.output_node()
+    flat: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    if loss is None:
+        result = pytree.tree_unflatten(list(flat), out_spec)
+        candidate = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        if candidate is None and isinstance(result, (tuple, list)) and result:
+            candidate = result[0]
+        return next((node for node in (result, candidate) if isinstance(node, fx.Node)), None)
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    leaves, target_spec = pytree.tree_flatten(() if target is None else (target,))
+    placeholders = []
+    for index in range(len(leaves)):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"target_{index}")
+        placeholders.append(last)
+    count = len(flat)
+
+    def call_loss(*values: Any) -> torch.Tensor:
+        targets = pytree.tree_unflatten(list(values[count:]), target_spec)
+        return loss(pytree.tree_unflatten(list(values[:count]), out_spec), *targets)
+
+    with graph.inserting_before(output):
+        node = graph.call_function(call_loss, (*flat, *placeholders))
+    return node

@@ -1,0 +1,224 @@
+"""The module that a training loop sees: one process's part of a distributed model."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from rlplace.errors import InputError
+from rlplace.model.capture.fake import first_names
+from rlplace.runtime.base import activity
+from rlplace.runtime.base.ranks import Ranks
+from rlplace.runtime.base.values import has_target
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a batch becomes micro-batches; see `rlplace.distribute`."""
+
+    share: str
+    whole: Collection[str]
+    reduction: str
+
+
+class Stash:
+    """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
+
+    As a context it clears the gradients that engines add to, takes those that they made, and puts back what was there.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        copy: bool = False,
+        after: Callable[[str, nn.Parameter], None] | None = None,
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            parameters: What gets gradients, by name.
+            copy: What runs the step writes into the memory of gradients of earlier ones.
+            after: Called with every parameter that has got its gradient, and its name.
+        """
+        self._parameters, self._after = parameters, after
+        self._copy = copy
+        self._before: dict[str, torch.Tensor | None] = {}
+        self._gradients: dict[str, torch.Tensor] | None = {}
+
+    def __enter__(self) -> Stash:
+        for name, parameter in self._parameters.items():
+            before = parameter.grad
+            self._before[name] = before.clone() if self._copy and before is not None else before
+            parameter.grad = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._before[name]
+        self._before.clear()
+
+    def keep(self) -> None:
+        """Takes the gradients that wait into memory of their own."""
+        if self._gradients is not None:
+            self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
+
+    def deliver(self, scale: torch.Tensor) -> None:
+        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees; once."""
+        if self._gradients is None:
+            raise RuntimeError("rlplace: backward through the loss of one step a second time")
+        factor = float(scale)
+        for name, gradient in self._gradients.items():
+            if factor != 1.0:
+                gradient.mul_(factor)
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+            if self._after is not None:
+                self._after(name, parameter)
+        self._gradients = None
+
+
+class DistributedModel(nn.Module):
+    """A model whose steps run over several processes, used like the model itself.
+
+    Called in training mode with grad enabled, it runs the whole step, forward and backward of all micro-batches, and returns
+    the loss where the model would; ``loss.backward()`` then only puts the gradients in place, scaled by what arrives there. In
+    eval mode or without grad it runs the forward and returns all outputs. Every rank makes the same calls with the same
+    batches.
+
+    Parameters and buffers are those that this rank owns, under the names that they have in the model.
+
+    Attributes:
+        batching: How a batch becomes micro-batches from the next call on.
+        random_state: Seed of the random ops, and number of the next training step: what their streams depend on.
+        report: What runs the plan.
+        nothing: A parameter without elements.
+        ranks: The processes that run the model.
+        meta_model: The model without its values, all of it: names, shapes, modes, code.
+    """
+
+    nothing: nn.Parameter
+    meta_model: nn.Module
+
+    def __init__(self, meta: nn.Module, ranks: Ranks, batching: Batching, seed: int, report: str) -> None:
+        super().__init__()
+        vars(self)["meta_model"] = meta  # not a child: its tensors are not this rank's
+        self.ranks = ranks
+        self.batching = batching
+        self.random_state = seed, 0
+        self.report = report
+        vars(self)["nothing"] = nn.Parameter(torch.zeros(0, device=ranks.device))  # not one of the model's
+        taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(self)}
+        if taken:
+            raise InputError(
+                f"distribute: the model has a part named {min(taken)!r}, which means something else in a distributed model; "
+                "give that attribute another name"
+            )
+
+        @functools.wraps(meta.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with activity.inside(activity.MODEL):
+                target = None if has_target(meta) else kwargs.pop("target", None)
+                if not (torch.is_grad_enabled() and self.training):
+                    return self._evaluate(args, kwargs, target)
+                output, loss, stash = self._train(args, kwargs, target)
+                seed, step = self.random_state
+                self.random_state = seed, step + 1
+                loss = loss.detach().requires_grad_()  # its step has run already: the backward hands over the gradients
+                loss.register_hook(stash.deliver)  # type: ignore[no-untyped-call]
+                return output(loss.clone())
+
+        self.forward = forward  # its signature is the model's, which trainers look at
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(vars(self)["meta_model"], name)  # such as a transformers model's config
+            if isinstance(value, (nn.Module, torch.Tensor)):
+                raise AttributeError(
+                    f"{name!r} of the model is not on this rank; state_dict() and named_parameters() have what is"
+                ) from None
+            return value
+
+    @abstractmethod
+    def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
+        """Runs a step; returns what makes the output of the loss, the loss, and the gradients."""
+
+    @abstractmethod
+    def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
+        """Runs the forward only; returns what the model would."""
+
+    @abstractmethod
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        """Processes that hold a parameter of this rank, or a part of it."""
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank trains, each with the first of the names that the model has for it."""
+        yield from self.named_parameters()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
+        yield from [parameter for _, parameter in self.named_parameters(recurse=recurse)] or [self.nothing]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
+        parameters = list(self.parameters())
+        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
+        return [{"params": group} for group in groups if group]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scales all gradients of the model so that their common norm is at most `max_norm`; every rank calls it.
+
+        `torch.nn.utils.clip_grad_norm_` would see the gradients of this rank only. Every element counts once, wherever its
+        copies are.
+
+        Args:
+            max_norm: Upper limit.
+            norm_type: 2 for the Euclidean norm, ``float("inf")`` for the largest element.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before, the same on every rank.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is an error.
+        """
+        infinite, device = norm_type == float("inf"), self.ranks.device
+        total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        for name, parameter in self.named_parameters():
+            if (gradient := parameter.grad) is not None and gradient.numel():
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                norm = torch.linalg.vector_norm(local.to(total), norm_type)
+                copies = self._holders(name, parameter) // _parts(gradient)
+                total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies
+        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        norm = total if infinite else total ** (1.0 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"clip_grad_norm_: the norm of the gradients is {float(norm)}; they cannot be scaled to {max_norm}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm, foreach=False)  # which takes one mesh
+        return norm
+
+
+def _parts(gradient: torch.Tensor) -> int:
+    """Processes that a gradient is cut over; others hold copies."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))
+    return prod(size for size, cut in zip(sizes, gradient.placements, strict=True) if not isinstance(cut, Replicate))

@@ -1,1 +1,0 @@
-"""Plans that run over several processes; see `rlplace.runtime.distributed.distribute`."""

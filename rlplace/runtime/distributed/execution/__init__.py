@@ -1,1 +1,0 @@
-"""Batches of a step, what travels between devices, and what a process is doing."""

@@ -1,1 +1,0 @@
-"""The forward of a model as a graph, what it is traced with, and its random ops."""

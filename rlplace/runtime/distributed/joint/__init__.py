@@ -1,1 +1,0 @@
-"""Plans whose backward ops run elsewhere than their forward ops; see `rlplace.runtime.distributed.joint.engine`."""

@@ -1,0 +1,212 @@
+"""transformers' `Trainer` with a distributed model.
+
+accelerate's `Accelerator` with a distributed model.
+
+Under torchrun accelerate takes every process for a data-parallel worker: it wraps the model in DDP, gives each process other
+batches, divides lengths and learning-rate steps by the number of processes, and clips by the gradients of one process. A
+process of a plan works on the whole batch of the job instead. So accelerate is told that there is one process, which is what
+its part of the work looks like, except that only the first one is the main process, which prints and saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlplace.errors import InputError, MissingError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.base.forward_graph import Graphs
+from rlplace.runtime.base.model import DistributedModel
+from rlplace.runtime.base.values import micro_batch
+from rlplace.runtime.export.trainer_files import use_whole_files
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.state.whole import whole_state_dict
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+
+def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, **options: Any) -> DistributedModel:
+    """`rlplace.distribute` for a training loop with an `Accelerator`; call it before ``accelerator.prepare``.
+
+    The loop stays as it is: ``accelerator.prepare`` does no more than on one device, ``accelerator.clip_grad_norm_`` clips by
+    the norm of the whole model, ``accelerator.get_state_dict`` and ``save_model`` have the whole model on the main process.
+    Batch sizes are those of the script on one device: of all replicas together.
+
+    Args:
+        accelerator: As the script makes it; ``Accelerator()`` joins the processes of a torchrun job by itself.
+        model: The whole model.
+        plan: A plan for it.
+        **options: Further arguments of `rlplace.distribute`.
+
+    Raises:
+        InputError: Something cannot be combined with a plan, with the reason.
+    """
+    if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
+        raise InputError("distribute_accelerator: call it before accelerator.prepare, which then gets what it returns")
+    return _distributed(accelerator, model, plan, options)
+
+
+def _distributed(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, options: dict[str, Any]) -> DistributedModel:
+    """The distributed model, known to an accelerator; every process draws the batch of all replicas."""
+    if options.get("share", "global") != "global":
+        raise InputError("share: every process loads the batch of all replicas here; leave it out")
+    see_one_process(accelerator)
+    placed = distribute(model, plan, **{"device": accelerator.device, **options})
+    use_model(accelerator, placed)
+    return placed
+
+
+def see_one_process(accelerator: Accelerator) -> None:
+    """Makes accelerate treat this process as the only one; only rank 0 remains the main process.
+
+    Raises:
+        InputError: The accelerator uses something that distributes the model by itself.
+        MissingError: accelerate is not installed.
+    """
+    try:
+        from accelerate.state import AcceleratorState, PartialState
+        from accelerate.utils import DistributedType
+    except ImportError as error:
+        raise MissingError("accelerate is not installed; pip install 'rlplace[accelerate]'") from error
+
+    plain = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+    if accelerator.distributed_type not in plain:
+        raise InputError(
+            f"accelerate is set to {accelerator.distributed_type.value}, which distributes the model by itself; use a plain "
+            "configuration, the plan says where everything runs"
+        )
+    if getattr(accelerator, "scaler", None) is not None:
+        raise InputError("loss scaling (fp16) comes too late for a step that runs as a whole; use bf16")
+    for state in (PartialState(), AcceleratorState()):
+        state.distributed_type = DistributedType.NO
+        state.num_processes = 1
+        if state.device.type == "cpu":
+            state.device = torch.device("cpu")  # moving to cpu:0 would copy everything
+    # Otherwise only the main process would read from iterable datasets.
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+def use_model(accelerator: Any, model: DistributedModel) -> None:
+    """What an accelerator does with all parameters or with all processes goes through the model."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise InputError(
+            "accelerator.save_state and load_state would write and read the optimizer of one process; save the model with "
+            "accelerator.save_model, and model and optimizer with rlplace.save_checkpoint"
+        )
+
+    own, clip = model.parameters, nn.utils.clip_grad_value_
+    accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2.0: model.clip_grad_norm_(max_norm, norm_type)
+    accelerator.clip_grad_value_ = lambda parameters, clip_value: clip(list(own()), clip_value)
+    accelerator.get_state_dict = lambda other, unwrap=True: whole_state_dict(model)
+    accelerator.wait_for_everyone = dist.barrier
+    accelerator.save_state = accelerator.load_state = refuse
+
+
+COUNT = "num_items_in_batch"
+"""Keyword by which a Trainer tells a model how many labels the whole batch has."""
+
+
+def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) -> DistributedModel:
+    """Makes a Trainer train its model as a plan says; call it on every process, after the Trainer is made.
+
+    Batch sizes are those of the script on one device: ``per_device_train_batch_size`` is the batch of all processes together.
+    Only rank 0 logs and saves. ``save_model`` and checkpoints hold the whole model in the format of transformers.
+
+    Args:
+        trainer: Made with the whole model, and without an optimizer.
+        plan: A plan for the model.
+        **options: Further arguments of `rlplace.distribute`.
+
+    Returns:
+        The distributed model, which the Trainer has now.
+
+    Raises:
+        InputError: Something cannot be combined with a plan, with the reason.
+    """
+    _refuse(trainer)
+    whole, graphs = trainer.model.train(), Graphs()
+    model = _distributed(trainer.accelerator, whole, plan, {"graphs": graphs, **options})
+    if trainer.args.device.type != "cpu" and plan.strategy is None:
+        whole.to("cpu")  # what this process owns stays where it is
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(
+        model.meta_model, plan, options.get("example_inputs"), graphs
+    )
+    _count_labels(trainer, model, sums)
+    decaying = trainer.get_decay_parameter_names  # goes by the classes of modules, which a process's own part has not
+    trainer.get_decay_parameter_names = lambda other: decaying(model.meta_model)
+    use_whole_files(trainer, model)
+    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+        setattr(trainer, name, _as_first()(getattr(trainer, name)))
+    for name in ("train", "evaluate", "predict", "save_model"):
+        setattr(trainer, name, _alone(trainer)(getattr(trainer, name)))
+    return model
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuses what cannot work with a plan."""
+    args = trainer.args
+    reasons = {
+        "the Trainer has no model": not isinstance(trainer.model, nn.Module),
+        "its model is distributed already": isinstance(trainer.model, DistributedModel),
+        "it was given an optimizer, whose parameters are not those of the distributed model": trainer.optimizer is not None,
+        "model_init makes a new model for every run": trainer.model_init is not None,
+        "gradient_checkpointing: what is recomputed is part of a plan": args.gradient_checkpointing,
+        "fsdp and deepspeed distribute the model by themselves": bool(args.fsdp) or args.deepspeed is not None,
+        "torch_compile: a plan's segments run as they are": args.torch_compile,
+        "auto_find_batch_size: every process would find its own": args.auto_find_batch_size,
+        "neftune_noise_alpha hooks a module": args.neftune_noise_alpha is not None,
+        "a loss outside the model needs its outputs, which training does not bring to every process: label_smoothing_factor, "
+        "compute_loss_func": bool(args.label_smoothing_factor) or getattr(trainer, "compute_loss_func", None) is not None,
+        "predict_with_generate needs the whole model on one process": getattr(args, "predict_with_generate", False),
+        "save_on_each_node: the whole model is brought to rank 0 only": args.save_on_each_node,
+    }
+    refusal = next((reason for reason, holds in reasons.items() if holds), None)
+    if refusal is not None:
+        raise InputError(f"distribute_trainer: {refusal}; change it, or train on one device")
+
+
+def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
+    """Whether the model divides its loss by the number of labels that it is told: some take the keyword and ignore it."""
+    args, kwargs = micro_batch(plan, example_inputs)
+    graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
+    return bool(graph.module.graph.find_nodes(op="placeholder")[-1].users)
+
+
+def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
+    """Losses of micro-batches add up where each is divided by the number of labels of the whole batch."""
+    original = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        kind = "sum" if sums and kwargs.get(COUNT) is not None else "mean"
+        with mock.patch.object(model, "batching", dataclasses.replace(model.batching, reduction=kind)):
+            return original(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+@contextlib.contextmanager
+def _as_first() -> Iterator[None]:
+    """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    one, other = (mock.patch.object(state, "process_index", 0) for state in (PartialState(), AcceleratorState()))
+    with one, other:
+        yield
+
+
+@contextlib.contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
+    """Any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer works."""
+    see_one_process(trainer.accelerator)
+    yield

@@ -1,0 +1,161 @@
+"""`rlplace.distribute`: makes a model train over the processes of a torchrun job as a plan says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.model.capture.sizes import resize_batch
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.base import faults
+from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS
+from rlplace.runtime.base.environment import own_device
+from rlplace.runtime.base.forward_graph import Graphs, Loss
+from rlplace.runtime.base.model import Batching, DistributedModel
+from rlplace.runtime.base.ranks import check_same_plan, part_text, ranks_of
+from rlplace.runtime.base.values import check_first_batches, micro_batch, samples_of
+from rlplace.runtime.placement.placed_model import PlacedModel
+from rlplace.runtime.strategy.gradients import average_left_out, left_out, sum_parts
+from rlplace.runtime.strategy.strategy_model import keyword_inputs
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def distribute(
+    model: nn.Module,
+    plan: PlacementPlan,
+    example_inputs: Any = None,
+    *,
+    loss: Loss | None = None,
+    example_target: Any = None,
+    device: torch.device | str | None = None,
+    share: str = "global",
+    reduction: str | None = None,
+    whole: Collection[str] = (),
+    seed: int = 0,
+    graphs: Graphs | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> DistributedModel:
+    """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
+
+    Args:
+        model: The whole model, the same on every process; use only the result afterwards, so that the rest can be freed. A
+            strategy changes its modules in place.
+        plan: A plan for it. Device d of the plan's cluster is the process of rank d; the devices of a strategy are counted in
+            rising order.
+        example_inputs: What one micro-batch is, as it was captured: a tuple of arguments or a dict of keyword arguments.
+            Default: what the plan's `source` says the model was captured with.
+        loss: For a model that does not return its loss: called with its output, and the ``target=`` of a call.
+        example_target: What one micro-batch has as target.
+        device: Where this process computes; default the CUDA device of its local rank, or the CPU.
+        share: ``"global"``: every rank is called with the batch of all replicas and takes its share; ``"replica"``: with the
+            batch of its own replica.
+        reduction: How the loss of a batch comes from those of its parts, see `rlplace.plan.strategy.Strategy`; None: as the
+            plan says, and ``"mean"`` where it does not.
+        whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
+        seed: Seed of dropout and other random ops.
+        graphs: Keeps what was traced, for callers that distribute one model by many plans.
+        mixed_precision: Torch's policy of what parameters are gathered and gradients reduced in. Weights, gradients and
+            optimizer state keep the model's dtype.
+
+    `graphs` are for placements, `mixed_precision` is for strategies.
+
+    Raises:
+        InputError: The plan cannot run like this, with the reason.
+        MissingError: This process has no GPU of its own.
+    """
+    if share not in ("global", "replica"):
+        raise InputError(f"distribute: share is {share!r}; it must be 'global' or 'replica'")
+    if reduction is None:
+        reduction = MEAN if plan.strategy is None else plan.strategy.reduction
+    if reduction not in (MEAN, SUM, TARGETS) and ":" not in reduction:
+        raise InputError(
+            f"distribute: reduction is {reduction!r}; it must be 'mean', 'sum', 'targets', or count an input as 'sum:mask' does"
+        )
+    if not dist.is_initialized():
+        raise InputError("distribute: there is no process group; start the script with torchrun, or call init_process_group")
+    where = own_device(device, "distribute")
+    if where.type == "cuda" and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
+        raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
+    if mixed_precision is not None and plan.strategy is None:
+        raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
+    if share != "global" and plan.strategy is None:
+        raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
+    if dist.get_rank() == 0:
+        for note in plan.predicted.extra.get("notes", ()):
+            if str(note).startswith(COUPLES):
+                warnings.warn(f"distribute: {note}", stacklevel=2)
+    faults.watch_over(part_text(plan, dist.get_rank()))
+    check_same_plan(plan)
+    args, kwargs = micro_batch(plan, example_inputs)
+    options: dict[str, Any] = {"batching": Batching(share, frozenset(whole), reduction), "loss": loss, "seed": seed}
+    placed: DistributedModel
+    if plan.strategy is None:
+        example = args, kwargs, example_target
+        placed = PlacedModel(model, plan, ranks_of(plan, where), example, graphs=graphs or Graphs(), **options)
+    else:
+        from rlplace.runtime.strategy.run import prepare
+
+        inputs = pytree.tree_map_only(
+            torch.Tensor,
+            lambda leaf: torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf,
+            {**keyword_inputs(model, args), **kwargs},
+        )
+        samples, wanted = samples_of(inputs), plan.strategy.pipelines[0].microbatch[0]
+        if example_inputs is None and samples != wanted:  # what was captured is a batch of another size
+            inputs = resize_batch(inputs, samples, wanted)
+        placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
+    check_first_batches(placed, placed.ranks, placed.batching.share)
+    return placed
+
+
+def parallelize(
+    model: nn.Module,
+    plan: PlacementPlan,
+    example_inputs: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> tuple[nn.Module, DeviceMesh]:
+    """Puts torch's own parts on a model as a plan's strategy says, and leaves the training loop to the caller.
+
+    Args:
+        model: See `distribute`.
+        plan: A plan with a strategy.
+        example_inputs: See `distribute`.
+        device: See `distribute`.
+        mixed_precision: See `distribute`.
+
+    Returns:
+        What is to be called, and the mesh of processes (pipeline, replicate, shard, tensor). Without a pipeline it is the model
+        itself with its blocks checkpointed, laid out and shared, or torch's `DistributedDataParallel` around it; every call is
+        one micro-batch of one replica. With a pipeline it is what `distribute` returns, and its ``step(batch, loss)`` runs
+        torch's schedule on the batch of a replica.
+
+    Raises:
+        InputError: The plan has no strategy, or cannot run, with the reason.
+    """
+    if plan.strategy is None:
+        raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
+    made: Any = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
+    mesh: DeviceMesh = made.place.mesh
+    if len(plan.strategy.stages) > 1:
+        return made, mesh
+    for parameter in model.parameters():  # torch's wrappers do this to what they share
+        if left_out(parameter) and not isinstance(made.runner.root, DistributedDataParallel):
+            parameter.register_post_accumulate_grad_hook(partial(average_left_out, place=made.place))
+        if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # what a tensor group alone holds whole
+            parameter.register_post_accumulate_grad_hook(sum_parts)
+    return made.runner.root, mesh

@@ -1,0 +1,266 @@
+"""One training job under torchrun: a plan, its model, synthetic batches, a number of steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rlplace.errors import InputError, MissingError
+from rlplace.model.capture.fake import computed_values
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import check_graph, cluster_of_plan, recipe_of
+from rlplace.runtime.base.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
+from rlplace.runtime.base.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
+from rlplace.runtime.base.steps import OPTIMIZERS, train_step
+from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.job.training import microbatch_of, samples_of_step, synthetic_batch
+from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
+from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.state.whole import gather_values
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What a job does beside what its plan says.
+
+    Attributes:
+        steps: Training steps in all, those before a checkpoint included.
+        optimizer: Name; None takes that of the plan.
+        lr: Learning rate.
+        device: "cpu", "cuda", or None: a GPU where there is one.
+        backend: Backend of torch.distributed; None: nccl for GPUs, else gloo.
+        verify: Compare with the unplaced model.
+        seed: Seed of weights, batches and dropout.
+        autocast: "bf16" or "fp16"; None takes what the plan was captured with.
+        clip: Norm that gradients are clipped to.
+        cluster: CLUSTER text, checked against the plan's.
+        checkpoint: Folder of checkpoints; None writes none.
+        checkpoint_every: Steps from one to the next; one is written at the end in any case.
+        resume: Continue from the latest checkpoint, if there is one.
+    """
+
+    steps: int = 10
+    optimizer: str | None = None
+    lr: float = 1e-3
+    device: str | None = None
+    backend: str | None = None
+    verify: bool = False
+    seed: int = 0
+    autocast: str | None = None
+    clip: float | None = None
+    cluster: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What rank 0 knows when a job has ended.
+
+    Attributes:
+        losses: Per step that was run.
+        first_step: Number of the first of them.
+        step_s: Seconds per step, the longest of all ranks' medians at the end.
+        predicted_step_s: As the plan says; None when it does not.
+        ranks: Per rank ``rank, host, device, stage, median_step_s, peak_memory_bytes, predicted_memory_bytes``.
+        comparison: With the unplaced model; None without `JobOptions.verify`.
+        engine: What ran the plan.
+    """
+
+    losses: list[float]
+    first_step: int
+    step_s: float | None
+    predicted_step_s: float | None
+    ranks: list[dict[str, Any]]
+    comparison: RunComparison | None
+    engine: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        comparison = self.comparison
+        verified = None if comparison is None else {
+            "equal": comparison.equal,
+            "tolerance": comparison.tolerance,
+            "losses": comparison.losses,
+            "worst_gradient": list(comparison.worst["gradient"]),
+            "worst_parameter": list(comparison.worst["parameter"]),
+            "worst_buffer": list(comparison.worst["buffer"]),
+            "first_loss": list(comparison.first or ()),
+            "mean_of_parts": comparison.mean_of_parts,
+            "why": comparison.why or None,
+        }  # fmt: skip
+        return {
+            "engine": self.engine,
+            "first_step": self.first_step,
+            "losses": self.losses,
+            "step_time_s": self.step_s,
+            "predicted_step_time_s": self.predicted_step_s,
+            "ranks": self.ranks,
+            "verified": verified,
+        }
+
+
+def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.device:
+    """Makes the process group of the job; one process alone is a group, too.
+
+    Args:
+        options: Device and backend.
+        timeout_s: How long a process may stand still while others wait for it.
+
+    Returns:
+        Where this process computes.
+
+    Raises:
+        MissingError: No such device or backend here.
+    """
+    device = own_device(options.device, "run")
+    if device.type == "cpu":
+        keep_freed_memory()  # as ops were timed; handing pages back and forth takes a third of a step
+    backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise MissingError("run: the nccl backend needs --device cuda and a CUDA build of torch; take --backend gloo")
+    start_group(backend, timeout_s)
+    return device
+
+
+def train(
+    plan: PlacementPlan, device: torch.device, options: JobOptions, on_step: Callable[[int, float, float], None] | None = None
+) -> JobResult:
+    """Runs the job on this rank; every rank of the process group calls it.
+
+    Args:
+        plan: With a `source` that names its model.
+        device: See `start_job`.
+        options: The same on every rank.
+        on_step: Called on rank 0 after each step with its number, loss and seconds.
+
+    Returns:
+        Complete on rank 0 only.
+    """
+    recipe = recipe_of(plan)
+    name = options.autocast or recipe.autocast
+    autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
+    loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
+    if dist.get_rank() == 0:
+        cluster_of_plan(plan, options.cluster)
+        check_graph(plan)
+    broadcast_object(None)  # the others wait for the check
+    policy, known = None, recipe
+    # Weights of master copies are priced as gathered, and their gradients as reduced, in the dtype of the plan.
+    if plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST:
+        policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
+        known = msgspec.structs.replace(recipe, dtype="fp32")
+    loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    whole = copy.deepcopy(loaded.module, computed_values(loaded.module)) if options.verify and dist.get_rank() == 0 else None
+    model = distribute(
+        loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
+    )
+    # Frozen parameters, too: they get no gradient and no update.
+    make = partial(OPTIMIZERS[options.optimizer or recipe.optimizer], lr=options.lr)
+    optimizer = make(model.parameter_groups())
+    samples, example = samples_of_step(plan, loaded.example_inputs), loaded.example_inputs
+    if plan.strategy is not None and samples != microbatch_of(plan, recipe.batch):
+        example = known.build("meta", options.seed, batch=samples).example_inputs  # as many samples, each of its own
+    comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
+    reference = None
+    if whole is not None:
+        whole = whole.to(device)
+        updates = make([p for p in whole.parameters() if p.requires_grad])
+        dtype = None if policy is None else policy.param_dtype
+        reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype)
+    first_step, folder = 0, options.checkpoint
+    losses: list[float] = []
+    seconds: list[float] = []
+    peak_bytes: int | None = None
+    if options.resume and folder is not None and broadcast_object(latest_checkpoint(folder) is not None):
+        first_step = load_checkpoint(folder, model, optimizer).step
+        if reference is not None:
+            reference.steps = load_checkpoint(folder, reference.model, reference.optimizer).step
+    for step in range(first_step, options.steps):
+        batch = synthetic_batch(example, samples, options.seed, step)
+        memory = PeakMemory(device, held_tensors(model, optimizer)) if step == first_step + 1 else None
+        if options.verify:
+            wait_for_all()  # rank 0 comes from the unplaced model
+        begin = read_clock(device)
+        with alike_draws(device) if options.verify else contextlib.nullcontext() as draws:
+            losses.append(float(train_step(model, optimizer, batch, **loop)))
+        seconds.append(read_clock(device) - begin)
+        if memory is not None:
+            peak_bytes = memory.read_bytes()
+        if draws is not None:
+            _check_draws(plan, draws.count)
+        if reference is not None and comparison is not None:
+            with alike_draws(device) as own:
+                comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
+            comparison.random, comparison.unlike = comparison.random or own.count > 0, comparison.unlike or own.unlike
+        if comparison is not None and step == first_step:  # later, parameters are apart by rounding that the optimizer enlarges
+            gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
+            if reference is not None:
+                comparison.compare_gradients(gradients, reference)
+        if on_step is not None and dist.get_rank() == 0:
+            on_step(step, losses[-1], seconds[-1])
+        due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
+        if folder is not None and due:
+            save_checkpoint(folder, model, optimizer, step=step + 1, extra={"problem": plan.problem})
+    ranks = _ranks(plan, device, seconds, peak_bytes)
+    step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
+    if comparison is not None:
+        parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, device)
+        buffers = gather_values({name: buffer.detach() for name, buffer in model.named_buffers()}, device)
+        if reference is not None:
+            comparison.compare_state(parameters, buffers, reference)
+    return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
+
+
+def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak_bytes: int | None) -> list[dict[str, Any]]:
+    used, rank = devices_of(plan), dist.get_rank()
+    warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
+    facts = {
+        "host": platform.node(),
+        "device": str(device),
+        "stage": used[rank] if rank < len(used) else None,  # None: it has nothing to do
+        "median_step_s": statistics.median(warm) if warm else None,
+        "peak_memory_bytes": peak_bytes,
+    }
+    predicted = plan.predicted.peak_memory_bytes
+    return [
+        {
+            "rank": rank,
+            **measured,
+            "predicted_memory_bytes": predicted[measured["stage"]] if predicted and measured["stage"] is not None else None,
+        }
+        for rank, measured in enumerate(gather_objects(facts))
+    ]
+
+
+def _check_draws(plan: PlacementPlan, count: int) -> None:
+    """Refuses to compare a tensor group that draws numbers for parts of activations."""
+    if count and plan.strategy is not None and any(stage.axis("tensor") > 1 for stage in plan.strategy.stages):
+        raise InputError(
+            "run: --verify: the model draws random numbers, as dropout does, and a tensor group draws those of its parts; "
+            "switch them off in the MODEL, for example hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or "
+            "leave --verify out"
+        )
+
+
+def _parts(plan: PlacementPlan) -> int:
+    """Micro-batches of all replicas in a step."""
+    if plan.strategy is None:
+        return 1
+    pipeline = plan.strategy.pipelines[0]
+    return sum(pipeline.microbatches) * (1 if len(pipeline.microbatches) > 1 else pipeline.data_degree)

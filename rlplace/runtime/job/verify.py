@@ -1,0 +1,222 @@
+"""The unplaced model beside the distributed one: the same steps in one process, and how far they are apart.
+
+The reference is a copy of the very weights that are distributed, and runs the model's own code on the whole batch in one piece.
+Random numbers are alike for all samples in both, so that dropout can be compared whatever the plan divides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from rlplace.model.capture.fake import computed_values
+from rlplace.model.capture.inputs import split_inputs
+from rlplace.runtime.base.batches import even_sizes
+from rlplace.runtime.base.forward_graph import Loss
+from rlplace.runtime.base.steps import Autocast, loss_of
+from rlplace.runtime.base.values import samples_of
+from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
+from rlplace.runtime.strategy.watching import AlikeDraws
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
+"""Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
+
+_NOISE = 0.01
+"""Share of the tolerance of a gradient that is rounding: optimizers that divide by the gradient's size enlarge it."""
+
+
+@dataclass(eq=False)
+class Reference:
+    """The unplaced model, trained in one process like the distributed one.
+
+    Attributes:
+        model: A copy, on its device.
+        optimizer: Of its parameters.
+        device: Where it computes.
+        loss: Of a model that does not return it.
+        parts: Micro-batches of all replicas that a plan divides a step into.
+        clip: Norm that gradients are clipped to.
+        autocast: Makes what forwards run under.
+        dtype: What parameters are cast to for a step, as under mixed precision.
+        steps: So many it has made.
+        mean_of_parts: The mean loss over the parts of the first batch; None before it, and where there is one part.
+        why: Why that differs from the loss of the batch, where a rehearsal shows it.
+        slack: By parameter how far its updates may have carried it because a gradient is known up to rounding only.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    loss: Loss | None
+    parts: int = 1
+    clip: float | None = None
+    autocast: Autocast = contextlib.nullcontext
+    dtype: torch.dtype | None = None
+    steps: int = 0
+    mean_of_parts: float | None = None
+    why: str = ""
+    slack: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parameters = dict(self.model.named_parameters())
+
+    def step(self, batch: Any, tolerance: float) -> float:
+        """One step of the whole batch in one piece; leaves the gradients in place and returns the loss."""
+        batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(self.device), batch)
+        before = self._copy() if self.steps == 0 and self.parts > 1 else None
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            value = self._loss_of(self.model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        if before is not None:
+            self._compare_parts(before, batch, float(value.detach()), tolerance)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+        self._note_slack(tolerance)
+        self.optimizer.step()
+        self.steps += 1
+        return float(value.detach())
+
+    def _copy(self) -> nn.Module:
+        return copy.deepcopy(self.model, computed_values(self.model))
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        args, kwargs = split_inputs(batch)
+        cast = {} if self.dtype is None else {name: p.to(self.dtype) for name, p in model.named_parameters()}
+        return loss_of(functional_call(model, cast, args, kwargs), self.loss).reshape(())
+
+    def _compare_parts(self, model: nn.Module, batch: Any, whole: float, tolerance: float) -> None:
+        """Notes the mean loss over the parts of a batch, and why it differs from the loss of the whole."""
+        samples, total, first = samples_of(batch), 0.0, 0
+        with torch.no_grad(), self.autocast(), contextlib.suppress(Exception):  # what cannot be divided raises
+            for size in even_sizes(samples, min(samples, self.parts)):
+                own = rows_of(batch, samples, slice(first, first + size))
+                total += float(self._loss_of(copy.deepcopy(model, computed_values(model)), own)) * size / samples
+                first += size
+            self.mean_of_parts = total
+        if self.mean_of_parts is None or abs(total - whole) > tolerance * abs(whole):
+            conduct = rehearse(model, batch, self.loss)
+            self.why = conduct.reason()
+
+    def _note_slack(self, tolerance: float) -> None:
+        """How far the next update may carry a parameter because its gradient is known up to rounding only.
+
+        Adam divides by the size of the gradient: an element whose gradient is nothing but rounding, such as the bias of keys
+        in attention, moves by up to the learning rate in either direction.
+        """
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        magnitudes = {name: p.grad.detach().to_dense().abs() for name, p in self.parameters.items() if p.grad is not None}
+        largest = max((float(g.max()) for g in magnitudes.values() if g.numel()), default=0.0)
+        for name, gradient in magnitudes.items():
+            unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
+            self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
+
+
+@contextlib.contextmanager
+def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
+    """Makes random numbers alike for all samples; the device's own stream goes on afterwards where it was."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), AlikeDraws() as draws:
+        yield draws
+
+
+@dataclass
+class RunComparison:
+    """How far the distributed model is from the unplaced one; errors are in units of what is accepted.
+
+    Attributes:
+        tolerance: See `TOLERANCE`.
+        losses: Per step the relative difference of the loss.
+        first: Loss of the first step: distributed, and of the whole batch in one piece.
+        worst: Name and error of the worst "gradient", after the first step, "parameter" and "buffer", after the last.
+        mean_of_parts: See `Reference`; so is `why`.
+        why: See `mean_of_parts`.
+        random: The model draws random numbers, which were alike for all samples.
+        unlike: A random op whose numbers could not be made alike; None without one.
+    """
+
+    tolerance: float
+    losses: list[float] = field(default_factory=list)
+    first: tuple[float, float] | None = None
+    worst: dict[str, tuple[str, float]] = field(
+        default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0), "buffer": ("", 0.0)}
+    )
+    mean_of_parts: float | None = None
+    why: str = ""
+    random: bool = False
+    unlike: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is within the tolerance."""
+        return max(self.losses, default=0.0) <= self.tolerance and all(error <= 1.0 for _, error in self.worst.values())
+
+    def compare_loss(self, loss: float, expected: float) -> None:
+        """Notes the losses of one step."""
+        self.first = self.first or (loss, expected)
+        difference = abs(loss - expected) / max(abs(expected), 1e-12)
+        self.losses.append(difference if difference == difference else float("inf"))
+
+    def compare_gradients(self, gradients: Mapping[str, Any], reference: Reference) -> None:
+        """Notes gradients (None: there is none) by first name, after the first step."""
+        dense = {name: p.grad.to_dense() for name, p in reference.parameters.items() if p.grad is not None}
+        largest = max((float(grad.abs().max()) for grad in dense.values() if grad.numel()), default=0.0)
+        for name, expected in reference.parameters.items():
+            grad = dense.get(name, torch.zeros_like(expected))
+            found = gradients.get(name)
+            most = float(grad.abs().max()) if grad.numel() else 0.0
+            accepted = self.tolerance * (most + _NOISE * largest) + 1e-30
+            self._note("gradient", name, grad if found is None else found.to_dense().to(grad) - grad, accepted)
+
+    def compare_state(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], reference: Reference) -> None:
+        """Notes parameters by first name, and buffers, after the last step."""
+        self.mean_of_parts, self.why = reference.mean_of_parts, reference.why
+        for name, expected in reference.parameters.items():
+            slack = reference.slack.get(name, torch.zeros(()))
+            most = float(expected.detach().abs().max()) if expected.numel() else 0.0
+            allowed = self.tolerance * most + slack.to(expected.device) + 1e-30
+            self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)
+        for name, buffer in reference.model.named_buffers():
+            if name in buffers and buffer.numel():
+                found, own = (value.to(buffer.device, torch.complex128) for value in (buffers[name], buffer))
+                accepted = self.tolerance * float(own.abs().max()) + 1e-30
+                same = found.shape == own.shape
+                self._note("buffer", name, found - own if same else torch.full((1,), float("inf")), accepted)
+
+    def _note(self, kind: str, name: str, difference: torch.Tensor, accepted: Any) -> None:
+        """Keeps the worst tensor; not a number counts as infinitely far."""
+        error = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
+        error = error if error == error else float("inf")
+        self.worst[kind] = max(self.worst[kind], (name, error), key=lambda pair: pair[1])
+
+    def lines(self) -> list[str]:
+        """For people."""
+        verdict = "equal" if self.equal else "NOT EQUAL"
+        made = [
+            f"{verdict} to the unplaced model on whole batches in one piece within {self.tolerance:g}: losses of "
+            f"{len(self.losses)} steps differ by up to {max(self.losses, default=0.0):.1e} of their size",
+            "; ".join(
+                f"worst {kind} {name}: {error:.2g} of what is accepted" if name else f"every {kind} equal bit for bit"
+                for kind, (name, error) in self.worst.items()
+            ),
+        ]
+        if self.random:
+            made.append("random numbers were alike for all samples and ops in both, which training does not do")
+        if self.unlike is not None and not self.equal:
+            made.append(
+                f"the model draws by {self.unlike}, whose numbers depend on the plan: what it reaches cannot be compared"
+            )
+        if not self.equal and self.first is not None and self.mean_of_parts is not None:
+            loss, whole = self.first
+            made.append(
+                f"the first batch in one piece has loss {whole:.6g}, the mean over the plan's parts of it is "
+                f"{self.mean_of_parts:.6g}, and {loss:.6g} was trained{f': {self.why}' if self.why else ''}"
+            )
+        return made

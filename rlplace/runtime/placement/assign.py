@@ -1,0 +1,153 @@
+"""Which device runs every op of a plan and every node of a joint graph, and which holds every parameter.
+
+A forward node runs where its op is planned, a backward node on the device of ``NAME.backward`` where the plan has that group,
+else where its forward ran. What belongs to no op follows its inputs. Views have no device, see `views`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from rlplace.errors import InputError
+from rlplace.plan.device_map import LOSS_OP, closest, most_below, plan_groups
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.base.forward_graph import ForwardGraph
+from rlplace.runtime.placement.graph import JointGraph
+from rlplace.runtime.placement.record import base_of, is_view_node
+
+
+def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
+    """Where a plan runs every captured forward op that it names, and where its backward, with the weights that it reads first.
+
+    A loss function outside the model is among the ops.
+
+    Raises:
+        InputError: The plan does not say what its groups hold.
+    """
+    groups = plan_groups(plan)
+    device_of = {str(group["name"]): device for group, device in groups if "name" in group}
+    devices: dict[str, tuple[int, int]] = {}
+    for group, device in groups:
+        for op in group.get("ops", ()):
+            devices.setdefault(op, (device, device_of.get(f"{group.get('name')}.backward", device)))
+    if not devices:
+        raise InputError("plan: its groups name no ops, so nobody knows what goes where; plan at the finest granularity")
+    return devices
+
+
+def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
+    """Refuses a plan that was made for another graph than that of the example inputs.
+
+    Args:
+        graph: The graph.
+        named: The ops that the plan places.
+
+    Raises:
+        InputError: Naming the first op that one of them lacks.
+    """
+    exported, named = set(graph.op_of_node.values()), set(named)
+    if named - exported == {LOSS_OP}:
+        raise InputError("plan: it places a loss function outside the model; give distribute(..., loss=fn, example_target=...)")
+    if exported - {LOSS_OP} == named - {LOSS_OP}:  # a loss function that was not planned goes where the output is
+        return
+    strange, missing = sorted(named - exported), sorted(exported - named)
+    example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"
+    raise InputError(
+        f"plan: it is for another model: the graph of this one is not the one that was planned ({example}; {len(strange)} and "
+        f"{len(missing)} such ops); give the model, its mode and inputs as they were captured, with method='export'"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlacement:
+    """Devices of the plan for one joint graph.
+
+    Attributes:
+        joint: The graph.
+        device_of: Device of every node that does work; items of an op with several results are where the op is.
+        owners: Devices that hold a parameter, buffer or constant, by name, ascending.
+    """
+
+    joint: JointGraph
+    device_of: Mapping[fx.Node, int]
+    owners: Mapping[str, tuple[int, ...]]
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
+        """What every node that does work reads: placeholders and nodes with a device, in place of views their bases."""
+        return {node: tuple(dict.fromkeys(base_of(n) for n in node.all_input_nodes)) for node in self.device_of}
+
+    @property
+    def written(self) -> list[tuple[fx.Node, int]]:
+        """New values of what the forward writes to, each with a device that holds it."""
+        return [(node, device) for name, node in self.joint.writes.items() for device in self.owners[name]]
+
+    @property
+    def summands(self) -> list[tuple[fx.Node, int]]:
+        """Parts of gradients, each with the device that adds them up."""
+        return [(part, self.owners[name][0]) for name, parts in self.joint.gradients.items() for part in parts]
+
+    @cached_property
+    def forward(self) -> frozenset[fx.Node]:
+        """Working nodes that outputs and new values of buffers need."""
+        joint = self.joint
+        wanted = [item for item in (*joint.outputs, *joint.writes.values()) if isinstance(item, fx.Node)]
+        needed = {base_of(node) for node in wanted}
+        for node in reversed(list(self.device_of)):
+            if node in needed:
+                needed.update(self.reads[node])
+        return frozenset(node for node in needed if node in self.device_of)
+
+
+def place_joint_graph(
+    joint: JointGraph,
+    plan: PlacementPlan,
+    owners: Mapping[str, tuple[int, ...]] | None = None,
+) -> JointPlacement:
+    """Puts a joint graph on the devices of a plan.
+
+    Args:
+        joint: The graph.
+        plan: Names the ops of its forward; ops that it lacks, which graphs for other inputs or modes may have, go where most
+            ops of their module go.
+        owners: Holders of the tensors that are in place already, by name.
+    """
+    planned = planned_devices(plan)
+    below = most_below((name.rpartition("/")[0], device) for name, (device, _) in planned.items())
+    home = min(device for device, _ in planned.values())
+    device_of: dict[fx.Node, int] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" or is_view_node(node):
+            continue
+        bases = [base_of(other) for other in node.all_input_nodes]
+        for base in bases:
+            readers.setdefault(base, []).append(node)
+        op = node.meta["owner"]
+        if node.target is operator.getitem:
+            device_of[node] = device_of[node.args[0]]
+        elif op is None:
+            device_of[node] = next((device_of[base] for base in reversed(bases) if base in device_of), home)
+        elif op in planned:
+            device_of[node] = planned[op][node.meta["backward"]]
+        else:
+            device_of[node] = closest(below, op.rpartition("/")[0]) or 0
+    held: dict[str, tuple[int, ...]] = {}
+    for name, placeholder in joint.held.items():
+        reading = readers.get(placeholder, [])
+        if owners is not None and name in owners:
+            held[name] = owners[name]
+        elif name in joint.writes:  # where that happens
+            held[name] = (device_of.get(base_of(joint.writes[name]), home),)
+        elif name in joint.gradients:  # where its first reader's backward runs
+            first = next((node for node in reading if not node.meta["backward"]), None)
+            where = (home, home) if first is None else planned.get(first.meta["owner"], (0, device_of[first]))
+            held[name] = (where[1],)
+        else:
+            held[name] = tuple(sorted({device_of[node] for node in reading})) or (home,)
+    return JointPlacement(joint, device_of, held)

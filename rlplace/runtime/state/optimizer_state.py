@@ -1,0 +1,211 @@
+"""The state of an optimizer by the names of parameters: what every plan of a model can save and load.
+
+In a checkpoint it is the flat state dict of `torch.distributed.checkpoint.state_dict`. Brought together on one process it is
+what ``optimizer.state_dict()`` returns where the undistributed model is trained, whose parameter groups list parameters in the
+model's order, so that a run can go on from it on one device or by another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from rlplace.errors import InputError, show
+from rlplace.runtime.base.model import DistributedModel
+from rlplace.runtime.base.ranks import gather_objects
+from rlplace.runtime.state.untrusted import Optimizer, check_setting
+from rlplace.runtime.state.whole import gather_values, own_part, tensors_of
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is saved of this rank's optimizer.
+
+    Returns:
+        The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``; and, as plain
+        data, what of it is no tensor: ``groups``, per group its settings and ``parameters``, the names in it, and ``numbers``,
+        state by parameter and key.
+    """
+    flat: dict[str, Any] = {}
+    groups, numbers = [], {}
+    for group, named in _groups(model, optimizer):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        plain = {key: _plain(value) for key, value in settings.items()}
+        groups.append({"settings": plain, "parameters": [name for name, _ in named]})
+        for name, parameter in named:
+            state = optimizer.state.get(parameter, {})
+            flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+            flat |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+            if found := {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}:
+                numbers[name] = found
+    return flat, {"groups": groups, "numbers": numbers}
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: Mapping[str, Any],
+    facts: Sequence[Optimizer],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Gives an optimizer the state of a checkpoint.
+
+    Args:
+        model: Whose parameters it updates.
+        optimizer: Any that has the same kind of state.
+        index: Metadata by name.
+        facts: The plain data of `optimizer_parts` of all ranks that saved.
+        load: Fills tensors by name, without ``optimizer.``; called once, on every rank.
+
+    Raises:
+        InputError: The checkpoint has no optimizer.
+    """
+    numbers = {name: values for rank in facts for name, values in rank.numbers.items()}
+    settings = [(group.settings, set(group.parameters)) for rank in facts for group in rank.groups]
+    if not settings:
+        raise InputError("checkpoint: it was saved without an optimizer; leave the optimizer out")
+    parameters = {name: parameter for _, named in _groups(model, optimizer) for name, parameter in named}
+    state: dict[str, dict[str, Any]] = {name: dict(numbers.get(name, {})) for name in parameters}
+    for key, item in index.items():
+        name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
+        if key.startswith("optimizer.state.") and name in state and isinstance(item, TensorStorageMetadata):
+            state[name][field] = _empty(parameters[name], item)
+    load({f"state.{name}.{key}": value for name, found in state.items() for key, value in tensors_of(found).items()})
+    _set(model, optimizer, state, settings)
+
+
+def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer over the whole model; every process calls it.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters, with equal parameter groups on all processes.
+
+    Returns:
+        On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
+    """
+    held = [pair for _, named in _groups(model, optimizer) for pair in named]
+    own = {name: dict(state) for name, parameter in held if (state := optimizer.state.get(parameter))}
+    values, order = gather_values(own, model.ranks.device), _whole_order(model, optimizer)
+    number = {name: index for index, name in enumerate(name for group in order for name in group)}
+    state = {number[name]: value for name, value in values.items()}
+    settings = optimizer.state_dict()["param_groups"]
+    groups = [{**mine, "params": [number[name] for name in listed]} for mine, listed in zip(settings, order, strict=True)]
+    return {"state": state, "param_groups": groups} if model.ranks.rank == 0 else {}
+
+
+def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes this process's part of an optimizer's state; every process calls it with the same state.
+
+    Args:
+        model: The distributed model.
+        optimizer: Over its parameters.
+        state: As `whole_optimizer_state` or an optimizer over the undistributed model gives it.
+
+    Raises:
+        InputError: It has other groups, or was made over other parameters.
+    """
+    order, saved = _whole_order(model, optimizer), state["param_groups"]
+    sizes = [len(group["params"]) for group in saved]
+    if sizes != [len(group) for group in order]:
+        raise InputError(
+            f"optimizer state: its groups have {sizes} parameters, those of this optimizer {[len(group) for group in order]}; "
+            "make the optimizer as it was made for the run that saved it"
+        )
+    number = {
+        name: index
+        for listed, group in zip(order, saved, strict=True)
+        for name, index in zip(listed, group["params"], strict=True)
+    }
+    own = {
+        name: {key: _own(parameter, value) for key, value in state["state"].get(number[name], {}).items()}
+        for _, named in _groups(model, optimizer)
+        for name, parameter in named
+    }
+    _set(model, optimizer, own, [(group, set(listed)) for group, listed in zip(saved, order, strict=True)])
+
+
+def _set(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Any]],
+    settings: Sequence[tuple[Mapping[str, Any], set[str]]],
+) -> None:
+    """Gives an optimizer state by the names of its parameters, and groups the settings of those that had the same ones."""
+    numbered: dict[int, Mapping[str, Any]] = {}
+    groups, taken = [], 0
+    for group, named in _groups(model, optimizer):
+        count = len(group["params"])
+        if len({tuple(sorted(state[name])) for name, _ in named if state.get(name)}) > 1:
+            raise InputError("checkpoint: a part of the optimizer state is missing; take an earlier checkpoint")
+        saved = next((setting for setting, members in settings if not named or named[0][0] in members), None)
+        if saved is None:
+            raise InputError(f"checkpoint: its optimizer did not train {named[0][0]!r}")
+        restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
+        groups.append({**group, **restored, "params": list(range(taken, taken + count))})
+        numbered |= {taken + at: state[name] for at, (name, _) in enumerate(named) if state.get(name)}
+        taken += count
+    try:
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"checkpoint: its optimizer state does not fit this optimizer ({show(str(error))})") from None
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Named]]:
+    """An optimizer's groups, and the parameters of each with the first of their names in the undistributed model.
+
+    The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
+    """
+    trained, nothing = model.named_parameters(), None
+    if isinstance(model, DistributedModel):
+        trained, nothing = model.trained(), model.nothing
+    known = {id(parameter): name for name, parameter in trained}
+    groups: list[tuple[dict[str, Any], Named]] = []
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter is not nothing]
+        if any(id(parameter) not in known for parameter in parameters):
+            raise InputError("checkpoint: the optimizer trains a parameter that is not one of the model's parameters()")
+        groups.append((group, [(known[id(parameter)], parameter) for parameter in parameters]))
+    return groups
+
+
+def _whole_order(model: DistributedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of all processes by group, each in the order of the model."""
+    everyone = gather_objects([{name for name, _ in named} for _, named in _groups(model, optimizer)])
+    listed = [set().union(*group) for group in zip(*everyone, strict=True)]
+    return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
+
+
+def _own(parameter: torch.Tensor, value: Any) -> Any:
+    """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
+    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
+        return own_part(value, parameter)
+    return value
+
+
+def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:
+    """Where a state tensor is loaded to: like the parameter when it has its shape, else on the CPU, such as a step counter."""
+    size, dtype = tuple(item.size), item.properties.dtype
+    if size == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(size, dtype=dtype)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _restored(saved: Any, present: Any, key: str) -> Any:
+    saved = _plain(saved)
+    check_setting(saved, present, f"its setting {key!r}")
+    if isinstance(present, torch.Tensor):
+        return torch.tensor(saved, dtype=present.dtype, device=present.device)
+    return tuple(saved) if isinstance(present, tuple) else saved

@@ -1,0 +1,234 @@
+"""Checkpoints in the format of `torch.distributed.checkpoint`, whatever plan wrote them.
+
+A checkpoint is a folder. Tensors are stored under the names of the undistributed model (``model.NAME``) and of
+`torch.distributed.checkpoint.state_dict` (``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``), so that plain
+torch code loads it, and so does any other plan. What is no tensor is kept in ``rlplace.json`` besides; loading reads it there
+and unpickles nothing but the index of tensors, with the classes allowed that such an index has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rlplace.errors import InputError, RlplaceError, show
+from rlplace.files import read_record, write_json
+from rlplace.records import build
+from rlplace.runtime.base.model import DistributedModel
+from rlplace.runtime.base.ranks import broadcast_object, gather_objects, one_line, wait_for_all
+from rlplace.runtime.state.optimizer_state import load_optimizer, optimizer_parts
+from rlplace.runtime.state.untrusted import Facts, IndexReader, check_index
+from rlplace.runtime.state.whole import load_packed_whole, tensors_of, with_packed_whole
+
+FORMAT = "rlplace.training"
+VERSION = 1
+_FACTS = "rlplace.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds beside tensors.
+
+    Attributes:
+        path: Its folder.
+        step: Training steps done.
+        extra: What the program gave to `save_checkpoint`.
+    """
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Writes ``folder/step-00000010``; every rank calls it for one over several processes, and all hosts see the same folder.
+
+    Written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
+
+    Args:
+        folder: Holds all checkpoints of a run.
+        model: Distributed or plain.
+        optimizer: Updates this rank's parameters.
+        step: Training steps done.
+        scheduler: Learning rate schedule; its state must be plain data.
+        extra: More plain data, the same on every rank.
+        keep: Complete checkpoints to keep.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        InputError: Something is no plain data.
+        RlplaceError: It could not be written.
+    """
+    folder, together = Path(folder), _together(model)
+    final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))}
+    own: dict[str, Any] = {}
+    if optimizer is not None:
+        flat, own = optimizer_parts(model, optimizer)
+        state["optimizer"] = with_packed_whole(flat)
+    facts = {
+        "step": step,
+        "torch": torch.__version__,
+        "random": dict(zip(("seed", "step"), model.random_state, strict=True)) if isinstance(model, DistributedModel) else None,
+        "scheduler": None if scheduler is None else dict(scheduler.state_dict()),
+        "extra": dict(extra or {}),
+        "optimizers": gather_objects(own) if together else [own],
+    }
+    _check_plain(facts)
+    with _one_line("written", folder):
+        first = not together or dist.get_rank() == 0
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(".step-*.partial"):
+                shutil.rmtree(left)
+            unfinished.mkdir()
+        if together:
+            wait_for_all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
+        if first:
+            write_json(unfinished / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(unfinished, final)
+            for old in _complete(folder)[: -max(keep, 1)]:
+                shutil.rmtree(old)
+        if together:
+            wait_for_all()
+    return final
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+) -> TrainingState:
+    """Loads a checkpoint that any plan wrote into a model; every rank calls it for one over several processes.
+
+    Args:
+        path: A checkpoint, or the folder of a run, of which the latest is taken.
+        model: With the same parameters and buffers as the one that was saved; they are overwritten in place.
+        optimizer: Likewise; also its learning rates and other settings.
+        scheduler: Likewise.
+
+    Returns:
+        What else was saved.
+
+    Raises:
+        InputError: There is no checkpoint, or it is of another model.
+        RlplaceError: It could not be read.
+    """
+    folder = _resolve(Path(path), model)
+    facts = read_record(folder / _FACTS, FORMAT, VERSION, partial(build, Facts, where="checkpoint"))
+    with _one_line("read", folder):
+        index = IndexReader(folder).read_metadata().state_dict_metadata
+        state = tensors_of(model.state_dict())
+        check_index(folder, index, _whole(model))
+        fill = partial(_load, path=folder, model=model)
+        load_packed_whole(state, lambda tensors: fill({"model": tensors}))
+        model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
+        if optimizer is not None:
+            fill_optimizer = partial(load_packed_whole, load=lambda tensors: fill({"optimizer": tensors}))
+            load_optimizer(model, optimizer, index, facts.optimizers, fill_optimizer)
+    if scheduler is not None:
+        if facts.scheduler is None:
+            raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
+        for key in facts.scheduler:  # torch sets whatever attributes a state names
+            if key not in scheduler.state_dict():
+                raise InputError(f"{folder / _FACTS}: scheduler has {show(key)}, which this learning rate schedule does not")
+        scheduler.load_state_dict(facts.scheduler)
+    if isinstance(model, DistributedModel) and facts.random is not None:
+        model.random_state = facts.random.seed, facts.random.step
+    return TrainingState(folder, facts.step, facts.extra)
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The complete checkpoint of the most steps in a folder; None when there is none. Only looks at this host's disk."""
+    complete = _complete(Path(folder))
+    return complete[-1] if complete else None
+
+
+def _complete(folder: Path) -> list[Path]:
+    folders = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _FACTS).is_file()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _resolve(path: Path, model: nn.Module) -> Path:
+    """The checkpoint that is meant, the same on every rank."""
+    folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
+    if _together(model):
+        folder = broadcast_object(folder)
+    if folder is None:
+        raise InputError(f"{path}: there is no complete checkpoint")
+    if not (folder / _FACTS).is_file():
+        raise InputError(f"{folder}: this host does not see the checkpoint; put it on storage that all hosts share")
+    return folder
+
+
+def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors of the model by name; of those that other processes hold only the shapes."""
+    return tensors_of((model.meta_model if isinstance(model, DistributedModel) else model).state_dict())
+
+
+def _together(model: nn.Module) -> bool:
+    """Whether all ranks save or load at once; a plain model is this process's own affair."""
+    return isinstance(model, DistributedModel) and dist.is_initialized()
+
+
+def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:
+    """Refuses what JSON cannot keep as it is."""
+    for key, value in facts.items():
+        name = f"{where}.{key}" if where else str(key)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, Mapping):
+                _check_plain(item, name)
+            elif not isinstance(item, (list, tuple)) and not (item is None or isinstance(item, (bool, int, float, str))):
+                raise InputError(f"checkpoint: {name} is a {type(item).__name__}; give numbers, texts, lists and dicts")
+
+
+@contextlib.contextmanager
+def _one_line(what: str, path: Path) -> Any:
+    try:
+        yield
+    except CheckpointException as error:
+        rank, failure = next(iter(error.failures.items()))
+        raise RlplaceError(f"{path}: rank {rank}: the checkpoint could not be {what}: {one_line(failure[0])}") from error
+    except OSError as error:
+        raise RlplaceError(f"{path}: the checkpoint could not be {what}: {error.strerror or error}") from error

@@ -1,0 +1,164 @@
+"""What of a model's tensors a process holds, and tensors that processes hold in parts, brought together on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.utils import _sync_params_and_buffers
+from torch.fx.graph_module import _assign_attr
+from torch.utils import _pytree as pytree
+
+from rlplace.model.capture.fake import first_names, tensors_in
+from rlplace.runtime.base.model import DistributedModel
+from rlplace.runtime.base.ranks import gather_objects, group_of
+
+_BUCKET_BYTES = 1 << 28
+
+
+def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int, device: torch.device) -> nn.Module:
+    """The tensors of a model that a process holds, on its device, in bare modules under the names that they have in the model.
+
+    Args:
+        model: The whole model. A tensor on the meta device becomes one with undefined values.
+        owners: Devices of the plan by first name, for every parameter and buffer.
+        rank: Of this process, which is the device of the plan.
+        device: Where its share goes.
+    """
+    made, taken = nn.Module(), dict[str, torch.Tensor]()
+    for name, tensor in tensors_in(model).items():
+        if rank in owners[name]:
+            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+            trained = isinstance(tensor, nn.Parameter)
+            taken[name] = nn.Parameter(value, requires_grad=tensor.requires_grad) if trained else value
+    for name, first in first_names(model).items():
+        if first in taken:
+            _assign_attr(taken[first], made, name)
+            path, _, key = name.rpartition(".")
+            if key in model.get_submodule(path)._non_persistent_buffers_set:
+                made.get_submodule(path)._non_persistent_buffers_set.add(key)
+    return made
+
+
+def agree(own: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]) -> None:
+    """Makes tensors that several processes hold equal: all take the values of the first that holds it."""
+    holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, tensor in own.items():
+        if len(owners[name]) > 1:
+            holders.setdefault(owners[name], []).append(tensor.detach())
+    for who, tensors in sorted(holders.items()):
+        _sync_params_and_buffers(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
+
+
+def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
+    """What ``state_dict()`` of the undistributed model would return; every process calls it.
+
+    Returns:
+        On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
+    """
+    names = {name: first_names(model.meta_model)[name] for name in tensors_of(model.meta_model.state_dict())}
+    own = {names[name]: value for name, value in tensors_of(model.state_dict()).items()}
+    gathered = gather_values(own, model.ranks.device)
+    return {name: gathered[first] for name, first in names.items() if first in gathered}
+
+
+def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    """What of a state is a tensor."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: bool = False) -> dict[Any, Any]:
+    """The values of all ranks by name; every rank calls it.
+
+    Args:
+        own: This rank's: any nesting of tensors and plain data. Of a name that several have, the one of the lowest rank is
+            taken. None: there is none.
+        device: Where the backend wants its tensors.
+        everywhere: On every rank, tensors on its device. Otherwise on the CPU of rank 0, and empty on the others.
+    """
+    told = gather_objects(
+        pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), dict(own))
+    )
+    gathered: dict[Any, Any] = {}
+    rank = dist.get_rank()
+    for name in sorted({name for one in told for name in one}):
+        source = next((r for r, one in enumerate(told) if one.get(name) is not None), 0)
+        leaves, spec = pytree.tree_flatten(told[source].get(name))
+        # Of a tensor all that hold a part take part.
+        held = [whole_tensor(leaf) for leaf in pytree.tree_leaves(own[name])] if own.get(name) is not None else leaves
+        for at, (leaf, value) in enumerate(zip(leaves, held, strict=True)):
+            if isinstance(leaf, torch.Tensor) and (everywhere or rank in (0, source)):
+                found = value.detach().to(device).contiguous() if rank == source else torch.empty_like(leaf, device=device)
+                sent = found.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+                if everywhere:
+                    dist.broadcast(sent, source)
+                elif source != 0:
+                    dist.recv(sent, source) if rank == 0 else dist.send(sent, 0)
+                leaves[at] = found if everywhere else found.to("cpu", copy=True) if rank == 0 else None
+        if everywhere or rank == 0:
+            gathered[name] = pytree.tree_unflatten(leaves, spec)
+    return gathered
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """All of it; every process that has a part calls it.
+
+    A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if not packed(value):
+        return value.full_tensor()
+    whole = value.to_local()
+    for axis, placement in enumerate(value.placements):
+        if isinstance(placement, (Shard, _StridedShard)):  # on unlike dimensions, so that their order does not matter
+            shape = [*whole.shape]
+            shape[placement.dim] = value.shape[placement.dim]
+            whole = placement._to_replicate_tensor(whole, value.device_mesh, axis, shape)
+    return whole
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """This process's part of a tensor that every process has whole, cut as another one is."""
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def packed(value: Any) -> bool:
+    """Whether the tensor axis cuts it in more places than one, as it does weights of queries, keys and values in one.
+
+    `torch.distributed.checkpoint` takes a process's part for one piece, so such tensors are written and read whole.
+    """
+    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
+        return False
+    names = value.device_mesh.mesh_dim_names
+    return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
+
+
+def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, packed ones whole; all processes that have a part of one call it."""
+    return {name: whole_tensor(value) if packed(value) else value for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def load_packed_whole(tensors: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Fills tensors in place, packed ones by way of the whole.
+
+    Args:
+        tensors: By name.
+        load: Fills what `torch.distributed.checkpoint` can.
+    """
+    parts = {name: value for name, value in tensors.items() if packed(value)}
+    whole = {name: torch.empty(value.shape, dtype=value.dtype, device=value.device) for name, value in parts.items()}
+    load({**tensors, **whole})
+    for name, value in parts.items():
+        value.to_local().copy_(own_part(whole[name], value).to_local())

@@ -1,0 +1,220 @@
+"""Cuts a captured forward into stages, each a module of the model's own modules.
+
+Values without a parameter behind them (masks, positions, rotary tables) are computed again on every stage that reads them,
+from the inputs, which every stage gets. All other values that later stages read are handed on from stage to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
+
+import torch
+from torch import fx, nn
+
+from rlplace.errors import InputError, show
+from rlplace.model.capture.export import is_random, rewrite_devices
+from rlplace.runtime.base.counting import SEEN
+from rlplace.runtime.strategy.blocks import owner
+from rlplace.runtime.strategy.capture import Captured, written_buffer
+
+FLOATING = -1
+"""Stage of values that every stage computes for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """One stage of a cut.
+
+    Attributes:
+        graph: Takes `taken`, then `inputs`; returns the tensors handed on, or the last stage's flat outputs.
+        taken: What the stage before hands over: shapes, dtypes and whether a gradient flows back, on the meta device.
+        given: The same of what it hands on; empty for the last stage.
+        inputs: Positions of the flat inputs that it reads.
+        parameters: Names of the parameters that it reads, ties under every name.
+    """
+
+    graph: fx.Graph
+    taken: tuple[torch.Tensor, ...]
+    given: tuple[torch.Tensor, ...]
+    inputs: tuple[int, ...]
+    parameters: frozenset[str]
+
+
+def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
+    """Cuts between stages.
+
+    Args:
+        captured: The forward.
+        blocks: Per stage the paths of its blocks; what lies inside a block goes with it.
+
+    Raises:
+        InputError: A unit is in no stage, an earlier stage reads what a later one makes, or one stage writes what others read.
+    """
+    stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
+    nodes = list(captured.graph.nodes)
+    stage_of = _stages(captured, stage_of_block)
+    stage_of[nodes[-1]] = len(blocks) - 1
+    read_until: dict[fx.Node, int] = {}
+    for node in nodes:
+        for value in node.all_input_nodes:
+            read_until[value] = max(read_until.get(value, FLOATING), stage_of[node])
+    crossing = [
+        [node for node in nodes if FLOATING < stage_of[node] <= edge < read_until.get(node, FLOATING)]
+        for edge in range(-1, len(blocks))
+    ]
+    for node in (node for edge in crossing for node in edge):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
+    written = {buffer: stage_of[node] for node in nodes if (buffer := written_buffer(node)) is not None}
+    trained, stages = _trained(captured), []
+    for number, (taken, given) in enumerate(pairwise(crossing)):
+        own = [node for node in nodes if stage_of[node] == number]
+        needed = needed_for([*own, *given], set(taken))
+        for buffer, stage in written.items():
+            if buffer in needed and stage != number:
+                raise InputError(
+                    f"native: buffer {show(buffer.target)} is written in stage {stage} and read in {number}; cut elsewhere"
+                )
+        graph, inputs = stage_graph(nodes, taken, given, needed)
+        stages.append(
+            StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
+        )
+    return stages
+
+
+def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The stage of every node, `FLOATING` for what has no parameter behind it."""
+    stage_of: dict[fx.Node, int] = {}
+    parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
+    for node in captured.graph.nodes:
+        before = max((stage_of[value] for value in node.all_input_nodes), default=FLOATING)
+        stage_of[node] = before
+        if node.op == "call_module":
+            stage_of[node] = _stage_of_unit(captured, str(node.target), before, stage_of_block)
+        elif is_random(node) or written_buffer(node) or any(value in parameters for value in node.all_input_nodes):
+            stage_of[node] = max(before, 0)
+    for node in parameters:
+        stages = {stage_of[user] for user in node.users}
+        if owner(str(node.target), captured.units) is not None or len(stages) > 1:
+            raise InputError(
+                f"native: parameter {show(node.target)} is read outside of the block that holds it, or by several stages; name "
+                "a larger module as block, or run without a pipeline"
+            )
+        stage_of[node] = stages.pop()
+    return stage_of
+
+
+def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: Mapping[str, int]) -> int:
+    block = owner(path, stage_of_block)
+    if block is None and not any(True for _ in captured.units[path].parameters()):
+        return max(before, 0)
+    if block is None:
+        raise InputError(f"native: no stage names the block {show(path)}; add it to one")
+    if before > stage_of_block[block]:
+        raise InputError(
+            f"native: block {show(path)} of stage {stage_of_block[block]} reads what stage {before} makes; "
+            "stages follow the model's order"
+        )
+    return stage_of_block[block]
+
+
+def _is_parameter(captured: Captured, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(attrgetter(str(node.target))(captured.module), nn.Parameter)
+
+
+def _trained(captured: Captured) -> set[fx.Node]:
+    """Nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
+    trained: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
+        held = node.op == "get_attr" and getattr(attrgetter(node.target)(captured.module), "requires_grad", False)
+        value = node.meta.get("val")
+        whole = not isinstance(value, torch.Tensor) or value.is_floating_point()
+        detached = getattr(node.target, "_opname", "") == "detach"
+        if (own or held or any(before in trained for before in node.all_input_nodes)) and whole and not detached:
+            trained.add(node)
+    return trained
+
+
+def stage_graph(
+    nodes: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], needed: set[fx.Node]
+) -> tuple[fx.Graph, tuple[int, ...]]:
+    """A graph of some nodes, and the positions of the flat inputs that it reads."""
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    read = [node for node in placeholders if node in needed and node not in taken]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*taken, *read):
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda value: copies[value])
+    if nodes[-1] not in needed:
+        graph.output(tuple(graph.call_method("contiguous", (copies[node],)) for node in given))
+    return graph, tuple(placeholders.index(node) for node in read)
+
+
+def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
+    """Names of the parameters that a stage reads."""
+    called = {str(node.target): captured.units[str(node.target)] for node in graph.nodes if node.op == "call_module"}
+    names = {f"{path}.{name}" for path, unit in called.items() for name, _ in unit.named_parameters(remove_duplicate=False)}
+    return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
+
+
+def needed_for(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
+    """Everything behind some nodes, up to what the stage before hands over."""
+    needed, open_nodes = set(taken), list(wanted)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in needed:
+            needed.add(node)
+            open_nodes.extend(node.all_input_nodes)
+    return needed
+
+
+def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.Tensor, ...]:
+    values = ((node.meta["val"], node in trained) for node in nodes)
+    return tuple(torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grad) for value, grad in values)
+
+
+def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
+    """A stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved there."""
+    made = fx.GraphModule(captured.module, stage.graph)
+    for node in made.graph.nodes:
+        rewrite_devices(node, device)
+        node.target = SEEN.get(node.target, node.target)
+    made.recompile()
+    saved = set(captured.model.state_dict())
+    for node in stage.graph.nodes:
+        value = attrgetter(node.target)(made) if node.op == "get_attr" else None
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and node.target not in saved:
+            place, _, name = node.target.rpartition(".")
+            made.get_submodule(place)._non_persistent_buffers_set.add(name)
+    return made
+
+
+def same_held(again: Captured, first: Captured, device: torch.device) -> None:
+    """Gives a second record of a forward the modules and buffers of the first, which have values and torch's wrappers.
+
+    Raises:
+        InputError: It reads a parameter between blocks, which torch's wrappers replace.
+    """
+    for path, module in first.units.items():
+        again.module.add_submodule(path, module)
+    for node in again.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        if _is_parameter(again, node):
+            raise InputError(
+                f"native: parameter {show(node.target)} is read between blocks, so a pipeline runs one shape and one mode; pad "
+                "to one shape, or name a larger module as block"
+            )
+        place, _, name = str(node.target).rpartition(".")
+        try:
+            value = attrgetter(str(node.target))(first.module)
+        except AttributeError:  # a constant of this record
+            value = attrgetter(str(node.target))(again.module)
+        if isinstance(value, torch.Tensor):
+            setattr(again.module.get_submodule(place), name, value.to(device))

@@ -1,0 +1,128 @@
+"""What `why_not` must know of a model: names and kinds, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.model.capture.fake import replaced_forward, tensors_in
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.runtime.base.batches import Batch
+from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
+from rlplace.runtime.strategy.capture import capture, observe, strange_in
+from rlplace.runtime.strategy.cut import StageGraph, cut
+from rlplace.runtime.strategy.gather import why_no_gather
+from rlplace.runtime.strategy.model_layouts import find_layouts
+from rlplace.runtime.strategy.rehearsal import rehearse
+from rlplace.runtime.strategy.samples import conduct_of_graph
+from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
+
+_PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
+
+
+def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
+    """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
+    hooked = {path: module for path, module in model.named_modules() if hooks_of(module)}
+    inside = [path for path, _ in units(model)]
+    return ModelFacts(
+        blocks=_needed(model),
+        batch_norm=has_batch_norm(model),
+        sync_norm=has_sync_norm(model),
+        no_cut=no_cut,
+        tensor=tensor or TensorFacts(),
+        hooked=tuple(path or "the model" for path in hooked),
+        hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
+        backward_hooks=tuple(
+            path or "the model" for path, module in hooked.items() if module._backward_hooks or module._backward_pre_hooks
+        ),
+        recurrent=next(
+            (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
+        ),
+        subclass=next(
+            (f"{name} ({type(held).__name__})" for name, held in tensors_in(model).items() if type(held) not in _PLAIN), None
+        ),
+    )
+
+
+def hooks_of(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own that run with its forward or its backward, or a forward put in from outside."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooked) or replaced_forward(module)
+
+
+def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
+    """Everything that `why_not` asks, from a forward on fake tensors; blocks in the order in which the forward calls them.
+
+    Args:
+        model: Real or meta module; it is not changed.
+        inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
+    """
+    found = dict(units(model))
+    try:
+        seen = observe(model, inputs, found)
+    except Exception as error:  # the model's own code runs
+        reason = f"its forward does not run on fake tensors ({type(error).__name__})"
+        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), branches=True)
+    layouts = find_layouts(found, seen.calls)
+    tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
+    strange = {path: strange_in(call) for path, call in seen.calls.items()}
+    handed = next((f"{path} is handed a {type(one).__name__}" for path, one in strange.items() if one is not None), None)
+    try:
+        captured = capture(model, inputs, seen=seen)
+        called = dict.fromkeys(str(node.target) for node in captured.graph.nodes if node.op == "call_module")
+        known = set(block_names(model))
+        blocks = tuple(path for path in called if path in known)
+        stages = cut(captured, [[block] for block in blocks])
+    except InputError as error:
+        return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
+    trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
+    untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
+    facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed)
+    return replace(facts, no_samples=_no_samples(stages, inputs))
+
+
+def facts_of(
+    module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, graph: OpGraph | None = None
+) -> ModelFacts:
+    """Everything that `why_not` asks, a rehearsal among it; without names for its inputs nothing is cut.
+
+    Args:
+        module: Real or meta module; it is not changed.
+        inputs: Example inputs: keyword inputs, or a tuple.
+        loss: See `rlplace.capture`.
+        graph: Its captured step; a large model is not rehearsed, but judged by rules about its ops.
+    """
+    try:
+        facts = examine(module, keyword_inputs(module, inputs))
+    except InputError as error:
+        facts = model_facts(module, no_cut=str(error))
+    conduct, no_gather = rehearse(module, inputs, loss, 0.0 if graph is None else float(graph.op_flops.sum())), None
+    if conduct.unseen is not None and graph is not None:
+        conduct = conduct_of_graph(graph, conduct.unseen)
+    if conduct.couples and loss is None:
+        no_gather = facts.no_cut or why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
+    return replace(facts, conduct=conduct, no_gather=no_gather)
+
+
+def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:
+    """Which value crosses between stages without the samples as its first dimension."""
+    samples = {leaf.shape[0] for leaf in pytree.tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    shapes = dict.fromkeys(tuple(value.shape) for stage in stages for value in stage.taken)
+    strange = next((shape for shape in shapes if not shape or shape[0] not in samples), None)
+    return None if strange is None else f"a value of shape {strange} is handed on, which has not the samples first"
+
+
+def _needed(model: nn.Module) -> tuple[str, ...]:
+    """Blocks that a strategy has to name: what holds tied parameters alone may be a mere name of them, as T5's `shared` is."""
+    tied = {name for names in tied_names(model) for name in names}
+    held = {path: model.get_submodule(path).named_parameters(path) for path in block_names(model)}
+    return tuple(path for path, parameters in held.items() if any(name not in tied for name, _ in parameters))

@@ -1,0 +1,269 @@
+"""The loss of the whole batch over replicas: what a coupled loss reads is gathered, and computed on by every replica.
+
+A record of the forward is cut in two. What works on every sample by itself runs on a replica's own samples; its results that
+the rest reads (embeddings, outputs, labels) are gathered over the replicas with their gradients, and the rest runs on those
+of the whole batch, on every replica alike. A node counts as working by samples only where that is certain, so that the worst
+that a missing rule does is to gather earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.model.axes.kinds import base_name
+from rlplace.model.capture.export import lies_in
+from rlplace.runtime.base.batches import Batch, repeated, signature_of
+from rlplace.runtime.base.forward_graph import autocast_state
+from rlplace.runtime.base.ranks import group_of
+from rlplace.runtime.base.values import samples_of
+from rlplace.runtime.strategy.capture import Captured, capture
+from rlplace.runtime.strategy.cut import StageGraph, needed_for, stage_graph, stage_module
+from rlplace.runtime.strategy.mesh import Place
+
+_BY_ROWS = frozenset(
+    "linear embedding layer_norm native_layer_norm rms_norm group_norm scaled_dot_product_attention conv1d conv2d conv3d "
+    "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_avg_pool1d dropout contiguous clone to _to_copy detach alias type_as "
+    "masked_fill where pixel_shuffle one_hot".split()
+)
+"""Ops whose result for a row of their first input follows from that row and from what has no samples."""
+
+_ALONG = {
+    **dict.fromkeys(
+        "softmax log_softmax _softmax sum mean amax amin argmax argmin cat stack cumsum select slice unsqueeze squeeze sort "
+        "gather max min logsumexp var std".split(),
+        1,
+    ),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "topk"), 2),
+}
+"""Ops that do so unless they work along the first dimension, with the position of the argument that says along which."""
+
+_VIEWS = frozenset("view reshape flatten unflatten permute transpose expand t _unsafe_view".split())
+"""Ops that do so where the first dimension stays the first, with its size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A forward in two parts.
+
+    Attributes:
+        own: Runs on the samples of a replica, returns what is gathered.
+        rest: Runs on what was gathered of the whole batch, and on inputs without samples; returns the flat outputs.
+        own_inputs: Positions of the flat inputs that `own` reads.
+        rest_inputs: Positions of the flat inputs that `rest` reads.
+        out_spec: pytree spec of the output.
+    """
+
+    own: fx.GraphModule
+    rest: fx.GraphModule
+    own_inputs: tuple[int, ...]
+    rest_inputs: tuple[int, ...]
+    out_spec: Any
+
+
+def split_forward(
+    model: nn.Module,
+    inputs: Batch,
+    replicas: int,
+    *,
+    mixing: Collection[str],
+    device: torch.device,
+    blocks: Collection[str] = (),
+) -> Split:
+    """Cuts the forward of a model where samples meet.
+
+    Args:
+        model: Real or meta module.
+        inputs: Keyword inputs of a replica.
+        replicas: Replicas of a step.
+        mixing: Paths of modules whose result for a sample depends on others.
+        device: Where the parts run.
+        blocks: Paths that stay whole, as the strategy names them.
+
+    Raises:
+        InputError: It cannot be recorded, or not alike for both sizes.
+    """
+    samples = samples_of(dict(inputs))
+    own, whole = capture(model, inputs, blocks), capture(model, repeated(inputs, replicas, samples), blocks)
+    pairs = list(zip(own.graph.nodes, whole.graph.nodes, strict=False))
+    if len(own.graph.nodes) != len(whole.graph.nodes) or any(a.op != b.op or a.target != b.target for a, b in pairs):
+        raise InputError("native: the forward does other things with the whole batch than with a replica's samples")
+    by_rows = _by_rows(own, dict(pairs), samples, replicas, mixing)
+    if pairs[-1][0].args and not any(node in by_rows.mixed for node in pairs[-1][0].all_input_nodes):
+        raise InputError("native: no result of the forward depends on several samples; plan without --couple gather")
+    met = [node for node in by_rows.rows if any(user in by_rows.mixed for user in node.users)]
+    twin = dict(pairs)
+    first, first_inputs = stage_graph(list(own.graph.nodes), (), met, needed_for(met, set()))
+    taken = [twin[node] for node in met]
+    nodes = list(whole.graph.nodes)
+    rest, rest_inputs = stage_graph(nodes, taken, (), needed_for([nodes[-1]], set(taken)))
+    empty = frozenset[str]()
+    return Split(
+        stage_module(own, StageGraph(first, (), (), first_inputs, empty), device),
+        stage_module(whole, StageGraph(rest, (), (), rest_inputs, empty), device),
+        first_inputs,
+        rest_inputs,
+        own.out_spec,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Kinds:
+    """Nodes with samples as their rows, and nodes that depend on samples in any other way."""
+
+    rows: dict[fx.Node, None]
+    mixed: set[fx.Node]
+
+
+def _by_rows(
+    captured: Captured, twin: Mapping[fx.Node, fx.Node], samples: int, replicas: int, mixing: Collection[str]
+) -> _Kinds:
+    kinds = _Kinds({}, set())
+
+    def scales(node: fx.Node) -> bool:
+        """Whether the first dimension alone grows with the number of samples."""
+        own, whole = node.meta.get("val"), twin[node].meta.get("val")
+        if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor) or not own.dim():
+            return False
+        return own.shape[0] == samples and tuple(whole.shape) == (samples * replicas, *own.shape[1:])
+
+    for node in captured.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" and scales(node):
+            kinds.rows[node] = None
+        elif any(value in kinds.mixed for value in inputs) or node.op == "output":
+            kinds.mixed.add(node)
+        elif any(value in kinds.rows for value in inputs):
+            (kinds.rows.__setitem__(node, None) if _keeps(node, kinds, mixing) and scales(node) else kinds.mixed.add(node))
+        elif isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].shape != twin[node].meta["val"].shape:
+            kinds.mixed.add(node)  # such as positions of all samples
+    return kinds
+
+
+def _keeps(node: fx.Node, kinds: _Kinds, mixing: Collection[str]) -> bool:
+    """Whether a node with inputs by rows works on every row by itself, as far as is known."""
+    if node.op == "call_module":
+        return not any(lies_in(path, str(node.target)) or lies_in(str(node.target), path) for path in mixing)
+    name = base_name(str(node.target))
+    first = node.args[0] if node.args else None
+    own = [value for value in node.all_input_nodes if value in kinds.rows]
+    if node.target is getitem or str(getattr(node.target, "__name__", "")) == "_leaf":
+        return True
+    dims = {len(value.meta["val"].shape) for value in own if isinstance(value.meta.get("val"), torch.Tensor)}
+    made = node.meta.get("val")
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return isinstance(made, torch.Tensor) and dims == {made.dim()}
+    if name == "expand_as":
+        return dims == {getattr(made, "ndim", -1)}
+    if name in _VIEWS:
+        return own == [first] and not (name == "permute" and next(iter(node.args[1])) != 0)  # type: ignore[arg-type, index]
+    if name in ("matmul", "bmm", "mm"):
+        return own == [first] and name != "bmm"
+    if name in _ALONG:
+        along = node.args[_ALONG[name]] if len(node.args) > _ALONG[name] else node.kwargs.get("dim", None)
+        rank = max(dims, default=0) + (name in ("unsqueeze", "stack"))
+        axes = along if isinstance(along, (list, tuple)) else [along]
+        return bool(axes) and all(isinstance(axis, int) and axis % max(rank, 1) != 0 for axis in axes)
+    return name in _BY_ROWS and (own == [first] or dims == {getattr(made, "ndim", -1)})
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all replicas; every replica differentiates the same loss, and gradients are averaged over them afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        group = group_of(ranks, "gather")
+        parts = [torch.empty_like(value) for _ in ranks]
+        dist.all_gather(parts, value.contiguous(), group=group)
+        ctx.own, ctx.replicas = ranks.index(dist.get_rank()), len(ranks)
+        in_order = {rank: part for rank, part in zip(sorted(ranks), parts, strict=True)}
+        return torch.cat([in_order[rank] for rank in ranks])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.chunk(ctx.replicas)[ctx.own] * ctx.replicas, None
+
+
+def gathered(value: torch.Tensor, place: Place) -> torch.Tensor:
+    """A value's rows of all replicas, in the order of the batch; every replica has as many."""
+    column = place.mesh.mesh[place.index["pipeline"], :, :, place.index["tensor"]].flatten().tolist()
+    if value.dtype == torch.bool:
+        return _gather(value.to(torch.uint8), tuple(column)).bool()
+    return _gather(value.contiguous(), tuple(column))
+
+
+_gather: Any = _Gather.apply
+
+
+class _Live(fx.Interpreter):
+    """Runs a graph with the parameters that a model has at the moment, which torch's wrappers replace."""
+
+    def __init__(self, module: fx.GraphModule, model: nn.Module) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._model = model
+
+    def fetch_attr(self, target: str) -> Any:
+        try:
+            return attrgetter(target)(self._model)
+        except AttributeError:  # a constant of the record
+            return super().fetch_attr(target)
+
+
+class GatheredForward:
+    """The forward of a model on a replica's samples that returns what the model returns for the whole batch.
+
+    Args:
+        model: What runs; its modules are called.
+        meta: The model without values, of which records are made.
+        place: Where this process stands.
+        mixing: See `split_forward`; so is `blocks`.
+        blocks: See `mixing`.
+    """
+
+    def __init__(
+        self, model: nn.Module, meta: nn.Module, place: Place, mixing: Collection[str], blocks: Collection[str]
+    ) -> None:
+        self._model, self._meta, self._place = model, meta, place
+        self._how: dict[str, Any] = {"mixing": tuple(mixing), "blocks": tuple(blocks), "device": place.device}
+        self._splits: dict[Any, Split] = {}
+
+    def record(self, inputs: Batch) -> Split:
+        """The parts for inputs of this signature, in the present mode."""
+        self._meta.train(self._model.training)
+        key = signature_of(dict(inputs)), self._model.training, autocast_state()
+        if key not in self._splits:
+            self._splits[key] = split_forward(self._meta, inputs, self._place.data_degree, **self._how)
+        return self._splits[key]
+
+    def __call__(self, **inputs: Any) -> Any:
+        split, leaves = self.record(inputs), pytree.tree_leaves(inputs)
+        met = _Live(split.own, self._model).run(*(leaves[at] for at in split.own_inputs))
+        whole = [gathered(value, self._place) for value in met]
+        flat = _Live(split.rest, self._model).run(*whole, *(leaves[at] for at in split.rest_inputs))
+        return pytree.tree_unflatten(list(flat), split.out_spec)
+
+
+def gather_output(output: Any, samples: int, place: Place) -> Any:
+    """What a model returned for the samples of all replicas."""
+
+    def rows(leaf: torch.Tensor) -> torch.Tensor:
+        return gathered(leaf, place) if leaf.dim() and len(leaf) == samples else leaf
+
+    return pytree.tree_map_only(torch.Tensor, rows, output)
+
+
+def why_no_gather(model: nn.Module, inputs: Batch, mixing: Sequence[str]) -> str | None:
+    """Why the loss of the whole batch cannot be kept by gathering; None where it can."""
+    try:
+        split_forward(model, inputs, 2, mixing=mixing, device=torch.device("cpu"))
+    except InputError as error:
+        return str(error)
+    return None

@@ -1,0 +1,139 @@
+"""The mesh of processes of a strategy, and this process's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.base.ranks import gather_objects
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""Axes of the mesh, outermost first."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process of a neighbouring stage.
+
+    Attributes:
+        rank: In the job.
+        first: Where its samples begin, as a share of this process's micro-batch.
+        samples: How many it has of them, as a share.
+    """
+
+    rank: int
+    first: Fraction
+    samples: Fraction
+
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """Its rows of a value."""
+        rows = len(value) if self.samples < 1 else 0
+        return value.narrow(0, int(self.first * rows), int(self.samples * rows)) if rows else value
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        mesh: All processes, by `AXES`; where stages have unlike meshes, those of this process's stages.
+        device: The device that this process computes on.
+        index: Its coordinate on each axis.
+        stages: Numbers of the stages that it holds, in model order.
+        ranks: Process of each device.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    index: dict[str, int]
+    stages: tuple[int, ...]
+    ranks: Mapping[int, int]
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that it is part of: its coordinate on replicate x shard."""
+        return self.index["replicate"] * self.mesh["shard"].size() + self.index["shard"]
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas of this process's stages."""
+        return self.mesh["replicate"].size() * self.mesh["shard"].size()
+
+    def peers(self, pipeline: Pipeline, own: int, other: int, *, sends: bool) -> list[Peer]:
+        """The processes of another stage that have samples of this process's, in the order of the samples.
+
+        Every process of a tensor group takes what it needs from one process, so some may have nothing to send.
+
+        Args:
+            pipeline: What the strategy says.
+            own: Number of a stage of this process.
+            other: Number of the stage beside it.
+            sends: Whether they take from this process, or it from them.
+        """
+        mine, theirs = pipeline.stages[own], pipeline.stages[other]
+        width, other_width = (pipeline.data_degree // stage.data_degree for stage in (mine, theirs))
+        first, columns = self.replica * width, range(theirs.axis("tensor"))
+        column, scale = self.index["tensor"], (mine.axis("tensor"), theirs.axis("tensor"))
+        if sends:
+            taking = [n for n in columns if n * scale[0] // scale[1] == column]
+        else:
+            taking = [column * scale[1] // scale[0]]
+        found = []
+        for replica in range(first // other_width, -(-(first + width) // other_width)):
+            start, end = max(first, replica * other_width), min(first + width, (replica + 1) * other_width)
+            for n in taking:
+                rank = self.ranks[theirs.devices[replica * scale[1] + n]]
+                found.append(Peer(rank, Fraction(start - first, width), Fraction(end - start, width)))
+        return found
+
+
+def check_same(model: nn.Module) -> None:
+    """Refuses a model whose parameters are not the same on all processes; every process of the job calls it.
+
+    Raises:
+        InputError: They differ, or have no values yet.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("native: the model is on the meta device; give its parameters values first, the same on all processes")
+    own = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters()]
+    if any(other != own for other in gather_objects(own)):
+        raise InputError("native: parameters differ between processes; build the model from one seed, or load one checkpoint")
+
+
+def find_place(strategy: Strategy, device_type: str) -> Place:
+    """Makes the mesh; every process of the job calls it.
+
+    Devices of the strategy are counted in rising order: the first process runs the lowest device number.
+
+    Raises:
+        InputError: The job has another number of processes than the strategy has devices.
+    """
+    pipeline = strategy.pipelines[0]
+    rank_of_device = {device: rank for rank, device in enumerate(sorted(strategy.devices))}
+    if dist.get_world_size() != len(rank_of_device):
+        raise InputError(
+            f"native: the strategy has {len(rank_of_device)} devices, the job {dist.get_world_size()} processes; "
+            f"start it with --nproc-per-node {len(rank_of_device)}, or as many over all hosts"
+        )
+    sets = pipeline.device_sets
+    axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
+    ranks = {own: [rank_of_device[device] for device in own] for own in sets}
+    mine = next(number for number, own in enumerate(sets) if dist.get_rank() in ranks[own])
+    together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]
+    numbers = [torch.tensor([ranks[own] for own in group]).view(len(group), *axes[group[0]]) for group in together]
+    made = [DeviceMesh(device_type, own, mesh_dim_names=AXES) for own in numbers]  # all processes make all groups
+    mesh = next(one for one in made if one.get_coordinate() is not None)
+    index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
+    held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == sets[mine])
+    device = (
+        torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
+    )
+    return Place(mesh, device, index, held, rank_of_device)

@@ -1,0 +1,172 @@
+"""Makes a process run its part of a model as a strategy says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from rlplace.errors import InputError
+from rlplace.model.capture.fake import meta_copy
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.base.batches import Batch, cast, repeated
+from rlplace.runtime.base.forward_graph import Loss
+from rlplace.runtime.base.model import Batching
+from rlplace.runtime.state.hooks import ParameterHooks
+from rlplace.runtime.strategy.accumulate import Accumulation
+from rlplace.runtime.strategy.blocks import has_sync_norm, tied_names, units
+from rlplace.runtime.strategy.buffers import StepBuffers
+from rlplace.runtime.strategy.capture import Captured, capture, observe, uncalled
+from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
+from rlplace.runtime.strategy.facts import model_facts
+from rlplace.runtime.strategy.gather import GatheredForward
+from rlplace.runtime.strategy.gradients import Ties
+from rlplace.runtime.strategy.mesh import Place, check_same, find_place
+from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out
+from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
+from rlplace.runtime.strategy.strategy_model import StrategyModel
+from rlplace.runtime.strategy.why_not import minor_version, why_not
+from rlplace.runtime.strategy.wrap import wrap_stage
+
+
+def prepare(
+    model: nn.Module,
+    strategy: Strategy,
+    example_inputs: Batch,
+    device_type: str = "cpu",
+    *,
+    batching: Batching | None = None,
+    loss: Loss | None = None,
+    seed: int = 0,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+) -> StrategyModel:
+    """Makes this process run its part of a model as a strategy says.
+
+    Every process of the job calls it with the same model, values included, after `torch.distributed.init_process_group`.
+
+    Args:
+        model: Its modules are changed in place, and keep their names; what only other processes run loses its values.
+        strategy: Stages on meshes; its lowest device number is the first process.
+        example_inputs: Keyword inputs of one micro-batch of a replica; only shapes and dtypes matter.
+        device_type: ``"cpu"`` or an accelerator's, such as ``"cuda"``.
+        batching: How a batch becomes micro-batches. Default: every process is handed the whole batch.
+        loss: See `rlplace.distribute`.
+        seed: Of what the model draws.
+        mixed_precision: See `rlplace.distribute`.
+
+    Raises:
+        InputError: It cannot be run, with the reason (`why_not`).
+    """
+    if device_type == "cpu" and has_sync_norm(model) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise InputError("native: torch has no SyncBatchNorm for processors; run on GPUs, or plan for one device")
+    named = [block for stage in strategy.stages for block in stage.blocks]
+    found = dict(units(model, named))
+    laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
+    layouts, outside, unreached = None, set[str](), True
+    if laid_out or (len(strategy.stages) == 1 and (strategy.stages[0].sharding or mixed_precision is not None)):
+        seen = observe(model, example_inputs, found)
+        outside, layouts = seen.outside, find_layouts(found, seen.calls) if laid_out else None
+    elif len(strategy.stages) == 1 and strategy.stages[0].data_degree > 1:
+        with contextlib.suppress(Exception):  # a model that looks at values runs all the same
+            seen = observe(model, example_inputs, found)
+            unreached = seen.unreached and not seen.reentrant
+    facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
+    if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
+        raise InputError(f"native: {reason}")
+    if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
+        raise InputError("native: output_dtype would cast what stages of a pipeline hand on; leave it out")
+    if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
+        raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
+    place = find_place(strategy, device_type)
+    check_same(model)
+    hooks, meta = ParameterHooks(model), meta_copy(model)
+    make = partial(
+        StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
+        batching=batching or Batching("global", (), strategy.reduction),
+    )  # fmt: skip
+    if len(strategy.stages) > 1:
+        return _pipelined(model, strategy, example_inputs, layouts, facts.blocks, place, meta, make, mixed_precision)
+    stage = strategy.stages[0]
+    captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
+    model.to(place.device)
+    if layouts is not None:
+        lay_out(place, stage, layouts, found, captured)
+    if strategy.couple == "gather" and loss is None and place.data_degree > 1:
+        forward = GatheredForward(model, meta, place, strategy.mixing, named)
+        forward.record(example_inputs)
+        vars(model)["forward"] = forward
+    how: dict[str, Any] = {"outside": outside, "mixed_precision": mixed_precision, "unreached": unreached}
+    root = wrap_stage(model, found, stage, place, pipelined=False, **how)
+    buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
+    runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)
+    return make({0: model}, runner, roots=[model])
+
+
+def _pipelined(
+    model: nn.Module,
+    strategy: Strategy,
+    example_inputs: Batch,
+    layouts: ModelLayouts | None,
+    blocks: Collection[str],
+    place: Place,
+    meta: nn.Module,
+    make: Callable[..., StrategyModel],
+    mixed_precision: MixedPrecisionPolicy | None,
+) -> StrategyModel:
+    pipeline, names = strategy.pipelines[0], tied_names(model)
+    if (joined := pipeline.data_degree // place.data_degree) > 1:
+        example_inputs = repeated(example_inputs, joined, pipeline.microbatch[0])
+    dtype = None if mixed_precision is None else mixed_precision.param_dtype
+    captured, stages = _cut(model, example_inputs, pipeline, dtype)
+    ties = Ties(names, pipeline, stages, place)
+    bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
+    if 0 in bodies:  # what no forward calls is trained by nobody, and kept for checkpoints
+        for path in uncalled(captured, blocks):
+            bodies[0].add_submodule(path, captured.units[path].to(place.device))
+    ties.part(bodies)
+    held = {id(module) for body in bodies.values() for module in body.modules()}
+    for module in captured.units.values():
+        if id(module) not in held:
+            module.to("meta")
+    roots = {number: StageModule(body) for number, body in bodies.items()}
+    for number, root in roots.items():
+        root.training = model.training
+        own = {id(module) for module in root.modules()}
+        inside = {path: module for path, module in captured.units.items() if id(module) in own}
+        if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
+            lay_out(place, pipeline.stages[number], layouts, inside, captured)
+        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True, mixed_precision=mixed_precision)
+
+    def record(inputs: Batch) -> Recorded:
+        again, recut = _cut(meta, inputs, pipeline, dtype)
+        same_held(again, captured, place.device)
+        return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
+
+    first = example_inputs, Recorded(captured, stages, bodies)
+    runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
+    return make(bodies, runner, roots=list(roots.values()), ties=ties, tied=names)
+
+
+def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None) -> tuple[Captured, list[StageGraph]]:
+    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages hand on."""
+    named = [stage.blocks for stage in pipeline.stages]
+    kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
+    try:
+        for parameter, value in kept:
+            parameter.data = value.to(dtype)
+        captured = capture(model, cast(inputs, dtype), [*chain(*named)])
+    finally:
+        for parameter, value in kept:
+            parameter.data = value
+    stages = cut(captured, named)
+    if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
+        raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
+    return captured, stages

@@ -1,0 +1,319 @@
+"""A distributed model that runs as a strategy says, by torch's own parts (`rlplace.runtime.strategy`)."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
+from rlplace.runtime.base.conduct import MEAN, SUM
+from rlplace.runtime.base.forward_graph import Loss
+from rlplace.runtime.base.model import Batching, DistributedModel, Stash
+from rlplace.runtime.base.ranks import Ranks
+from rlplace.runtime.base.steps import loss_of
+from rlplace.runtime.base.values import check_inputs, samples_of, takes_target
+from rlplace.runtime.state.hooks import ParameterHooks
+from rlplace.runtime.state.whole import gather_values, own_part
+from rlplace.runtime.strategy.accumulate import Accumulation
+from rlplace.runtime.strategy.accumulate import Loss as PartLoss
+from rlplace.runtime.strategy.gather import gather_output
+from rlplace.runtime.strategy.gradients import Ties, average_left_out, sum_parts
+from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.streams import step_stream
+
+if TYPE_CHECKING:
+    from rlplace.runtime.strategy.pipeline import PipelineRun
+
+NATIVE = "native"
+TARGET = "target"
+
+
+class StrategyModel(DistributedModel):
+    """See `DistributedModel`.
+
+    `step` offers what torch's pipelines do by themselves: forward and backward of a batch, with any loss.
+
+    Args:
+        meta: The model without its values.
+        strategy: What is run.
+        place: Where this process stands.
+        bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
+        runner: What runs passes.
+        names: Keyword inputs that `step` calls the model with.
+        roots: Modules that are set to training or evaluation besides.
+        batching: How a batch becomes micro-batches.
+        loss: See `rlplace.distribute`.
+        seed: Of what the model draws.
+        ties: Of parameters that stages share.
+        tied: Names of parameters that are one tensor, for every such tensor.
+        hooks: Those of the parameters.
+    """
+
+    def __init__(
+        self,
+        meta: nn.Module,
+        strategy: Strategy,
+        place: Place,
+        bodies: Mapping[int, nn.Module],
+        runner: Accumulation | PipelineRun,
+        names: Sequence[str],
+        roots: Sequence[nn.Module],
+        *,
+        batching: Batching,
+        loss: Loss | None,
+        seed: int,
+        ties: Ties | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        hooks: ParameterHooks,
+    ) -> None:
+        self._pipeline = strategy.pipelines[0]
+        if self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
+            rows, batching = [list(range(dist.get_world_size()))], replace(batching, share="global")
+        else:
+            rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(place.data_degree, -1).tolist()
+        ranks = Ranks(dist.get_rank(), place.device, tuple(map(tuple, rows)))
+        super().__init__(meta, ranks, batching, seed, NATIVE)
+        self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
+        self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
+        self._ties, self._tied, self._hooks = ties, tied, hooks
+        self._latest: weakref.ref[Stash] | None = None
+
+    def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
+        """Forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
+
+        Args:
+            batch: The whole batch, the same on every rank: keyword inputs of the model, and what the loss needs besides.
+            loss: Called with the model's output and a micro-batch; returns the mean over its samples.
+
+        Returns:
+            The mean loss over the batch, the same on every rank.
+        """
+        value, stash = self._run(self._passes(batch, self._names), loss)
+        stash.deliver(torch.ones(()))
+        self.random_state = self.random_state[0], self.random_state[1] + 1
+        return value
+
+    def _run(self, passes: Sequence[Pass], loss: PartLoss) -> tuple[torch.Tensor, Stash]:
+        """Forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
+        earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
+        if earlier is not None:
+            earlier.keep()
+        with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients, after=self._hooks.run_after) as stash:
+            with step_stream(self.random_state, self.place):
+                sums = self.runner.step(passes, loss)
+            for parameter in self.parameters():
+                average_left_out(parameter, self.place)
+                sum_parts(parameter)
+            if self._ties is not None:
+                self._ties.sum_gradients(self._bodies)
+            sums = sums.double() if self.place.device.type == "cpu" else sums.float()
+            dist.all_reduce(sums)
+            last = self._pipeline.stages[-1]
+            total, counted = sums / (last.data_degree * last.axis("tensor"))
+            if self._counts is not None:
+                total = total / counted
+                for parameter in self.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(float(1.0 / counted))
+            self._hooks.run(dict(self.trained()))
+        self._latest = weakref.ref(stash)
+        return total, stash
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether replicas compute the loss of the whole batch."""
+        return self.strategy.couple == "gather" and self.place.data_degree > 1
+
+    @property
+    def _counts(self) -> str | None:
+        """What weights losses in place of samples; None: samples do."""
+        reduction = self.batching.reduction
+        return None if reduction in (MEAN, SUM) else reduction
+
+    def train(self, mode: bool = True) -> StrategyModel:
+        """Sets the mode of all modules; a pipeline records its forward again for it."""
+        for module in (self.meta_model, *self._roots):
+            module.train(mode)
+        self.training = mode
+        return self
+
+    def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
+        check_inputs((args, kwargs))
+        _, passes = self._called(args, kwargs, target)
+        made: list[Callable[[torch.Tensor], Any]] = []
+
+        def loss(output: Any, part: Batch) -> torch.Tensor:
+            made[:] = [self._output_like(output)]
+            target = part.get(TARGET)
+            if self._gathers and self._loss is not None:
+                output, target = gather_output((output, target), passes[0].samples, self.place)
+            return self._loss_of(output, target)
+
+        value, stash = self._run(passes, loss)
+        if not made:  # another process has the last stage
+            made.append(self._output_like(self.runner.recorded(passes)[1].captured.output))  # type: ignore[union-attr]
+        return made[0], value, stash
+
+    def _output_like(self, output: Any) -> Callable[[torch.Tensor], Any]:
+        """Makes of the loss what the model returns; does not keep the output, whose logits take memory in the backward."""
+        if self._loss is not None:
+            return lambda total: total
+        value, (leaves, spec) = loss_of(output, None), pytree.tree_flatten(output)
+        at = [leaf is value for leaf in leaves]
+        return lambda total: pytree.tree_unflatten([total if here else None for here in at], spec) if any(at) else total
+
+    def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
+        batch, passes = self._called(args, kwargs, target)
+        replicas = [self._share(batch, replica) for replica in range(self._pipeline.data_degree)]
+        own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
+        with torch.no_grad(), step_stream(self.random_state, self.place):
+            outputs = self.runner.evaluate(passes)
+            if outputs is not None and self._gathers and self._loss is not None:
+                outputs = [
+                    (gather_output(output, one.samples, self.place), n)
+                    for (output, n), one in zip(outputs, passes, strict=True)
+                ]
+            if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
+                outputs = [self._loss_and_count(output, one) for (output, _), one in zip(outputs, passes, strict=True)]
+        for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
+            module.reshard()  # without a backward nothing else does
+        if outputs is not None and together > 1:
+            outputs = [
+                (_part(output, one.samples, n, together), count / together)
+                for n in range(together)
+                for (output, count), one in zip(outputs, passes, strict=True)
+            ]
+        mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
+        gathered = gather_values(mine, self.place.device, everywhere=True)
+        wanted = (
+            [own] if self.batching.share == "replica" or (self._gathers and self._loss is None) else [*range(len(replicas))]
+        )
+        parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
+        sizes = [size for replica in wanted for size in replicas[replica].sizes]
+        spec = pytree.tree_structure(parts[0][0])
+        counted = sum(count for _, count in parts)
+        weights = [1.0 if self.batching.reduction == SUM else count / counted for _, count in parts]
+        joined = join_leaves([pytree.tree_leaves(output) for output, _ in parts], sizes, weights)
+        return pytree.tree_unflatten(joined, spec)
+
+    def _loss_and_count(self, output: Any, one: Pass) -> tuple[torch.Tensor, float]:
+        with one.counting() as targets:
+            value = self._loss_of(output, one.part.get(TARGET))
+        return value, float(one.counted(targets, self.ranks.device))
+
+    def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
+        """Everything that the model is called with, by name, and this replica's micro-batches of it."""
+        inputs = keyword_inputs(self.meta_model, args) | dict(kwargs)
+        batch = inputs if target is None else {**inputs, TARGET: target}
+        return batch, self._passes(batch, inputs)
+
+    def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
+        samples = samples_of(dict(batch)) * (len(self.ranks.replicas) if self.batching.share == "replica" else 1)
+        return share_of(self.strategy, replica, samples, degree)
+
+    def _passes(self, batch: Batch, names: Any) -> list[Pass]:
+        """This replica's micro-batches of a batch, on its device."""
+        share = self._share(batch, self.place.replica, self.place.data_degree)
+        if self.batching.reduction == SUM:
+            share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
+        elif self._counts is not None:  # of one count; the step divides by the sum of all
+            share = replace(share, weights=(self._pipeline.data_degree / share.joined / share.whole,) * len(share.sizes))
+        if self.batching.share == "replica":
+            share = replace(share, first=0, whole=share.samples)
+        return passes_of(batch, share, names, self.batching.whole, self.ranks.device, self._counts)
+
+    def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
+        if self._loss is None:
+            return loss_of(output, None)
+        return self._loss(output) if target is None else self._loss(output, target)  # type: ignore[call-arg]
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `DistributedModel.trained`."""
+        for name, parameter in self.named_parameters():
+            yield next((names[0] for names in self._tied if name in names), name), parameter
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """What this rank runs, under the names that it has in the model; parameters and buffers are those of these modules.
+
+        A parameter is a DTensor where it is shared out or laid out.
+        """
+        for body in self._bodies.values():
+            yield from body.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """This rank's parameters and buffers, under the names that they have in the model."""
+        own = {name: value for body in self._bodies.values() for name, value in body.state_dict().items()}
+        for names in self._tied:
+            held = next((name for name in names if name in own), None)
+            own |= {} if held is None else {name: own[held] for name in names}
+        return {**(destination or {}), **{f"{prefix}{name}": value for name, value in own.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
+        """Overwrites this rank's tensors by name; values are whole, or cut as its own are.
+
+        Raises:
+            InputError: With `strict`, one is missing.
+        """
+        for name, own in self.state_dict().items():
+            value = state_dict.get(name)
+            if value is None and strict and isinstance(own, torch.Tensor):
+                raise InputError(f"load_state_dict: there is no {name}; give all tensors of this rank, or strict=False")
+            if not isinstance(own, torch.Tensor) or value is None or value is own:
+                continue
+            if isinstance(own, DTensor):
+                part = value if isinstance(value, DTensor) else own_part(value, own)
+                own, value = own.to_local(), part.to_local()
+            own.copy_(value)
+        held = dict(self.named_parameters())
+        for names in self._tied:  # copies of one parameter in several stages of this process follow
+            copies = [held[name] for name in names if name in held]
+            for other in copies[1:]:
+                other.copy_(copies[0])
+
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        copies = {} if self._ties is None else self._ties.copies(self._bodies)
+        return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
+
+
+def _part(output: Any, samples: int, number: int, parts: int) -> Any:
+    """One of several replicas' part of what the model returned for their samples together."""
+
+    def rows(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.chunk(parts)[number] if leaf.shape[:1] == (samples,) else leaf
+
+    return pytree.tree_map_only(torch.Tensor, rows, output)
+
+
+def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Example inputs under the names that the model's forward gives them.
+
+    Raises:
+        InputError: It has no names for them.
+    """
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    signature = inspect.signature(model.forward)
+    strange = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind not in strange]
+    if len(names) < len(inputs):
+        raise InputError(
+            f"a strategy is run with keyword inputs, but forward{signature} names {len(names)} of its {len(inputs)} inputs"
+        )
+    return dict(zip(names, inputs, strict=False))

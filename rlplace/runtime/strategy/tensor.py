@@ -1,0 +1,205 @@
+"""Tensor-parallel layouts put on a block: weights as `DTensor`, products on what a process holds of them.
+
+Activations outside of the products stay plain tensors, whole or split along the sequence, so a block's own code runs on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from rlplace.runtime.strategy.cuts.regions import Region
+from rlplace.runtime.strategy.cuts.sequence import SEQUENCE
+from rlplace.runtime.strategy.streams import PartStream
+
+
+class Layouts:
+    """Puts layouts on blocks of one process.
+
+    Args:
+        mesh: The tensor axis.
+        sequence: Activations between regions are split along the sequence.
+        device: Where this process computes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool, device: torch.device) -> None:
+        self._mesh, self._stream = mesh, PartStream(mesh.get_local_rank(), device)
+        self._start(mesh.size(), mesh.get_local_rank(), sequence)
+
+    def _start(self, degree: int, rank: int, sequence: bool) -> None:
+        self._degree, self._rank, self._sequence = degree, rank, sequence
+        self._between: Placement = Shard(SEQUENCE) if sequence else Replicate()  # of activations between regions
+        self._changed: dict[nn.Parameter, nn.Parameter] = {}
+
+    def regions(self, block: nn.Module, regions: Sequence[Region], positions: Sequence[str]) -> None:
+        """Lays out the products of a block, and the modules that work by positions."""
+        for region in regions:
+            if region.entry:
+                value = region.source.meta["val"]
+                hook = partial(_change_activation, self._enter, value.dim(), value.shape[-1])
+                block.get_submodule(region.entry).register_forward_pre_hook(hook, with_kwargs=True)
+            for product in region.columns:
+                module = block.get_submodule(product.module)
+                packed = region.packed.get(product.module, 1)
+                self._share(module, product.out_dim, packed)
+                module.forward = partial(self._column, module, product.out_dim == 1, not region.entry, packed)
+            for product in region.rows:
+                module = block.get_submodule(product.module)
+                self._share(module, 1 - product.out_dim, 1, bias=False)
+                module.forward = partial(self._row, module, product.out_dim == 1)
+            for path, name in region.stored:
+                owner = block.get_submodule(path)
+                if hasattr(owner, name):
+                    setattr(owner, name, getattr(owner, name) // self._degree)
+        for path in positions if self._sequence else ():
+            self._whole(block.get_submodule(path))
+
+    def streams(self, block: nn.Module, regions: Sequence[Region], drawn: bool) -> None:
+        """Makes a block that draws numbers draw those for parts apart, after `regions`."""
+        if self._sequence and drawn:
+            self._stream.around(block)
+        for region in () if self._sequence else regions:
+            if region.draws:
+                first, last = region.columns[0].module, region.rows[-1].module
+                self._stream.between(block.get_submodule(first), block.get_submodule(last))
+
+    def vocabulary(self, module: nn.Module) -> None:
+        """Cuts an embedding by rows, or a product by output, and puts what it makes together."""
+        self._share(module, 0, 1)
+        forward = self._embed if isinstance(module, nn.Embedding) else self._gathered_column
+        vars(module)["forward"] = partial(forward, module)
+
+    def _share(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
+        self._set(module, "weight", dim, packed)
+        if getattr(module, "bias", None) is not None:  # fully_shard cannot share out what packs several on its first dimension
+            self._set(module, "bias", 0 if bias and packed == 1 else None, packed)
+
+    def _whole(self, module: nn.Module) -> None:
+        """Every process holds all of the parameters and reads them for its positions: gradients are partial sums."""
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self._set(module, name, None, 1)
+        module.forward = partial(_on_local_parameters, module, module.forward)
+
+    def _set(self, module: nn.Module, name: str, dim: int | None, packed: int) -> None:
+        """Makes a parameter a `DTensor`, once where modules share it."""
+        before = module.get_parameter(name)
+        if before not in self._changed:
+            after = nn.Parameter(self._shared(before.detach(), dim, packed), requires_grad=before.requires_grad)
+            self._changed[before] = self._changed[after] = after
+        setattr(module, name, self._changed[before])
+
+    def _own_part(self, dim: int, packed: int, whole: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a tensor that packs several, each cut by itself."""
+        parts = [part.chunk(self._degree, dim)[self._rank] for part in whole.chunk(packed, dim)]
+        return torch.cat(parts, dim).contiguous()
+
+    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        if dim is not None and packed > 1:
+            placement = _StridedShard(dim, split_factor=packed)
+        return distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
+
+    def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
+        """What this process holds of a value after a collective, and how its gradient is held."""
+        made = DTensor.from_local(value, self._mesh, [before], run_check=False).redistribute(placements=[after])
+        return made.to_local(grad_placements=None if gradient is None else [gradient])
+
+    def _enter(self, value: torch.Tensor) -> torch.Tensor:
+        """Whole activations for products whose input gradients are partial sums."""
+        return self._moved(value, self._between, Replicate(), Partial())
+
+    def _column(self, module: Any, transposed: bool, enters: bool, packed: int, value: torch.Tensor) -> torch.Tensor:
+        made = _product(self._enter(value) if enters else value, _local(module.weight), transposed)
+        if (bias := getattr(module, "bias", None)) is None:
+            return made
+        local = _local(bias, partial_sums=packed > 1)
+        return made + (local if packed == 1 else self._own_part(0, packed, local))
+
+    def _row(self, module: Any, transposed: bool, value: torch.Tensor) -> torch.Tensor:
+        """The sum of partial products, split along the sequence where that is asked for, and the bias."""
+        made = self._moved(_product(value, _local(module.weight), transposed), Partial(), self._between)
+        bias = getattr(module, "bias", None)
+        return made if bias is None else made + _local(bias, partial_sums=self._sequence)
+
+    def _gathered_column(self, module: Any, value: torch.Tensor) -> torch.Tensor:
+        made = self._column(module, False, False, 1, self._moved(value, Replicate(), Replicate(), Partial()))
+        return self._moved(made, Shard(value.dim() - 1), Replicate())
+
+    def _embed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
+        weight = _local(module.weight)
+        own = ids - self._rank * len(weight)
+        held = (own >= 0) & (own < len(weight))
+        rows = F.embedding(torch.where(held, own, 0), weight) * held.unsqueeze(-1)
+        if module.padding_idx is not None:
+            rows = torch.where((ids == module.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return self._moved(rows, Partial(), Replicate())
+
+    def split(self, block: nn.Module, width: int) -> None:
+        """The block is handed whole activations: it takes its part of the sequence."""
+        to_parts = partial(self._moved, before=Replicate(), after=Shard(SEQUENCE))
+        block.register_forward_pre_hook(partial(_change_activation, to_parts, 3, width), with_kwargs=True)
+
+    def join(self, block: nn.Module) -> None:
+        """The block hands on whole activations."""
+        to_whole = partial(self._moved, before=Shard(SEQUENCE), after=Replicate())
+        block.register_forward_hook(lambda module, args, output: _on_first(to_whole, output))
+
+
+class Trial(Layouts):
+    """The same on fake tensors and without a mesh: shows whether a block's own code runs on parts."""
+
+    def __init__(self, degree: int, sequence: bool) -> None:
+        self._start(degree, 0, sequence)
+
+    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+        return whole if dim is None else self._own_part(dim, packed, whole)
+
+    def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
+        whole = torch.cat([value] * self._degree, SEQUENCE) if isinstance(before, Shard) else value
+        return whole.chunk(self._degree, SEQUENCE)[0] if isinstance(after, Shard) else whole
+
+
+def _change_activation(
+    change: Callable[..., torch.Tensor], dims: int, width: int, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """Changes the one activation among the arguments of a module: the one that a gradient flows back through."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    fitting = [(n, leaf) for n, leaf in tensors if leaf.dim() == dims and leaf.shape[-1] == width]
+    places = [n for n, leaf in fitting if leaf.requires_grad] or [n for n, _ in fitting]
+    if len(places) != 1:
+        raise RuntimeError(f"{type(module).__name__} is handed {len(places)} activations of width {width}, expected one")
+    leaves[places[0]] = change(leaves[places[0]])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _on_first(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(output)
+    return pytree.tree_unflatten([change(leaves[0]), *leaves[1:]], spec)
+
+
+def _local(parameter: Any, *, partial_sums: bool = False) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):  # in a trial
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()]) if partial_sums else parameter.to_local()
+
+
+def _product(value: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return value @ weight if transposed else F.linear(value, weight)
+
+
+def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward on plain tensors in place of a module's own parameters."""
+    local = {name: _local(one, partial_sums=True) for name, one in module.named_parameters(recurse=False)}
+    with _reparametrize_module(module, local):
+        return forward(*args, **kwargs)

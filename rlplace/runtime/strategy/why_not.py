@@ -1,0 +1,319 @@
+"""Why a strategy cannot be run by torch's parts, or would run wrong without a word.
+
+It looks at the strategy and at facts about the model and never at the model, so that a planner can ask it of thousands of
+strategies; nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from itertools import chain
+
+from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES, V
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.base.conduct import Conduct
+
+OLDEST = (2, 11)
+"""Of torch; what runs here was compared with the plain model on this version and on the newest."""
+
+MOST_UNSHARDED = 3
+"""Chunks of a device that torch's schedules keep unsharded at once; those beyond are resharded between their actions."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What is known of a model's tensor-parallel layouts; without anything nobody looked.
+
+    Attributes:
+        no_tensor: Why its blocks have none; None when they have, or when nobody looked.
+        parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 where nothing has a layout.
+        no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
+        layouts: ``column`` or ``row`` by module path, for every product with a layout.
+        vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
+        positions: Of the activations that blocks are handed; 0 where they cannot be split.
+    """
+
+    no_tensor: str | None = None
+    parts: int = 0
+    no_sequence: str | None = None
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
+    positions: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `why_not` asks of a model.
+
+    Attributes:
+        blocks: Paths of the blocks that a strategy has to name.
+        batch_norm: A module computes statistics over the samples of its process.
+        sync_norm: A module computes statistics over all processes of the job.
+        no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
+        no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
+        tensor: Of its layouts.
+        hooked: Modules with hooks of the user's.
+        hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
+        backward_hooks: Those with hooks on gradients.
+        subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
+        untrained: Blocks that no gradient flows back from, such as the first that is trained behind frozen ones.
+        recurrent: A recurrent layer; None without one.
+        branches: The forward looks at values outside of blocks, and may call others for other samples.
+        handed: A block that is handed something that lives on, such as a cache; None without one.
+        no_gather: Why replicas cannot gather what a loss reads; None where they can, or nobody looked.
+        conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
+    """
+
+    blocks: tuple[str, ...] = ()
+    batch_norm: bool = False
+    sync_norm: bool = False
+    no_cut: str | None = None
+    no_samples: str | None = None
+    tensor: TensorFacts = TensorFacts()
+    hooked: tuple[str, ...] = ()
+    hooked_outside: tuple[str, ...] = ()
+    backward_hooks: tuple[str, ...] = ()
+    subclass: str | None = None
+    untrained: tuple[str, ...] = ()
+    recurrent: str | None = None
+    branches: bool = False
+    handed: str | None = None
+    no_gather: str | None = None
+    conduct: Conduct | None = None
+
+
+def why_not(
+    strategy: Strategy,
+    facts: ModelFacts | None = None,
+    torch_version: str | None = None,
+    *,
+    couple: str | None = None,
+    buffers: str | None = None,
+) -> str | None:
+    """The first reason why a strategy cannot run, None when it can.
+
+    Args:
+        strategy: What is to run.
+        facts: Of the model (`model_facts`); without them only what is wrong for every model is found.
+        torch_version: Such as ``"2.13.0"``; None takes the installed one.
+        couple: See `Strategy`; None takes the strategy's. So does `buffers`.
+        buffers: See `couple`.
+    """
+    number = minor_version(torch_version or _installed())
+    if number < OLDEST:
+        return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
+    if len(strategy.pipelines) > 1:
+        return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
+    rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model, _hooks)
+    facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
+    reasons = (reason for rule in rules for reason in rule(pipeline, facts, number))
+    return next(
+        chain(
+            reasons, _conduct(pipeline, facts, buffers or strategy.buffers), _gather(pipeline, facts, couple or strategy.couple)
+        ),
+        None,
+    )
+
+
+def judge(
+    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None
+) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
+    """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group may cut.
+
+    Args:
+        facts: Of the model; None asks about strategies alone.
+        couple: See `why_not`; so is `buffers`.
+        buffers: See `couple`.
+
+    Returns:
+        The modules are None where all may be cut.
+    """
+    tensor = TensorFacts() if facts is None else facts.tensor
+    cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
+    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers), cut
+
+
+@cache
+def _installed() -> str:
+    return version("torch")
+
+
+def minor_version(text: str) -> tuple[int, int]:
+    """Such as (2, 13) of ``"2.13.0+cpu"``."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _axes(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    for stage in pipeline.stages:
+        for axis in ("context", "branch"):
+            if stage.axis(axis) > 1:
+                yield f"the axis {axis} is not run yet; plan without it (--space all plans it all the same)"
+        if stage.expert > 1:
+            yield "expert parallelism is not run yet; plan without it (--space all plans it all the same)"
+    degrees = {stage.data_degree for stage in pipeline.stages}
+    if len(degrees) > 1 and max(len(set(pipeline.microbatch)), len(set(pipeline.microbatches))) > 1:
+        yield "stages of unlike data degrees run replicas with micro-batches of one size and number; give all the same"
+    if len(degrees) > 1 and facts.no_samples is not None:
+        yield f"stages of unlike data degrees: {facts.no_samples}"
+
+
+def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    for stage in pipeline.stages:
+        if "optimizer" in stage.offload.values():
+            yield "optimizer state alone in host memory is not in torch and not run yet; offload 'all', or nothing"
+        if stage.offload and stage.sharding == 0:
+            yield "offload is fully_shard's (CPUOffloadPolicy) and needs a sharding level of at least 1"
+        if stage.offload and len(pipeline.stages) > 1:
+            yield "offload in a pipeline was never compared with the plain model; plan it without a pipeline"
+        if facts.batch_norm and stage.recompute:
+            yield "recomputation runs a forward twice, and BatchNorm would count its running statistics twice"
+
+
+def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    level = max(stage.sharding for stage in pipeline.stages)
+    if len(pipeline.stages) > 1 and level > 1:
+        yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
+    if level > 1 and len(set(pipeline.microbatches)) > 1:
+        yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
+    if facts.batch_norm and pipeline.data_degree > 1:
+        yield (
+            "BatchNorm computes its statistics per replica, which is another model; convert it with "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or plan without replicate and shard"
+        )
+
+
+def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    if len(pipeline.stages) == 1:
+        return
+    if facts.sync_norm:
+        yield "SyncBatchNorm waits for processes of other stages; give it the process group of its stage's replicas"
+    places = pipeline.device_sets
+    schedule = SCHEDULES[pipeline.schedule or ""]
+    if schedule.layout == V and torch < (2, 13):
+        yield "stages in a v need torch 2.13: before, neighbours in one process send to themselves"
+    if not pipeline.unlike_meshes and any(list(column) != sorted(column) for column in zip(*places, strict=False)):
+        yield "torch numbers the places of a pipeline by rising process; number devices in the order of the chain"
+    for stage in pipeline.stages[1:] if schedule.splits_backward else ():
+        first = next(
+            (one for one in facts.blocks for name in stage.blocks[:1] if one == name or one.startswith(f"{name}.")), ""
+        )
+        if first in facts.untrained:
+            yield f"no gradient flows back from {first}, which a split backward needs; take {ONE_F_ONE_B}, say"
+    sharded, chunks = any(stage.sharding for stage in pipeline.stages), len(pipeline.stages) // len(places)
+    if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
+        yield (
+            f"torch keeps {MOST_UNSHARDED} chunks a device unsharded and reshards others between actions, found {chunks}: "
+            "a split backward then loses weight gradients, and replicas of unlike micro-batches wait for each other for ever"
+        )
+
+
+def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    if len(pipeline.stages) > 1:
+        named = {block for stage in pipeline.stages for block in stage.blocks}
+        if facts.no_cut is not None:
+            yield f"the model cannot be cut into stages: {facts.no_cut}"
+        for block in facts.blocks:
+            if block not in named and not any(block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
+                yield f"no stage names the block {block}"
+    tensor = facts.tensor
+    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages} - {1}):
+        if tensor.no_tensor is not None:
+            yield f"no tensor-parallel layout: {tensor.no_tensor}"
+        if tensor.parts % degree:
+            yield f"the tensor degree {degree} does not divide {tensor.parts}, what heads and widths have in common"
+    given = {path: layout for stage in pipeline.stages for path, layout in stage.tensor.items()}
+    for path, layout in given.items():
+        if tensor.layouts.get(path, layout) != layout or layout not in ("column", "row"):
+            yield f"the layout {layout!r} of {path} is not run: {tensor.layouts.get(path, 'column or row')} is; leave it out"
+    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages if stage.sequence_parallel}):
+        if tensor.no_sequence is not None:
+            yield f"no sequence parallelism: {tensor.no_sequence}"
+        if tensor.positions % degree:
+            yield f"{tensor.positions} positions cannot be split over {degree} processes; pad them to a multiple"
+
+
+def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+    stages = pipeline.stages
+    if facts.subclass is not None:
+        yield f"the parameter {facts.subclass} is no plain tensor, which no engine here trains; convert it to a plain one"
+    if facts.hooked and any(stage.axis("tensor") > 1 for stage in stages):
+        yield f"the hooks of {facts.hooked[0]} would see parts of activations and weights; remove them, or plan with tensor=1"
+    if len(stages) > 1 and facts.hooked_outside:
+        yield (
+            f"the hooks of {facts.hooked_outside[0]} lie outside of all blocks, where a pipeline does not call them; move them "
+            "to a block, or plan with pipeline=1"
+        )
+    if facts.backward_hooks and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield (
+            f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
+            f"as {ONE_F_ONE_B}"
+        )
+    if facts.recurrent is not None and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take {ONE_F_ONE_B}, say"
+    if facts.recurrent is not None and any("selective" in stage.recompute.values() for stage in stages):
+        yield (
+            f"selective recomputation keeps products that {facts.recurrent} writes to in place, and gradients would be others; "
+            "recompute in full"
+        )
+    if facts.branches and any(stage.sharding for stage in stages):
+        yield (
+            "the forward looks at values outside of its blocks, so that processes may call unlike blocks and wait for each "
+            "other's parameters for ever; plan with shard=1"
+        )
+    if facts.handed is not None and any(stage.recompute for stage in stages):
+        yield (
+            f"recomputation runs a forward twice, and {facts.handed}, which would be filled twice; for a cache of keys and "
+            "values, set model.config.use_cache = False"
+        )
+    if facts.backward_hooks and any(stage.recompute for stage in stages):
+        yield f"recomputation would call the hooks of {facts.backward_hooks[0]} on other activations; plan without recompute"
+
+
+def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[str]:
+    conduct = facts.conduct or Conduct()
+    stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches)
+    sharded = any(stage.sharding for stage in stages)
+    alone = "plan with replicate=1 shard=1 microbatches=1"
+    if conduct.indivisible is not None and parts > 1:
+        yield f"the batch cannot be divided: a part of it raised {conduct.indivisible}; {alone}"
+    if conduct.written and parts > 1 and buffers == "whole":
+        yield (
+            f"the forward writes {conduct.written[0]} by the samples that it gets, so replicas and micro-batches would write "
+            f"others; {alone}, or let each write its own (--buffers replica)"
+        )
+    if conduct.kept and (len(stages) > 1 or max(pipeline.microbatches) > 1):
+        yield (
+            f"the forward writes {conduct.kept[0]}, a plain attribute, which stages and micro-batches do not follow; register "
+            "it as a buffer, or plan with pipeline=1 microbatches=1"
+        )
+    if (conduct.written or conduct.counters) and any(stage.recompute for stage in stages):
+        yield f"recomputation runs a forward twice, and {(*conduct.written, *conduct.counters)[0]} would be written twice"
+    if conduct.toggles and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+        yield (
+            f"the forward changes requires_grad of {conduct.toggles[0]}, which shares, stages, tensor groups and recomputation "
+            "do not follow; plan with shard=1 pipeline=1 tensor=1"
+        )
+    if conduct.differentiates and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+        yield (
+            "the forward computes gradients itself, which shares, stages, tensor groups and recomputation do not follow; plan "
+            "with shard=1 pipeline=1 tensor=1"
+        )
+    if conduct.sparse and (sharded or (len(stages) > 1 and pipeline.data_degree > 1)):
+        yield f"the gradient of {conduct.sparse[0]} is sparse, which torch shares out of dense tensors only; plan with shard=1"
+
+
+def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]:
+    if couple != "gather":
+        return
+    if max(pipeline.microbatches) > 1:
+        yield "--couple gather computes the loss of the whole batch at once; plan with microbatches=1"
+    if pipeline.data_degree > 1 and (len(pipeline.stages) > 1 or len(set(pipeline.microbatch)) > 1):
+        yield "--couple gather is for replicas of one stage and equal size; plan with pipeline=1"
+    if pipeline.data_degree > 1 and facts.no_gather is not None:
+        yield f"--couple gather: {facts.no_gather}"
+    if pipeline.data_degree > 1 and (facts.batch_norm or (facts.conduct is not None and facts.conduct.written)):
+        yield "--couple gather gathers what a loss reads, and statistics inside of the model stay a replica's; plan without it"

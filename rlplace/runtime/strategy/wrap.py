@@ -1,0 +1,126 @@
+"""Data axes, recomputation and offload of a stage by torch's wrappers, in torch's order.
+
+Tensor layouts come before (`tensor`), because `fully_shard` shares what a process holds of a parameter after them. Block by
+block: recomputation, then `fully_shard` or `replicate`; what is left goes with the root. Names of parameters stay the model's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rlplace.model.capture.export import lies_in
+from rlplace.plan.strategy import Stage
+from rlplace.runtime.strategy.gradients import left_out
+from rlplace.runtime.strategy.mesh import Place
+
+
+def recompute(block: nn.Module, how: str) -> None:
+    """Makes a block run its forward again in the backward: all of it, or all but what `selective` keeps.
+
+    Its `forward` is replaced, not its class or its place, so that names and hooks stay.
+    """
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective recomputation keeps what products with weights, attention and collectives made."""
+    name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
+    products = ("mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag")
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    drawn = bool(given.get("dropout_p"))  # what is kept draws no numbers again, so those that follow would be others
+    kept = name in products or ("scaled_dot_product" in name and not drawn) or "c10d_functional" in namespace
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def wrap_stage(
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    stage: Stage,
+    place: Place,
+    *,
+    pipelined: bool,
+    outside: Collection[str] = (),
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    unreached: bool = True,
+) -> nn.Module:
+    """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
+
+    Args:
+        root: The stage's module, or the whole model.
+        blocks: Its blocks by path.
+        stage: What the strategy says of it.
+        place: This process's place.
+        pipelined: Whether torch's schedules will drive it.
+        outside: Blocks whose parameters are read while they do not run: they are gathered with what no block has.
+        mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
+        unreached: Some parameters may get no gradient, which torch then looks for in every step.
+    """
+    for path, how in stage.recompute.items():
+        for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
+            recompute(unit, how)
+    if stage.data_degree == 1 and mixed_precision is None:
+        return root
+    cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
+    if stage.sharding == 0:
+        if not pipelined and stage.axis("tensor") == 1 and mixed_precision is None:
+            ids = None if place.device.type == "cpu" else [place.device]
+            group = place.mesh["replicate"].get_group()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another word for it, which 2.11 has not
+                return DistributedDataParallel(
+                    root,
+                    device_ids=ids,
+                    process_group=group,
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                    find_unused_parameters=unreached,
+                )
+        shared: Any = partial(replicate, mesh=place.mesh["replicate"], **cast)  # type: ignore[arg-type]
+    else:
+        axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
+        again = stage.sharding == 3
+        shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
+    shared = partial(shared, ignored_params={p for p in root.parameters() if left_out(p)})  # see `average_left_out`
+    for path, block in blocks.items():
+        if path not in outside and stands_alone(root, block):
+            inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
+            shared(block, offload_policy=offload(inside, place.device))
+    everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
+    shared(root, offload_policy=offload("all" if everything else None, place.device))
+    return root
+
+
+def _shard_dim(parameter: nn.Parameter) -> Shard | None:
+    """A weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its second."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Shard(1) if any(isinstance(p, _StridedShard) and p.dim == 0 for p in placements) else None
+
+
+def offload(what: str | None, device: torch.device) -> OffloadPolicy:
+    """Torch's policy for what of a block lives in host memory; pinned where there is a device that copies from it."""
+    return OffloadPolicy() if what is None else CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def stands_alone(root: nn.Module, block: nn.Module) -> bool:
+    """Whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root has."""
+    own = {id(parameter): parameter for parameter in block.parameters()}
+    if not any(parameter.dim() > 1 for parameter in own.values()):
+        return False
+    inside = {id(module) for module in block.modules()}
+    others = (module for module in root.modules() if id(module) not in inside)
+    return not any(id(parameter) in own for module in others for parameter in module.parameters(recurse=False))

@@ -1,0 +1,1 @@
+"""Blocks of a model with their prices and the lifetimes of their tensors."""

@@ -1,0 +1,144 @@
+"""The experts of a captured model, and how its ops are cut when an expert group spreads them over its devices.
+
+Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose rows
+a router has sorted. Every device of an expert group holds some experts and works on the tokens of all devices that chose them:
+on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
+tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.model.graph.opgraph import FORWARD, PARAMETER, UPDATE, OpGraph
+from rlplace.strategy.costs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD_PASS,
+    EXPERT_ALL_TO_ALL,
+    FORWARD_PASS,
+    REDUCE_SCATTER,
+    Cut,
+)
+from rlplace.strategy.layouts.tensor_layout import Collective, TensorLayout
+
+IMBALANCE = 1.1
+"""Tokens of the busiest device of an expert group over the mean: an assumption about routers that are trained to balance."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """What is spread.
+
+    Attributes:
+        counts: Parameter to how many experts it holds, along its first axis.
+        routed: bool [N], forward and backward ops that work on sorted tokens.
+        products: int64, those that read or write weights of experts.
+        sent: By module of experts, the op and tensor that tokens are sent to experts as, and those that come back.
+        outputs: Tensors that routed ops make and others read; the first of every module is its output.
+    """
+
+    graph: OpGraph
+    counts: dict[int, int]
+    routed: NDArray[np.bool_]
+    products: NDArray[np.int64]
+    sent: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    outputs: NDArray[np.int64]
+
+    @property
+    def most(self) -> int:
+        """Degrees over which they can be spread divide it; 1 without experts."""
+        return gcd(*self.counts.values()) or 1
+
+    def why_not(self, degree: int) -> str | None:
+        """Why the experts cannot be spread over so many devices."""
+        if not self.counts:
+            return "the model has no experts in grouped products; leave expert at 1"
+        return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
+
+    def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
+        """A layout in which an expert group holds the experts.
+
+        Args:
+            layout: Of the tensor group; None where it is one device.
+            cut: The degrees.
+            of_op: int32 [N], block of every op.
+        """
+        graph, rows = self.graph, cut.tensor
+        layout = layout or _whole(graph)
+        op_parts, tensor_parts = layout.op_parts.copy(), layout.tensor_parts.copy()
+        parameter_parts = layout.parameter_parts.copy()
+        parameter_parts[list(self.counts)] = cut.expert
+        op_parts[self.routed] = rows
+        updates = np.flatnonzero(graph.op_phase == UPDATE)
+        op_parts[updates] = parameter_parts[graph.op_parameter[updates]]
+        made = np.flatnonzero((graph.tensor_producer >= 0) & self.routed[np.maximum(graph.tensor_producer, 0)])
+        tensor_parts[made], tensor_parts[self.outputs] = rows, 1
+        collectives = [item for item in layout.collectives if not self.routed[item.op]]
+        for ends in self.sent:
+            block = int(of_op[ends[0][0]])
+            for when in (FORWARD_PASS, BACKWARD_PASS):
+                collectives += [Collective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
+        if rows > 1:
+            # Every device of the tensor group has the output of its own tokens, and likewise the gradient of its input.
+            ahead, behind = (
+                ((REDUCE_SCATTER,), (ALL_GATHER, REDUCE_SCATTER)) if cut.sequence_parallel else ((ALL_REDUCE,), (ALL_REDUCE,))
+            )
+            for tensor in self.outputs[graph.op_phase[graph.tensor_producer[self.outputs]] == FORWARD].tolist():
+                op = int(graph.tensor_producer[tensor])
+                for when, kinds in ((FORWARD_PASS, ahead), (BACKWARD_PASS, behind)):
+                    collectives += [Collective(int(of_op[op]), op, tensor, when, kind) for kind in kinds]
+        return dataclasses.replace(
+            layout,
+            op_parts=op_parts,
+            op_dims={op: dim for op, dim in layout.op_dims.items() if not self.routed[op]},
+            tensor_parts=tensor_parts,
+            parameter_parts=parameter_parts,
+            collectives=tuple(collectives),
+            thin_ops=self.products,
+        )
+
+
+def find_experts(graph: OpGraph) -> Experts:
+    """The experts of a captured step, if it has any."""
+    readers, tensors = graph.consumers, graph.edge_tensor
+    grouped = np.array(["grouped_mm" in target for target in graph.op_target], dtype=bool)
+    weight = (graph.tensor_role == PARAMETER)[tensors] & grouped[readers] & (graph.op_phase[readers] == FORWARD)
+    held: dict[int, int] = {}
+    of_module: dict[str, list[int]] = {}
+    for tensor, op in zip(tensors[weight].tolist(), readers[weight].tolist(), strict=True):
+        number = int(graph.tensor_parameter[tensor])
+        parameter = graph.parameters[number]
+        if len(parameter.shape) == 3:
+            held[number] = parameter.shape[0]
+            of_module.setdefault(parameter.name.rpartition(".")[0], []).append(op)
+    modules = tuple(f"{module}." for module in of_module)
+    inside = np.array([f"{path}.".startswith(modules) for path in graph.op_module], dtype=bool)
+    ahead = inside & (graph.op_phase == FORWARD)
+    behind = (graph.op_phase != FORWARD) & (graph.op_phase != UPDATE) & (graph.op_forward >= 0)
+    routed = ahead | (behind & ahead[np.maximum(graph.op_forward, 0)])
+    forward_products = sorted(op for ops in of_module.values() for op in ops)
+    products = np.flatnonzero(np.isin(np.where(behind, graph.op_forward, np.arange(graph.num_ops)), forward_products))
+    made = graph.tensor_producer[tensors]
+    leaves = (made >= 0) & routed[np.maximum(made, 0)] & ~routed[readers] & (graph.op_phase[readers] != UPDATE)
+    sent = tuple(_ends(graph, min(ops), max(ops)) for ops in of_module.values())
+    return Experts(graph, held, routed, products, sent, np.unique(tensors[leaves]).astype(np.int64))
+
+
+def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What the first product of some experts reads, and what the last one makes."""
+    read = graph.edge_tensor[(graph.consumers == first) & (graph.tensor_role[graph.edge_tensor] != PARAMETER)]
+    made = np.flatnonzero(graph.tensor_producer == last)
+    ahead, back = (int(values[np.argmax(graph.tensor_bytes[values])]) for values in (read, made))
+    return (first, ahead), (last, back)
+
+
+def _whole(graph: OpGraph) -> TensorLayout:
+    """The layout of a tensor group of one device."""
+    ones = [np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors, len(graph.parameters))]
+    return TensorLayout(1, ones[0], {}, ones[1], ones[2], (), {})

@@ -1,0 +1,393 @@
+"""What the blocks of a captured model cost on the devices of a cluster: `BlockCosts` from ops, dimensions and liveness.
+
+Times are those of the ops (`rlplace.cost.price`), memory is that of their tensors (`rlplace.strategy.blocks.lives`), at any
+batch size and for any device kind; what is known of a cut is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster.parse import Cluster, as_cluster
+from rlplace.cost.calls import Calls, calls_of
+from rlplace.cost.compute import check_host, fold_issue, issue_times, times_with
+from rlplace.cost.foreign import as_costs
+from rlplace.cost.scaled import base_name
+from rlplace.cost.table import CostTable, KindCosts
+from rlplace.errors import InputError
+from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
+from rlplace.model.graph.causal import with_causal_attention
+from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
+from rlplace.model.graph.rescale import affine
+from rlplace.strategy.blocks.blocks import Blocks, find_blocks
+from rlplace.strategy.blocks.captured_ops import captured_collectives, captured_step, halved_bytes
+from rlplace.strategy.blocks.context import context_layout, gathered_bytes, why_no_context
+from rlplace.strategy.blocks.experts import IMBALANCE, find_experts
+from rlplace.strategy.blocks.lives import Lives, Memory
+from rlplace.strategy.blocks.op_costs import PassOps, StepOps
+from rlplace.strategy.blocks.samples import Sample, representatives
+from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
+from rlplace.strategy.layouts.divide import moved_by, shares, tensor_parts
+from rlplace.strategy.layouts.layouts import LayoutSearch
+from rlplace.strategy.layouts.tensor_layout import TensorLayout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    """The model at a batch size and cut.
+
+    Attributes:
+        whole: Ops that stand for all, with their kernels.
+        halves: The same with weight gradients apart.
+        first: int64 [B], the block that stands for each block.
+        tensor_bytes: int64 [T], of tensors of the captured graph on one device.
+        temporary_bytes: int64 [N], likewise of its ops.
+        moved_bytes: For each layout int64 [T], what its groups move of tensors.
+        memory: Of one device.
+        seconds: float64 [N] by device kind, as far as known.
+    """
+
+    whole: tuple[OpGraph, Calls]
+    halves: tuple[OpGraph, Calls]
+    first: NDArray[np.int64]
+    tensor_bytes: NDArray[np.int64]
+    temporary_bytes: NDArray[np.int64]
+    moved_bytes: tuple[NDArray[np.int64], ...]
+    memory: Memory
+    seconds: dict[int, Floats]
+
+
+class PricedBlocks:
+    """`rlplace.strategy.costs.BlockCosts` of a captured model.
+
+    Attributes:
+        names: B module paths in model order.
+        kinds: Names of the device kinds of the cluster.
+        ties: Parameters and buffers that several blocks read.
+        classes: int64 [B]; blocks of one number cost the same.
+        experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
+        blocks: Which block every op belongs to.
+        graph: The captured graph.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: Cluster | str,
+        other: OpGraph | None = None,
+        *,
+        only: Collection[str] | None = None,
+        costs: CostTable | str | Path | None = None,
+        host: str = "eager",
+    ) -> None:
+        """Finds the blocks.
+
+        Args:
+            graph: A captured step.
+            cluster: Its devices say which kinds there are.
+            other: The same model captured at another batch size: both together give all sizes (`rlplace.model.graph.rescale`).
+                None: there is this one only.
+            only: Paths of modules whose weights a tensor group may cut; None: all.
+            costs: See `rlplace.price`; so is `host`.
+            host: See `costs`.
+        """
+        check_host(host)
+        graph = with_causal_attention(graph)
+        other = None if other is None else with_causal_attention(other)
+        self.graph, self._host, self._only = graph, host, only
+        self._table = as_costs(costs)
+        self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}
+        self.kinds = tuple(self._kinds)
+        self._kept: dict[Hashable, object] = {}
+        self.blocks = find_blocks(graph)
+        self._lives, self._experts = Lives(graph, self.blocks), find_experts(graph)
+        self._graphs = (graph,) if other is None else (graph, other)
+        self.names, self.experts = self.blocks.names, self._experts.most
+        self.ties = _ties(graph, self.blocks)
+        self.classes = self._classes()
+
+    def why_not(self, cut: Cut) -> str | None:
+        """Why a pass cannot be cut like that; None where it can."""
+        if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
+            return reason
+        if len(self._graphs) == 1 and cut.samples != self.graph.samples:
+            size = self.graph.samples
+            return (
+                f"the model was captured with {size} samples only, asked for {cut.samples}: use a batch of {size} or a "
+                "multiple of it, or place the module itself with its example inputs"
+            )
+        try:
+            self._at(cut)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def passes(self, kind: int, cut: Cut) -> PassCosts:
+        """A pass on a device of that kind.
+
+        Raises:
+            InputError: `why_not` has a reason.
+        """
+        return self._once(("pass", kind, cut), lambda: self._pass(kind, cut))
+
+    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
+        """What one device holds at these degrees."""
+        cut = self._whole(tensor, expert)
+        own = self._experts.counts if expert > 1 else ()
+        return self._once(("held", tensor, expert), lambda: _held(self.graph, self.blocks, self._layout(cut), own))
+
+    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
+        """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
+        cut = self._whole(tensor, expert)
+        updates = np.flatnonzero(self.graph.op_phase == UPDATE)
+        holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
+        counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
+        flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
+        return self._totals(self._at(cut), flat, np.repeat(self._seconds(kind, cut)[updates], counts))
+
+    def step_ops(self, split: bool) -> StepOps:
+        """The ops of a pass; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
+        return self._once(("step", split), lambda: captured_step(*self._ops(split), self.blocks, self._lives))
+
+    def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
+        """What they take; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
+        self._allowed(cut)
+        found, (graph, origin) = self._at(cut), self._ops(split)
+        layouts = zip(self._layouts(cut), found.moved_bytes, strict=True)
+        return PassOps(
+            seconds=self._half_seconds(kind, cut) if split else self._pass_seconds(kind, cut),
+            temporary_bytes=found.temporary_bytes[origin],
+            tensor_bytes=np.pad(found.tensor_bytes, (0, graph.num_tensors - len(found.tensor_bytes))),
+            collectives=tuple(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)),
+        )
+
+    def _halved_bytes(self, found: _Sized) -> NDArray[np.int64]:
+        step = self.step_ops(True)
+        sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
+        return _most(halved_bytes(step, sizes, found.memory.kept_bytes), self.classes)
+
+    def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
+        """The captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
+        return self._split()[0] if split else (self.graph, np.arange(self.graph.num_ops, dtype=np.int32))
+
+    def _pass_seconds(self, kind: int, cut: Cut) -> Floats:
+        """float64 [N], of every captured op, on the busiest device of an expert group."""
+        seconds = self._seconds(kind, cut)
+        return seconds * np.where(self._experts.routed, IMBALANCE, 1.0) if cut.expert > 1 else seconds
+
+    def _half_seconds(self, kind: int, cut: Cut) -> Floats:
+        """float64 [N'], the same with weight gradients apart."""
+        _, halves, _, origin = self._samples(self._layouts(cut))
+        parts = self._priced(kind, *self._at(cut).halves, halves.stand_in)
+        seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], origin)[:, 0]
+        return seconds
+
+    def _pass(self, kind: int, cut: Cut) -> PassCosts:
+        self._allowed(cut)
+        found = self._at(cut)
+        of_op, seconds = self.blocks.of_op, self._pass_seconds(kind, cut)
+        _, _, is_weight, origin = self._samples(self._layouts(cut))
+        weight = self._half_seconds(kind, cut) * is_weight
+        moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
+        for layout, sizes in zip(self._layouts(cut), found.moved_bytes, strict=True):
+            moved += moved_by(layout, sizes, len(self.names))
+        phase, memory = self.graph.op_phase, found.memory
+        return PassCosts(
+            forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
+            backward_s=self._totals(found, of_op, seconds * ((phase != FORWARD) & (phase != UPDATE))),
+            weight_s=self._totals(found, of_op[origin], weight),
+            again_s=np.stack([self._totals(found, of_op[ops], seconds[ops]) for ops in self._lives.again]),
+            kept_bytes=memory.kept_bytes,
+            working_bytes=_most(memory.working_bytes, self.classes),
+            sent_bytes=memory.sent_bytes,
+            returned_bytes=memory.returned_bytes,
+            halved_bytes=self._halved_bytes(found),
+            collective_bytes=moved[0],
+            collective_calls=moved[1],
+        )
+
+    def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
+        """float64 [B], sums by block; equal blocks share what the host's lead makes unlike."""
+        count = len(self.names)
+        total = np.bincount(found.first, np.bincount(block, values, count), count)
+        alike = np.bincount(found.first, minlength=count)
+        return (total[found.first] / alike[found.first]).astype(np.float64)
+
+    def _whole(self, tensor: int, expert: int) -> Cut:
+        """The cut at which a tensor group holds and updates what it holds, at the captured batch."""
+        cut = Cut(self.graph.samples, tensor, expert=expert)
+        self._allowed(cut)
+        return cut
+
+    def _allowed(self, cut: Cut) -> None:
+        reason = self.why_not(cut)
+        if reason is not None:
+            raise InputError(f"blocks: {reason}")
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes, or the error it ends with, found once."""
+        if key not in self._kept:
+            try:
+                self._kept[key] = make()
+            except InputError as error:
+                self._kept[key] = error
+        found = self._kept[key]
+        if isinstance(found, InputError):
+            raise found
+        return found  # type: ignore[return-value]
+
+    def _at(self, cut: Cut) -> _Sized:
+        """Ops, tensors and memory at a batch size, as one device of a tensor group has them."""
+        return self._once(("sized", cut), lambda: self._sized(cut))
+
+    def _sized(self, cut: Cut) -> _Sized:
+        layouts = self._layouts(cut)
+        parts = [tensor_parts(self.graph, layout) for layout in layouts]
+        whole, halves, *_ = self._samples(layouts)
+        sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
+        graph, split = (sample.at(cut.samples, layouts, parts) for sample in (whole, halves))
+        moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
+        temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
+        if cut.context > 1:
+            temporary = temporary + gathered_bytes(self.graph, layouts[-1], moved[-1])
+        sizes = reduce(shares, parts, sizes)
+        return _Sized(
+            whole=(graph, calls_of(graph, self._host)),
+            halves=(split, calls_of(split, self._host)),
+            first=representatives(self.graph, self.blocks, self.classes, layouts),
+            tensor_bytes=sizes,
+            temporary_bytes=temporary,
+            moved_bytes=moved,
+            memory=self._lives.memory(sizes, temporary),
+            seconds={},
+        )
+
+    def _values(self, name: str, samples: int) -> NDArray[np.int64]:
+        """A field of the whole graph at a batch size, bytes."""
+        if len(self._graphs) == 1:
+            return getattr(self.graph, name)  # type: ignore[no-any-return]
+        small, large = self._graphs
+        values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
+        return np.maximum(values, 0)
+
+    def _samples(self, layouts: tuple[TensorLayout, ...]) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
+        """Ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part of."""
+
+        def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
+            split, origin = zip(*self._split(), strict=True)
+            first = representatives(self.graph, self.blocks, self.classes, layouts)
+            if self._host != "eager":  # compiled ops fuse with those of other blocks
+                first = np.arange(len(first))
+            halves = Sample.of(split, self.blocks, first, origin[0])
+            return Sample.of(self._graphs, self.blocks, first), halves, split[0].op_phase == BACKWARD_WEIGHT, origin[0]
+
+        return self._once(("samples", layouts), make)
+
+    def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
+        return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
+
+    def _search(self) -> LayoutSearch:
+        return self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
+
+    def _layouts(self, cut: Cut) -> tuple[TensorLayout, ...]:
+        """How ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
+        layout = self._layout(cut)
+        layouts = () if layout is None else (layout,)
+        return layouts if cut.context == 1 else (*layouts, self._once(("context", cut.context), lambda: self._context(cut)))
+
+    def _context(self, cut: Cut) -> TensorLayout:
+        ops = self._search().ops
+        reason = why_no_context(ops, cut.context)
+        if reason is not None:
+            raise InputError(reason)
+        return context_layout(ops, cut.context, self._experts.routed)
+
+    def _layout(self, cut: Cut) -> TensorLayout | None:
+        """How the blocks are cut over a tensor and an expert group; None where they are whole."""
+        if cut.expert > 1:
+            base = self._layout(dataclasses.replace(cut, expert=1))
+            key = "spread", cut.tensor, cut.sequence_parallel, cut.expert
+            return self._once(key, lambda: self._experts.spread(base, cut, self.blocks.of_op))
+        if cut.tensor == 1:
+            return None
+        return self._once(
+            ("layout", cut.tensor, cut.sequence_parallel),
+            lambda: self._search().layout(cut.tensor, sequence_parallel=cut.sequence_parallel),
+        )
+
+    def _seconds(self, kind: int, cut: Cut) -> Floats:
+        """float64 [N], of every captured op."""
+        found = self._at(cut)
+        if kind not in found.seconds:
+            found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layouts(cut))[0].stand_in)
+        return found.seconds[kind]
+
+    def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:
+        """Seconds of all ops from those that stand for them; the host issues one after the other."""
+        device = self._kinds[self.kinds[kind]]
+        own = self._table.kinds.get(base_name(device.name), KindCosts())
+        device_s = times_with(self._table, graph, device, calls, self._host).device_s
+        return fold_issue(device_s[stand_in], issue_times(graph, own, self._host, device)[stand_in])
+
+    def _classes(self) -> NDArray[np.int64]:
+        graph, of_op = self.graph, self.blocks.of_op
+        held, memory = _held(graph, self.blocks, None, ()), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
+        tied = [tuple(index for index, tie in enumerate(self.ties) if b in tie.blocks) for b in range(len(self.names))]
+        parts = np.bincount(self._split()[0][1], minlength=graph.num_ops)
+        ops: list[list[Hashable]] = [[] for _ in self.names]
+        for op, block in enumerate(of_op.tolist()):
+            ops[block].append(
+                (
+                    graph.op_phase[op], graph.op_kind[op], graph.op_target[op], graph.op_dtype[op], graph.op_flops[op],
+                    graph.op_bytes[op], graph.op_temporary_bytes[op], tuple(graph.op_dims.get(op, {}).items()),
+                    None if graph.op_launches is None else graph.op_launches[op], self._graphs[-1].op_flops[op],
+                    self._graphs[-1].op_bytes[op], parts[op],
+                )
+            )  # fmt: skip
+        columns = (
+            *memory.kept_bytes, memory.sent_bytes, memory.returned_bytes,
+            held.weight_bytes, held.gradient_bytes, held.optimizer_bytes,
+        )  # fmt: skip
+        sizes = np.stack(columns, axis=1).tolist()
+        numbers: dict[Hashable, int] = {}
+        rows = [(tuple(ops[b]), tied[b], tuple(sizes[b])) for b in range(len(self.names))]
+        return np.array([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
+
+
+def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The largest value of each class for all of its blocks: what neighbours leave behind makes small differences."""
+    most = np.stack([values[..., classes == number].max(axis=-1) for number in range(int(classes.max()) + 1)], axis=-1)
+    same: NDArray[np.int64] = most[..., classes]
+    return same
+
+
+def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None, spread: Collection[int]) -> HeldCosts:
+    """What a device holds; `spread` are the parameters that an expert group spreads."""
+    parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
+    pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
+    for number, (parameter, count, holders) in enumerate(zip(graph.parameters, pieces, blocks.of_parameter, strict=True)):
+        sizes = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
+        parts[:, list(holders)] += shares(sizes, count)[:, None]
+        if number in spread:
+            experts[:, list(holders)] += shares(sizes, count)[:, None]
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
+
+
+def _ties(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:
+    """Shared weights, those of the same blocks as one."""
+    sizes: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    for parameter, holders in zip(graph.parameters, blocks.of_parameter, strict=True):
+        if len(holders) > 1:
+            own = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
+            sizes[holders] = sizes.get(holders, np.zeros(3, dtype=np.int64)) + own
+    return tuple(Tie(holders, *map(int, total)) for holders, total in sizes.items())

@@ -1,0 +1,1 @@
+"""The block executor: step time and memory of a strategy, compiled."""

@@ -1,0 +1,196 @@
+"""Which devices do what together: the groups of a mesh, and the lanes of a pipeline.
+
+A *lane* is a slice of all places that runs micro-batches on its own until gradients are exchanged: a replica where all places
+have one data degree. Places of unlike degrees run as many lanes as their degrees have in common; a place's replicas inside one
+lane take their parts of the same micro-batches and wait for each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from rlplace.cluster import Cluster
+from rlplace.errors import InputError
+from rlplace.plan.actions import Action, chain_actions
+from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL
+from rlplace.strategy.drafts import Draft, Place
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One slice of the pipeline.
+
+    Attributes:
+        microbatches: Passes a step.
+        replicas: For each place its replicas in the lane: samples of a pass, and devices.
+    """
+
+    microbatches: int
+    replicas: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+
+
+def tensor_groups(place: Place, kind: int) -> Groups:
+    """Devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
+
+    Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
+    group; everything else in the tensor group.
+    """
+    if kind == EXPERT_ALL_TO_ALL:
+        return _groups(place, place.expert, 1)
+    if kind in (CONTEXT_GATHER, CONTEXT_SCATTER):
+        return _groups(place, place.context, place.tensor)
+    return _groups(place, place.tensor, 1)
+
+
+def share_groups(place: Place) -> Groups:
+    """Devices that share parameters: shard x context, at levels 1 to 3."""
+    return _groups(place, share_degree(place), place.tensor)
+
+
+def expert_share_groups(place: Place) -> Groups:
+    """Devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside expert."""
+    return _groups(place, expert_share_degree(place), place.expert)
+
+
+def spreads(place: Place) -> bool:
+    """Whether experts can be spread as a place says."""
+    group = place.shard * place.context * place.tensor
+    return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
+
+
+def copy_groups(place: Place) -> Groups:
+    """Devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
+    if place.sharding:
+        return _groups(place, place.replicate, place.shard * place.context * place.tensor)
+    return _groups(place, place.replicate * place.context, place.tensor)
+
+
+def share_degree(place: Place) -> int:
+    """Parts that weights are in: 1 at level 0."""
+    return place.shard * place.context if place.sharding else 1
+
+
+def expert_share_degree(place: Place) -> int:
+    """Parts that weights of experts are in: 1 at level 0."""
+    return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
+
+
+def copy_degree(place: Place) -> int:
+    """Size of `copy_groups`."""
+    return place.replicate if place.sharding else place.replicate * place.context
+
+
+def _groups(place: Place, size: int, stride: int) -> Groups:
+    """Groups of `size` devices that stand `stride` apart."""
+    devices, span = place.devices, size * stride
+    return tuple(
+        devices[start + offset : start + offset + span : stride]
+        for start in range(0, len(devices), span)
+        for offset in range(stride)
+    )
+
+
+def lanes(draft: Draft) -> tuple[Lane, ...]:
+    """The lanes of a draft. Levels 2 and 3 make one: every pass of theirs has collectives of all replicas."""
+    degree = draft.data_degree
+    sizes = draft.microbatch * (degree if len(draft.microbatch) == 1 else 1)
+    counts = draft.microbatches * (degree if len(draft.microbatches) == 1 else 1)
+    count = gcd(*(place.data_degree for place in draft.places))
+    if any(place.sharding > 1 for place in draft.places):
+        count = 1
+    width = degree // count
+    found: list[list[tuple[tuple[int, tuple[int, ...]], ...]]] = [[] for _ in range(count)]
+    for place in draft.places:
+        own, share = place.data_degree // count, degree // place.data_degree
+        part = len(place.devices) // place.data_degree
+        samples = [sum(sizes[j : j + share]) for j in range(0, degree, share)]
+        replicas = [(size, place.devices[j * part : (j + 1) * part]) for j, size in enumerate(samples)]
+        for lane in range(count):
+            found[lane].append(tuple(replicas[lane * own : (lane + 1) * own]))
+    return tuple(Lane(max(counts[lane * width : (lane + 1) * width]), tuple(places)) for lane, places in enumerate(found))
+
+
+def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
+    """For each place its actions, in order: stage, kind as in `rlplace.plan.actions`, micro-batch.
+
+    Raises:
+        InputError: The schedule cannot run the chain.
+    """
+    if draft.stages == 1:
+        return [[Action(0, kind, n) for n in range(microbatches) for kind in "FB"]]
+    by_place = chain_actions(draft.place_of_stage, str(draft.schedule), microbatches)
+    return [by_place[place] for place in range(len(draft.places))]
+
+
+def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
+    """Refuses what has no meaning for an executor; `Draft.strategy` checks the rest.
+
+    Raises:
+        InputError: Says what contradicts itself.
+    """
+    stages, degree = draft.stages, draft.data_degree
+    if len(draft.bounds) != stages + 1 or draft.bounds[0] != 0 or draft.bounds[-1] != blocks:
+        raise InputError(f"draft: bounds {draft.bounds} do not cut {blocks} blocks into {stages} stages")
+    if any(begin >= end for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)):
+        raise InputError(f"draft: bounds {draft.bounds} leave a stage without blocks; leave the stage out")
+    if len(draft.recompute) != blocks or len(draft.offload) != blocks:
+        raise InputError(f"draft: recompute and offload need one entry for each of {blocks} blocks")
+    if set(draft.place_of_stage) != set(range(len(draft.places))):
+        raise InputError("draft: every place holds at least one stage, and every stage has one of the places")
+    devices = draft.devices
+    if len(set(devices)) < len(devices) or min(devices) < 0 or max(devices) >= cluster.num_devices:
+        raise InputError(f"draft: devices must be distinct numbers in 0..{cluster.num_devices - 1}")
+    for index, place in enumerate(draft.places):
+        size = place.replicate * place.shard * place.context * place.tensor
+        if size != len(place.devices) or (place.sharding > 0) != (place.shard > 1) or degree % place.data_degree:
+            raise InputError(
+                f"draft: places[{index}]: its mesh needs as many devices as it has, a sharding level of at least 1 if and only "
+                "if shard is above 1, and a data degree that divides the largest"
+            )
+        if not spreads(place):
+            raise InputError(
+                f"draft: places[{index}]: expert {place.expert} does not divide shard x context x tensor, or is less than all "
+                "of it at sharding level 0, where experts have no shares"
+            )
+        if stages > 1 and place.sharding > 1:
+            raise InputError(f"draft: places[{index}]: a pipeline has sharding level 0 or 1")
+    if len(draft.microbatch) not in (1, degree) or len(draft.microbatches) not in (1, degree):
+        raise InputError(f"draft: microbatch and microbatches need one entry, or one for each of {degree} replicas")
+
+
+def place_pairs(sender: Place, receiver: Place) -> tuple[tuple[tuple[int, int], ...], float]:
+    """Which device sends to which at a stage border, and the part of a sender's tensor that each pair carries.
+
+    Devices of both places are paired in order. Where the receiver has more replicas, each gets its part of the samples; where
+    it has more devices a replica, each gets everything.
+    """
+    ends = sender.devices, receiver.devices
+    count = max(map(len, ends))
+    spread = [d if len(d) == count else [d[i * len(d) // count] for i in range(count)] for d in ends]
+    return tuple(zip(*spread, strict=True)), sender.data_degree / max(sender.data_degree, receiver.data_degree)
+
+
+def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], float]]:
+    """By places whose stages are neighbours, as sender and receiver, what `place_pairs` says of them."""
+    found = {}
+    for one, other in zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False):
+        for sender, receiver in ((one, other), (other, one)):
+            if sender != receiver and (sender, receiver) not in found:
+                found[sender, receiver] = place_pairs(draft.places[sender], draft.places[receiver])
+    return found
+
+
+def tie_groups(places: Sequence[Place]) -> Groups:
+    """Devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
+    least = min(len(place.devices) for place in places)
+    return tuple(tuple(place.devices[i * len(place.devices) // least] for place in places) for i in range(least))
+
+
+def places_of(draft: Draft, blocks: Sequence[int]) -> tuple[int, ...]:
+    """The places that hold these blocks, each once."""
+    return tuple(dict.fromkeys(draft.place_of_stage[bisect_right(draft.bounds, block) - 1] for block in blocks))

@@ -1,0 +1,218 @@
+"""Packs drafts into arrays, and keeps what they have in common: search changes little from one draft to the next."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster import Cluster
+from rlplace.strategy.costs import BlockCosts, Floats
+from rlplace.strategy.drafts import Draft
+from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor.meshes import borders, check_draft, lanes, stage_actions
+from rlplace.strategy.executor.rows import Passes, Rows
+from rlplace.strategy.executor.ties import tie_exchanges, tie_part
+from rlplace.strategy.executor.traffic import Traffic
+
+KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
+"""Above one of these, what is kept is forgotten: rows and actions, and frames."""
+
+
+KIND_OF = {letter: number for number, letter in enumerate(c.KINDS)}
+
+
+@dataclass(frozen=True, eq=False)
+class Ties:
+    """Tied weights of drafts that hold them on the same places.
+
+    Attributes:
+        seconds: float64 [T], to sum the gradients of each tie that is on several places.
+        ptr: int64 [T + 1] into `places`.
+        places: int64, the places of each.
+        block: int64 [A], blocks whose copy another block of their place counts.
+        again_bytes: float64 [A, 3], of weights, gradients and optimizer state.
+    """
+
+    seconds: Floats
+    ptr: NDArray[np.int64]
+    places: NDArray[np.int64]
+    block: NDArray[np.int64]
+    again_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Drafts that differ in cuts, recomputation and offload alone.
+
+    Attributes:
+        stage_place: int64 [S].
+        places: float64 [P, PLACE].
+        microbatches: int64 [L], of lanes that differ.
+        row: int64 [L, P], number of the row of costs.
+        actions: int32 [., 3].
+        action_ptr: int64 [L * P + 1].
+        ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
+        way_ptr: int64 [2 S + 1] into `way_channels`.
+        way_channels: int64, what a hand-over holds.
+        room_bytes: float64 [R], capacity without what is reserved.
+        room_count: int64 [R], devices that have that.
+        room_ptr: int64 [L * P + 1] into both.
+        devices: For each lane and place its devices.
+        known_ties: `Ties` by the places of all tied blocks.
+    """
+
+    stage_place: NDArray[np.int64]
+    places: Floats
+    microbatches: NDArray[np.int64]
+    row: NDArray[np.int64]
+    actions: NDArray[np.int32]
+    action_ptr: NDArray[np.int64]
+    ways: Floats
+    way_ptr: NDArray[np.int64]
+    way_channels: NDArray[np.int64]
+    room_bytes: Floats
+    room_count: NDArray[np.int64]
+    room_ptr: NDArray[np.int64]
+    devices: tuple[tuple[int, ...], ...]
+    known_ties: dict[tuple[tuple[int, ...], ...], Ties] = field(default_factory=dict)
+
+
+class Packer:
+    """Makes frames.
+
+    Attributes:
+        costed: Rows of costs, which frames refer to.
+    """
+
+    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
+        self.costs, self.cluster, self.traffic = costs, cluster, traffic
+        self._room = [
+            np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
+            for device in cluster.devices
+        ]
+        self._forget()
+
+    def _forget(self) -> None:
+        self.costed = Rows(self.costs, self.cluster, self.traffic)
+        self._frames: dict[object, Frame] = {}
+        self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        self._action_bytes = 0
+        self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def frame(self, draft: Draft) -> Frame:
+        """The frame of a draft.
+
+        Raises:
+            InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
+        """
+        key = draft.places, draft.place_of_stage, draft.schedule, draft.microbatch, draft.microbatches
+        frame = self._frames.get(key)
+        if frame is None:
+            check_draft(draft, self.cluster, len(self.costs.names))
+            if self.costed.size_bytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
+                self._forget()
+            frame = self._frames[key] = self._make(draft)
+        return frame
+
+    def ties(self, frame: Frame, draft: Draft) -> Ties:
+        """The ties of a draft."""
+        bounds, at = draft.bounds, draft.place_of_stage
+        held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
+        if held not in frame.known_ties:
+            frame.known_ties[held] = self._tie(draft, held)
+        return frame.known_ties[held]
+
+    def _make(self, draft: Draft) -> Frame:
+        costed, places = self.costed, draft.places
+        differ: dict[tuple[int, tuple[Passes, ...]], list[list[int]]] = {}
+        for lane in lanes(draft):
+            passes = tuple([costed.passes(replicas) for replicas in lane.replicas])
+            inside = differ.setdefault((lane.microbatches, passes), [[] for _ in places])
+            for own, replicas in zip(inside, lane.replicas, strict=True):
+                for _, devices_of in replicas:
+                    own += devices_of
+        counts = tuple([key[0] for key in differ])
+        actions, action_ptr = self._actions_of(draft, counts)
+        devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
+        ways, way_ptr, way_channels = self._ways_of(draft)
+        room_bytes, room_count, room_ptr = self._rooms(devices)
+        return Frame(
+            stage_place=np.array(draft.place_of_stage, dtype=np.int64),
+            places=np.array(list(map(costed.place, places))),
+            microbatches=np.array(counts, dtype=np.int64),
+            row=np.array([list(map(costed.number, places, passes)) for _, passes in differ], dtype=np.int64),
+            actions=actions,
+            action_ptr=action_ptr,
+            ways=ways,
+            way_ptr=way_ptr,
+            way_channels=way_channels,
+            room_bytes=room_bytes,
+            room_count=room_count,
+            room_ptr=room_ptr,
+            devices=tuple(devices),
+        )
+
+    def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`."""
+        key = tuple([(place.devices, place.data_degree) for place in draft.places]), draft.place_of_stage
+        if key not in self._ways:
+            known = self.traffic.ways(borders(draft))
+            ways = np.zeros((2, draft.stages, c.WAY))
+            channels: list[tuple[int, ...]] = [()] * (2 * draft.stages)
+            for stage, here in enumerate(draft.place_of_stage):
+                for way, target in enumerate((stage + 1, stage - 1)):
+                    if 0 <= target < draft.stages and draft.place_of_stage[target] != here:
+                        *ways[way, stage], channels[way * draft.stages + stage] = known[here, draft.place_of_stage[target]]
+            flat = np.array([channel for held in channels for channel in held], dtype=np.int64)
+            self._ways[key] = ways, _starts(channels), flat
+        return self._ways[key]
+
+    def _rooms(self, devices: Sequence[tuple[int, ...]]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+        """How many of the devices of each place and lane have how much room, as in `Frame`."""
+        rooms = [Counter([self._room[device] for device in own]) for own in devices]
+        flat = [pair for room in rooms for pair in room.items()]
+        return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(rooms)
+
+    def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
+        key = draft.place_of_stage, draft.schedule, counts
+        if key not in self._actions:
+            rows = [row for count in counts for row in stage_actions(draft, count)]
+            flat = np.array([(stage, KIND_OF[letter], n) for row in rows for stage, letter, n in row], dtype=np.int32)
+            self._actions[key] = flat, _starts(rows)
+            self._action_bytes += flat.nbytes
+        return self._actions[key]
+
+    def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> Ties:
+        exchanges = list(tie_exchanges(draft, self.costs, self.traffic))
+        again: list[tuple[int, tuple[float, ...]]] = []
+        for tie, placed in zip(self.costs.ties, held, strict=True):
+            for number in dict.fromkeys(placed):
+                part = tie_part(self.costs, tie.blocks, draft.places[number])
+                copies = [block for block, place in zip(tie.blocks, placed, strict=True) if place == number][1:]
+                sizes = (tie.weight_bytes * part, tie.gradient_bytes * part, tie.optimizer_bytes * part)
+                again += [(block, sizes) for block in copies]
+        return Ties(
+            np.array([seconds for seconds, _ in exchanges], dtype=np.float64),
+            _starts([involved for _, involved in exchanges]),
+            np.array([place for _, involved in exchanges for place in involved], dtype=np.int64),
+            np.array([block for block, _ in again], dtype=np.int64),
+            np.array([sizes for _, sizes in again], dtype=np.float64).reshape(-1, 3),
+        )
+
+
+def _starts(parts: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where each part begins when they stand one after another, and where the last one ends."""
+    return np.array([0, *accumulate(map(len, parts))], dtype=np.int64)
+
+
+NO_TIES = Ties(
+    np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
+)
+"""Of models without tied weights."""

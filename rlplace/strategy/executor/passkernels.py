@@ -1,0 +1,259 @@
+"""Compiled parts of `rlplace.strategy.executor.kernel`: blocks on their places, their passes, and a step of one stage.
+
+The functions follow by name those of tests/strategy: `reference_blocks`, `reference_stages` and `reference_memory`.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+from rlplace.compiled import inner
+from rlplace.strategy.costs import FULL
+from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import rules, traffic
+from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, FULL_OFFLOAD, ONCE, SLOWDOWN, WHOLE
+
+table_s = inner(traffic.table_s)
+keeping = inner(rules.keeping)
+at_once_s = inner(rules.at_once_s)
+slowed_s = inner(rules.slowed_s)
+wider = inner(rules.wider)
+hidden_buckets = inner(rules.hidden_buckets)
+
+# A block on its place in one lane, float64 [B, BLOCK].
+(
+    HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
+    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
+    HALVED, REMADE, WORKING_END, WORKING_GROWING,
+) = range(25)  # fmt: skip
+BLOCK = 25
+
+# What a stage's micro-batches take, float64 [S, STAGE].
+# The last seven are seconds of ops and of collectives of its actions.
+(
+    KEEPS, HALVES, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, WEIGHT_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S,
+    FIRST_GATHER_S, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+) = range(17)  # fmt: skip
+STAGE = 17
+
+
+@inner
+def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
+    """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_blocks.static_bytes`."""
+    share, expert_share, copies = place[c.SHARE], place[c.EXPERT_SHARE], place[c.COPIES]
+    weights = max(0.0, row[b, c.WEIGHTS] - again[0])
+    gradients = max(0.0, row[b, c.GRADIENTS] - again[1])
+    optimizer = max(0.0, row[b, c.OPTIMIZER] - again[2])
+    own_weights, own_gradients = row[b, c.EXPERT_WEIGHTS], row[b, c.EXPERT_GRADIENTS]  # of experts
+    shared_weights = (weights - own_weights) / share + own_weights / expert_share
+    shared_gradients = (gradients - own_gradients) / share + own_gradients / expert_share
+    own_optimizer = row[b, c.EXPERT_OPTIMIZER]
+    shared_optimizer = (optimizer - own_optimizer) / share + own_optimizer / expert_share
+    how = keeping(int(place[c.SHARDING]), offload, stages, int(copies))
+    exchanged = gradients * place[c.ITEM]
+    full = recompute == FULL
+    x[b, HOW] = how
+    x[b, FORWARD], x[b, FORWARD_TENSOR] = row[b, c.FORWARD], row[b, c.FORWARD_TENSOR]
+    x[b, BACKWARD] = row[b, c.BACKWARD + recompute]
+    x[b, BACKWARD_TENSOR] = row[b, c.BACKWARD_TENSOR_FULL if full else c.BACKWARD_TENSOR]
+    x[b, WEIGHT], x[b, AGAIN] = row[b, c.WEIGHT], row[b, c.AGAIN + recompute]
+    x[b, WEIGHT_TENSOR] = row[b, c.FORWARD_TENSOR] if full else 0.0
+    x[b, KEPT] = row[b, c.KEPT + recompute]
+    x[b, WORKING_FORWARD] = row[b, c.WORKING_FORWARD + recompute]
+    x[b, WORKING_BACKWARD] = row[b, c.WORKING_BACKWARD + recompute]
+    x[b, WORKING_END] = row[b, c.WORKING_END + recompute]
+    x[b, WORKING_GROWING] = row[b, c.WORKING_GROWING + recompute]
+    x[b, HALVED] = row[b, c.HALVED + recompute]
+    remade = max(0.0, row[b, c.WORKING_BACKWARD + recompute] - row[b, c.WORKING_BACKWARD])
+    x[b, REMADE] = remade + (row[b, c.WORKING_FORWARD] if full else 0.0)
+    x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
+    gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
+    if how == WHOLE:
+        buckets = exchanged if copies > 1.0 else 0.0
+    else:
+        buffer = exchanged
+        gather = table_s(tables[int(place[c.GATHER_TABLE])], weights - own_weights)
+        reduce = table_s(tables[int(place[c.SCATTER_TABLE])], (gradients - own_gradients) * place[c.ITEM])
+        if own_weights > 0.0:
+            gather += table_s(tables[int(place[c.EXPERT_GATHER_TABLE])], own_weights)
+            reduce += table_s(tables[int(place[c.EXPERT_SCATTER_TABLE])], own_gradients * place[c.ITEM])
+        copied = table_s(tables[int(place[c.REDUCE_TABLE])], shared_gradients * place[c.ITEM])
+    host = place[c.HOST_RATE]
+    if offload == FULL_OFFLOAD:
+        gather += shared_weights / host
+        reduce += shared_gradients / host
+    x[b, GATHER], x[b, REDUCE], x[b, COPIES], x[b, BUCKETS], x[b, BUFFER] = gather, reduce, copied, buckets, buffer
+    if offload:
+        x[b, UPDATE] = (2.0 * shared_optimizer + shared_gradients + shared_weights) / place[c.UPDATE_RATE]
+        if offload != FULL_OFFLOAD:
+            x[b, UPDATE] += (shared_gradients + shared_weights) / host
+    else:
+        x[b, UPDATE] = row[b, c.UPDATE] * (shared_weights / row[b, c.WEIGHTS] if row[b, c.WEIGHTS] > 0.0 else 1.0 / share)
+    static = 0.0 if offload else shared_optimizer
+    static += 0.0 if offload == FULL_OFFLOAD else shared_weights
+    if how == ONCE or how == EACH_BACKWARD:
+        static += weights
+    if how == WHOLE or (how == ONCE and (microbatches > 1 or stages > 1)):
+        static += gradients
+    elif offload != FULL_OFFLOAD:
+        static += shared_gradients
+    x[b, STATIC] = static
+    x[b, HOST] = 0.0
+    if offload == FULL_OFFLOAD:
+        x[b, HOST] = shared_weights + shared_gradients + shared_optimizer
+    elif offload:
+        x[b, HOST] = shared_optimizer
+
+
+@inner
+def forward_s(x, begin, end, first, place):
+    """As `reference_stages.forward_s`."""
+    seconds = 0.0
+    for b in range(begin - 1, end):
+        gather = 0.0
+        if b + 1 < end:
+            how = x[b + 1, HOW]
+            if how == EACH_PASS or (first and (how == ONCE or how == EACH_BACKWARD)):
+                gather = x[b + 1, GATHER]
+        if b < begin:
+            seconds += gather
+        else:
+            held_up = at_once_s(place[c.MEETS_BLOCKS], x[b, FORWARD], x[b, FORWARD_TENSOR], gather)
+            seconds += max(slowed_s(x[b, FORWARD], x[b, FORWARD_TENSOR], gather, held_up), gather + held_up)
+    return seconds
+
+
+@inner
+def reduces(x, b, last):
+    """Whether a block's gradient is reduced in a backward."""
+    how = x[b, HOW]
+    return how == EACH_BACKWARD or how == EACH_PASS or (last and how == ONCE)
+
+
+@inner
+def backward_s(x, begin, end, last, place, tables):
+    """As `reference_stages.backward_s`."""
+    table = tables[int(place[c.REDUCE_TABLE])]
+    total, compute = 0.0, 0.0
+    for b in range(end - 1, begin - 1, -1):
+        total += x[b, BUCKETS] if last else 0.0
+        compute += x[b, BACKWARD]
+    slower, bucket = 1.0, 0.0
+    if total > FIRST_BUCKET and compute > 0.0:
+        bucket = table_s(table, BUCKET)
+        under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
+        slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
+    time = x[end - 1, GATHER] if x[end - 1, HOW] == EACH_PASS else 0.0
+    sent, filled, limit = 0.0, 0.0, FIRST_BUCKET
+    reduced, following = 0.0, 0.0
+    for b in range(end - 1, begin - 1, -1):
+        start, own, tensor = time, x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR]
+        waits = reduced
+        if b > begin and x[b - 1, HOW] == EACH_PASS:
+            waits += x[b - 1, GATHER]
+        held_up = at_once_s(place[c.MEETS_BLOCKS], own, tensor, waits + following)
+        times = wider(waits + following, held_up)
+        moved = start + waits * times
+        if place[c.MEETS_COPIES] > 0.0:
+            moved += max(0.0, sent - start)
+            sent = moved + following * times
+        else:
+            sent = max(sent, start + reduced * times) + following * times
+        time = start + slowed_s(own, tensor, waits + following, held_up)
+        if waits > 0.0:
+            time = max(time, moved)
+        left = x[b, BUCKETS] if last else 0.0
+        done = 0.0
+        while left > 0.0:
+            take = min(limit - filled, left)
+            filled, left, done = filled + take, left - take, done + take
+            if filled >= limit:
+                ready = start + (time - start) * (done / x[b, BUCKETS])
+                sent = max(sent, ready) + (bucket if limit == BUCKET else table_s(table, limit))
+                filled, limit = 0.0, BUCKET
+        reduced, following = (x[b, REDUCE], x[b, COPIES]) if reduces(x, b, last) else (0.0, 0.0)
+    if filled > 0.0:
+        sent = max(sent, time) + table_s(table, filled)
+    if place[c.MEETS_COPIES] > 0.0:
+        return max(sent, time) + reduced + following
+    return max(sent, time + reduced) + following
+
+
+@inner
+def prepare_stage(x, y, s, begin, end, row, place, stages, microbatches):
+    """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference_stages.stage_action`."""
+    single = stages == 1
+    kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
+    half, halved, weight = 0.0, 0.0, 0.0
+    for k in range(FORWARD_C, STAGE):
+        y[s, k] = 0.0
+    for b in range(begin, end):
+        how = x[b, HOW]
+        first = kept
+        kept += x[b, KEPT]
+        here = x[b, WEIGHTS] if how == EACH_PASS else 0.0
+        after = x[b + 1, WEIGHTS] if b + 1 < end and x[b + 1, HOW] == EACH_PASS else 0.0
+        before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
+        forward = max(forward, first + 2.0 * here, kept + x[b, WORKING_FORWARD] + here + after)
+        passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and microbatches == 1)
+        moving = here + before
+        buffer = x[b + 1, BUFFER] if single and b + 1 < end else 0.0
+        working = x[b, WORKING_END] if b + 1 == end and s < stages - 1 else x[b, WORKING_BACKWARD]
+        gradient = x[b, GRADIENTS] if passing else 0.0
+        if passing:
+            working = min(working + gradient, x[b, WORKING_GROWING])
+        running = working + moving + buffer
+        ends = first + moving + gradient + (x[b, BUFFER] if single else 0.0)
+        backward = max(backward, kept + 2.0 * here + buffer, kept + running, ends)
+        exchange = max(exchange, x[b, BUFFER] if not single else 0.0)
+        own = max(0.0, x[b, HALVED] - x[b, KEPT])
+        half = max(half + own, running, own + (row[b - 1, c.RETURNED] if b == begin and s > 0 else 0.0))
+        halved += x[b, HALVED] - x[b, KEPT]
+        weight = max(weight - own, x[b, REMADE])
+        static += x[b, STATIC]
+        y[s, FORWARD_C] += x[b, FORWARD]
+        y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
+        y[s, BACKWARD_C] += x[b, BACKWARD]
+        y[s, BACKWARD_T] += x[b, BACKWARD_TENSOR]
+        y[s, INPUT_C] += x[b, BACKWARD] - x[b, WEIGHT]
+        y[s, WEIGHT_C] += x[b, WEIGHT] + x[b, AGAIN]
+        y[s, WEIGHT_T] += x[b, WEIGHT_TENSOR]
+    received = row[begin - 1, c.SENT] if s > 0 else 0.0
+    returned = row[end - 1, c.RETURNED] if s < stages - 1 else 0.0
+    y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
+    y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward, kept + half
+    y[s, HALVES], y[s, WEIGHT_PEAK] = halved, weight
+    y[s, STATIC_BYTES] = static + microbatches * (received + returned)
+    if not single:
+        reduced, copied = 0.0, 0.0
+        for b in range(end - 1, begin - 1, -1):
+            if x[b, HOW] != WHOLE:
+                reduced += x[b, REDUCE]
+                if place[c.MEETS_COPIES] > 0.0:
+                    reduced += x[b, COPIES]
+                else:
+                    copied = max(copied, reduced) + x[b, COPIES]
+        y[s, EXCHANGE_S] = max(reduced, copied)
+        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True, place) - y[s, FORWARD_C] - y[s, FORWARD_T])
+
+
+@inner
+def single_stage(x, y, work, busy, count, microbatches, place, tables):
+    """As `reference_stages.single_stage`; returns the most that passes hold."""
+    again = microbatches - 1
+    forward = forward_s(x, 0, count, True, place) + again * forward_s(x, 0, count, False, place)
+    backward = backward_s(x, 0, count, True, place, tables) + again * backward_s(x, 0, count, False, place, tables)
+    gathered, reduced = 0.0, 0.0
+    for b in range(count):
+        gathered += x[b, GATHER] if x[b, HOW] == EACH_PASS else 0.0
+        reduced += x[b, REDUCE] + x[b, COPIES] if x[b, HOW] != WHOLE else x[b, BUCKETS]
+    work[c.END] = forward + backward
+    work[c.COMPUTE] = microbatches * (y[0, FORWARD_C] + y[0, BACKWARD_C])
+    work[c.TENSOR] = microbatches * (y[0, FORWARD_T] + y[0, BACKWARD_T])
+    exposed = max(0.0, backward - microbatches * (y[0, BACKWARD_C] + y[0, BACKWARD_T]))
+    part = gathered / (gathered + reduced) if gathered > 0.0 else 0.0
+    work[c.GATHER] = max(0.0, forward - microbatches * (y[0, FORWARD_C] + y[0, FORWARD_T])) + exposed * part
+    work[c.EXCHANGE] = exposed * (1.0 - part)
+    work[c.HAND_OVER] = 0.0
+    busy[0] = work[c.COMPUTE] + work[c.TENSOR] + work[c.GATHER] + work[c.EXCHANGE]
+    return max(0.0, y[0, FORWARD_PEAK], y[0, BACKWARD_PEAK])

@@ -1,0 +1,180 @@
+"""What devices take to tell each other something: tables of collectives, hand-overs between places, and the way to the host.
+
+A collective that runs in several groups of one axis at once takes as long as in the slowest of them, with the bytes on shared
+channels (network cards, buses) counted as often as groups send them. Its time by size stands in a table of `SIZES`, four an
+octave, linear in between: exact where `rlplace.cluster.collectives` is linear, within 1 % at its kinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
+from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats
+from rlplace.strategy.drafts import Place
+from rlplace.strategy.executor.meshes import Groups, copy_groups, share_groups, tensor_groups
+
+Pairs = tuple[tuple[int, int], ...]
+
+FIRST_OCTAVE, OCTAVES = 10, 34
+LAST = FIRST_OCTAVE + OCTAVES
+SIZES = np.array([0.0, *(2.0**octave * (1 + part / 4) for octave in range(FIRST_OCTAVE, LAST) for part in range(4)), 2.0**LAST])
+"""float64 [G], bytes of the whole tensor."""
+
+
+def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
+    """Seconds of a collective whose times at `SIZES` are `table`; nothing moves in no time.
+
+    Larger messages than the largest of `SIZES` follow the last stretch. Compiled code runs this very function.
+    """
+    if size_bytes <= 0.0:
+        return 0.0
+    mantissa, exponent = math.frexp(size_bytes)
+    octave = exponent - 1
+    if octave < FIRST_OCTAVE:
+        at, low, width = 0, 0.0, 2.0**FIRST_OCTAVE
+    elif octave >= LAST:
+        at, low, width = 4 * OCTAVES, 0.875 * 2.0**LAST, 0.125 * 2.0**LAST
+    else:
+        part = int((mantissa - 0.5) * 8.0)
+        at, low, width = 1 + 4 * (octave - FIRST_OCTAVE) + part, (0.5 + part * 0.125) * 2.0**exponent, 0.125 * 2.0**exponent
+    below = table[at]
+    if below == math.inf:
+        return math.inf
+    return float(below + (table[at + 1] - below) * ((size_bytes - low) / width))
+
+
+class Way(NamedTuple):
+    """How one place hands tensors over to another.
+
+    Attributes:
+        latency_s: Of one tensor.
+        s_per_byte: Of what each pair of devices carries.
+        part: Of the tensor that each pair carries.
+        channels: What it holds meanwhile; numbers that the ways of one draft share.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    part: float
+    channels: tuple[int, ...]
+
+
+class Traffic:
+    """Times of communication on one cluster, made once for each set of groups.
+
+    Attributes:
+        tables: float64 [., G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do. Grows.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.links = cluster, cluster.links
+        self.tables = np.zeros((8, len(SIZES)))
+        self._numbers: dict[tuple[str, Groups], int] = {}
+        self._sizes: dict[Groups, NDArray[np.float64]] = {}
+        self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
+        self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
+
+    def collective(self, kind: str, groups: Groups) -> int:
+        """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
+        if len(groups[0]) < 2:
+            return 0
+        if (kind, groups) not in self._numbers:
+            if groups not in self._sizes:
+                self._sizes[groups] = SIZES * contention(self.links, groups)
+            times = [collective_s(self.links, kind, group, self._sizes[groups]) for group in groups]
+            self._numbers[kind, groups] = self._kept(np.max(times, axis=0))
+        return self._numbers[kind, groups]
+
+    def collectives(self, kinds: Iterable[str], groups: Groups) -> list[int]:
+        """`collective` of several kinds in the same groups."""
+        return [self.collective(kind, groups) for kind in kinds]
+
+    def meets(self, place: Place) -> tuple[bool, bool]:
+        """Whether collectives inside blocks, and sums over copies, use a channel over which a place shares its weights."""
+        if not place.sharding:
+            return False, False
+        inside = [group for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL) for group in tensor_groups(place, kind)]
+        shares = share_groups(place)
+        return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
+
+    def tables_inside(self, place: Place) -> tuple[int, ...]:
+        """Number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside blocks."""
+        return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
+
+    def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
+        """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K tables."""
+        from rlplace.strategy.executor.kernel import moved_s
+
+        return cast(Floats, moved_s(self.tables, np.array(tables), size_bytes.copy(), calls.copy()))
+
+    def _kept(self, table: NDArray[np.float64]) -> int:
+        """The number of a table; equal ones have one."""
+        number = self._distinct.setdefault(table.tobytes(), len(self._distinct))
+        if number == len(self.tables):
+            self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+        self.tables[number] = table
+        return number
+
+    def table(self, kind: str, groups: Groups) -> NDArray[np.float64]:
+        """The table itself."""
+        number = self.collective(kind, groups)
+        return self.tables[number]
+
+    def ways(self, borders: Mapping[tuple[int, int], tuple[Pairs, float]]) -> dict[tuple[int, int], Way]:
+        """How places hand tensors over.
+
+        Args:
+            borders: By sender and receiver the pairs of devices that send, all at once, and the part of the tensor that each
+                pair carries.
+        """
+        users: dict[int, list[tuple[int, int]]] = {}
+        for border, (pairs, _) in borders.items():
+            for channel in self._sent(pairs)[2]:
+                users.setdefault(channel, []).append(border)
+        numbers: dict[tuple[tuple[int, int], ...], int] = {}  # channels that the same borders use are as good as one
+        held: dict[tuple[int, int], set[int]] = {border: set() for border in borders}
+        for using in users.values():
+            number = numbers.setdefault(tuple(using), len(numbers))
+            for border in using:
+                held[border].add(number)
+        found = {}
+        for border, (pairs, part) in borders.items():
+            latency, s_per_byte, _ = self._sent(pairs)
+            found[border] = Way(latency, s_per_byte, part, tuple(sorted(held[border])))
+        return found
+
+    def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
+        """Latency, seconds per byte of each pair, and channels, when all pairs send at once."""
+        if pairs not in self._pairs:
+            latency, channels = max(float(self.links.latency_s[i, j]) for i, j in pairs), self.links.effective_channels
+            used = sorted({channel for i, j in pairs for channel in channels[i][j]})
+            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used
+        return self._pairs[pairs]
+
+    def host_bytes_per_s(self, device: int) -> float:
+        """Rate of one direction between a device and its host when all devices of the host do the same."""
+        kind = self.cluster.kinds[device]
+        if kind.host_processor:
+            return HOST_MEMORY_BYTES_PER_S
+        return min(PCIE_BYTES_PER_S[kind.pcie_generation] / kind.pcie_per_switch, self.host_memory_bytes_per_s(device))
+
+    def host_memory_bytes_per_s(self, device: int) -> float:
+        """A device's share of what its host's memory moves; updates in the host run at this rate."""
+        accelerators = self._accelerators[self.cluster.hosts[device]]
+        return HOST_MEMORY_BYTES_PER_S * -(-accelerators // DEVICES_PER_SOCKET) / accelerators
+
+    @cached_property
+    def _accelerators(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for kind, host in zip(self.cluster.kinds, self.cluster.hosts, strict=True):
+            counts[host] = counts.get(host, 0) + (not kind.host_processor)
+        return {host: max(count, 1) for host, count in counts.items()}

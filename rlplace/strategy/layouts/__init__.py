@@ -1,0 +1,1 @@
+"""Tensor-parallel layouts of a block by PaSE's elimination."""

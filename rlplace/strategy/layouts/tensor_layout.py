@@ -1,0 +1,182 @@
+"""The record of a tensor-parallel layout, put together from the cuts of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE
+from rlplace.strategy.costs import ALL_GATHER, FORWARD_PASS
+from rlplace.strategy.layouts.block_graph import FoundBlock
+from rlplace.strategy.layouts.cut_block import BlockCut
+from rlplace.strategy.layouts.cut_moves import ROW, WHOLE, CutOp
+from rlplace.strategy.layouts.forward_ops import TABLE, ForwardOps
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the tensor group in one pass of a micro-batch.
+
+    Attributes:
+        block: Number of the block.
+        op: Forward op that makes the tensor, or, for a tensor of another block, the first one that reads it.
+        tensor: The activation; in the backward pass its gradient is what moves.
+        when: Index into the passes of `rlplace.strategy.costs`.
+        kind: Index into `COLLECTIVE_KINDS`.
+    """
+
+    block: int
+    op: int
+    tensor: int
+    when: int
+    kind: int
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLayout:
+    """How the blocks of a step are cut over a tensor group.
+
+    Attributes:
+        degree: Devices of the group.
+        op_parts: int32 [N], into how many parts the work of an op is cut; 1: every device does all of it.
+        op_dims: Op to the dimension that is cut, named as in the graph's `op_dims` where the op has an entry there.
+        tensor_parts: int32 [T], parts of what stays on a device; 1 where a device keeps the whole, gathered or not.
+        parameter_parts: int32 [P].
+        collectives: What the group sends in a pass.
+        modules: Path of a module with parameters to layout word; what is left out is whole. "column", "row"; "packed column":
+            several matrices in one, each cut; "gathered column": its output is gathered; "embedding": rows of a table;
+            "sequence": works on a part of the sequence; "local": works on what others have cut.
+        thin_ops: int64, ops that may be whole, but read or write weights that are cut: those move less.
+    """
+
+    degree: int
+    op_parts: NDArray[np.int32]
+    op_dims: Mapping[int, str]
+    tensor_parts: NDArray[np.int32]
+    parameter_parts: NDArray[np.int32]
+    collectives: tuple[Collective, ...]
+    modules: Mapping[str, str]
+    thin_ops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+def layout_of(ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int) -> TensorLayout:
+    """The layout of a step from the cuts of its blocks."""
+    return _Layout(ops, degree).of(cuts)
+
+
+class _Layout:
+    """Puts the cuts of blocks together."""
+
+    def __init__(self, ops: ForwardOps, degree: int) -> None:
+        graph = ops.graph
+        self.ops, self.graph, self.degree = ops, graph, degree
+        self.op_dims: dict[int, str] = {}
+        self.op_parts = np.ones(graph.num_ops, dtype=np.int32)
+        self.axis = np.full(graph.num_tensors, WHOLE, dtype=np.int64)
+        self.tensor_parts = np.ones(graph.num_tensors, dtype=np.int32)
+        self.collectives: list[Collective] = []
+        self.modules: dict[str, str] = {}
+
+    def of(self, cuts: Iterable[tuple[FoundBlock, BlockCut | None]]) -> TensorLayout:
+        graph = self.graph
+        for item, cut in cuts:
+            assert cut is not None
+            self._block(item, cut)
+        self._views()
+        follows = (graph.op_phase != FORWARD) & (graph.op_forward >= 0)
+        self.op_parts[follows] = self.op_parts[graph.op_forward[follows]]
+        for op in np.flatnonzero(follows).tolist():
+            if int(graph.op_forward[op]) in self.op_dims:
+                self.op_dims[op] = self.op_dims[int(graph.op_forward[op])]
+        parts = np.ones(len(graph.parameters), dtype=np.int32)
+        parts[graph.tensor_parameter[np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)]] = self.degree
+        updates = np.flatnonzero(graph.op_phase == UPDATE)
+        self.op_parts[updates] = parts[graph.op_parameter[updates]]
+        self._tensors(parts)
+        dims = {op: self._priced_name(op, name) for op, name in self.op_dims.items()}
+        for array in (self.op_parts, self.tensor_parts, parts):
+            array.setflags(write=False)
+        return TensorLayout(self.degree, self.op_parts, dims, self.tensor_parts, parts, tuple(self.collectives), self.modules)
+
+    def _block(self, item: FoundBlock, cut: BlockCut) -> None:
+        graph = self.graph
+        for op, dim in zip(item.ops, cut.dims, strict=True):
+            if dim:
+                self.op_dims[op], self.op_parts[op] = dim, self.degree
+        for tensor, state, value in zip(item.tensors, cut.layouts, item.block.values, strict=True):
+            if value.made or value.weight:
+                self.axis[tensor] = state
+                self.tensor_parts[tensor] = self.degree if state >= 0 else 1
+        for number, when, kind in cut.moves:
+            tensor = item.tensors[number]
+            maker = int(graph.tensor_producer[tensor])
+            op = maker if item.block.values[number].made else next(op for op in item.ops if op in self.ops.readers[tensor])
+            self.collectives.append(Collective(int(self.ops.given[op]), op, tensor, when, kind))
+            if (when, kind) == (FORWARD_PASS, ALL_GATHER):
+                self.tensor_parts[tensor] = 1  # torch keeps what was gathered for the backward pass
+        for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
+            own = [item.tensors[number] for number, _ in record.reads if item.tensors[number] in self.ops.parameters]
+            if dim and own:
+                weights = self.ops.weights(op)
+                self.modules[self.ops.owner(op, weights[0] if weights else own[0])] = self._word(op, record, dim)
+
+    def _word(self, op: int, record: CutOp, dim: str) -> str:
+        if not record.weighted:
+            return "sequence" if self.ops.runs(op, dim) == ROW else "local"
+        if self.graph.op_kind[op] == TABLE:
+            return "embedding"
+        if dim not in record.outputs:
+            return "row"
+        weight = self.ops.weights(op)[0]
+        packed = self._pieces(weight, (self.ops.names(op, weight) or ()).index(dim)) > 1
+        gathered = all(self.axis[tensor] < 0 for tensor in self.ops.makes[op] if self.ops.readers[tensor])
+        return ("packed " if packed else "") + ("gathered " if gathered else "") + "column"
+
+    def _pieces(self, tensor: int, axis: int) -> int:
+        """Of an axis of a parameter's storage, the pieces which are each cut (3 for packed queries, keys and values)."""
+        pieces, rest = 1, list(self.graph.parameters[self.graph.tensor_parameter[tensor]].shape)
+        for size in self.ops.indices.axes[tensor][:axis]:
+            pieces *= size
+            while rest and pieces >= rest[0]:
+                pieces //= rest.pop(0)
+        return pieces
+
+    def _views(self) -> None:
+        """Views of cut tensors, whose backward ops may be work, are cut as well."""
+        for op in np.flatnonzero((self.graph.op_phase == FORWARD) & ~self.ops.searched).tolist():
+            for tensor in self.ops.views[op]:
+                if self.axis[tensor] >= 0 and self.tensor_parts[tensor] > 1:
+                    names = self.ops.names(op, tensor)
+                    self.op_parts[op] = self.degree
+                    if names is not None and names[self.axis[tensor]]:
+                        self.op_dims[op] = names[self.axis[tensor]]
+
+    def _tensors(self, parameter_parts: NDArray[np.int32]) -> None:
+        """Parts of gradients, and of what only an op and its backward op know."""
+        graph, access = self.graph, self.ops.indices.access
+        for tensor in np.flatnonzero((graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)).tolist():
+            maker = int(graph.tensor_producer[tensor])
+            if graph.tensor_role[tensor] == GRADIENT:
+                self.tensor_parts[tensor] = parameter_parts[graph.tensor_parameter[tensor]]
+            elif graph.op_phase[maker] != FORWARD or not self.ops.readers[tensor]:
+                names, dim = access.get(tensor, {}).get(maker), self.op_dims.get(maker)
+                cut = dim in names if names is not None and dim is not None else True
+                self.tensor_parts[tensor] = self.op_parts[maker] if cut else 1
+
+    def _priced_name(self, op: int, name: str) -> str:
+        """A dimension by the name that the graph's `op_dims` have for it, which prices are read by."""
+        graph = self.graph
+        forward = int(graph.op_forward[op])
+        known, kind = graph.op_dims.get(op) or graph.op_dims.get(forward, {}), graph.op_kind[op]
+        if kind == "attention":
+            priced = "heads"
+        elif kind in ("gemm", "bmm"):
+            made = any(name in (self.ops.names(forward, tensor) or ()) for tensor in self.ops.makes[forward])
+            read = sum(name in (self.ops.names(forward, tensor) or ()) for tensor in self.ops.reads[forward])
+            priced = "k" if not made else "batch" if read > 1 and not self.ops.weights(forward) else "n"
+        else:
+            priced = "rows"
+        return priced if priced in known else name

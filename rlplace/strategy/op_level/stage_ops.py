@@ -1,0 +1,248 @@
+"""What a stage runs for one micro-batch: ops and collectives in order, part by part, and how long tensors live.
+
+A *part* is what one action of a schedule runs: forward (F), the whole backward (B), or its halves (I, W). Blocks run one after
+another; each begins and ends with a mark, an op without time at which parameters are there and gradients are ready. What runs
+again does so before the backward of its block. All ops of a part run in this order on one device, so that a tensor lives from
+the op that makes it to the last one in order that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from rlplace.strategy.blocks.op_costs import PassOps, StepOps
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL
+
+Ints = NDArray[np.int64]
+
+_PHASES = {"B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WEIGHT,)}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """L rows that run in this order.
+
+    Attributes:
+        op: int64 [L], the op of each row; -1 for marks and collectives.
+        block: int64 [L].
+        collective: int64 [L], index into `PassOps.collectives`, -1 for ops.
+        begins, ends: Row of the marks of each block.
+        first: int64 [N], row of each op, -1 where it has none here.
+        again: int64 [N], row of its second run.
+    """
+
+    op: Ints
+    block: Ints
+    collective: Ints
+    begins: dict[int, int]
+    ends: dict[int, int]
+    first: Ints
+    again: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """Tensors that a part makes: number, row that makes it, part and row of its last reader there.
+
+    Attributes:
+        tensor: int64 [X].
+        start: int64 [X], row of the part that makes it.
+        end: int64 [X], row of the part in which it ends.
+        late: bool [X], whether it ends in a later part: of a forward in the backward, of an input half in the weight half.
+        half: int64 [X], row of the first half of a split backward in which a tensor of the forward ends, -1 where it stays.
+        leaves: bool [X], whether another stage reads it.
+    """
+
+    tensor: Ints
+    start: Ints
+    end: Ints
+    late: NDArray[np.bool_]
+    half: Ints
+    leaves: NDArray[np.bool_]
+
+
+class StageOps:
+    """The parts of a stage.
+
+    Args:
+        step: Ops of the model.
+        passed: What they take.
+        blocks: Blocks of the stage.
+        recompute: For each block of the model what runs again.
+    """
+
+    def __init__(self, step: StepOps, passed: PassOps, blocks: range, recompute: Sequence[int]) -> None:
+        self.step, self.passed, self.blocks = step, passed, blocks
+        self._how = how = np.array(list(recompute), dtype=np.int64)
+        self.inside = (step.block >= blocks.start) & (step.block < blocks.stop)
+        every = np.arange(len(step.block))
+        self._again = step.again[how[step.block], every] & self.inside
+        self._cached = step.cached[how[step.block], every]
+        self.split = bool((step.phase == BACKWARD_WEIGHT).any())
+        self.parts: dict[str, Part] = {}
+
+    def part(self, kind: str) -> Part:
+        """The rows of a part."""
+        if kind not in self.parts:
+            self.parts[kind] = self._rows(kind)
+        return self.parts[kind]
+
+    def _rows(self, kind: str) -> Part:
+        step, forward = self.step, kind == "F"
+        count = len(step.block)
+        marks = np.arange(self.blocks.start, self.blocks.stop)
+        own = np.flatnonzero(self.inside & np.isin(step.phase, (FORWARD,) if forward else _PHASES[kind]))
+        clones = np.zeros(0, dtype=np.int64) if forward else np.flatnonzero(self._again)
+        moves = [
+            (index, item.block, 1 if item.when == FORWARD_PASS else 2, item.place)
+            for index, item in enumerate(self.passed.collectives)
+            if item.block in self.blocks and self._runs(kind, item.when, item.block)
+        ]
+        move = np.array(moves, dtype=np.float64).reshape(-1, 4)
+        block = np.concatenate([marks, step.block[clones], step.block[own], move[:, 1].astype(np.int64), marks])
+        group = np.concatenate(
+            [
+                np.zeros(len(marks)),
+                np.full(len(clones), 1),
+                np.full(len(own), 1 if forward else 3),
+                move[:, 2],
+                np.full(len(marks), 4),
+            ]
+        )
+        place = np.concatenate([np.zeros(len(marks)), clones, own, move[:, 3], np.zeros(len(marks))])
+        order = np.lexsort((place, group, block if forward else -block))
+        none = np.full(len(marks), -1)
+        op = np.concatenate([none, clones, own, np.full(len(move), -1), none])[order]
+        collective = np.full(len(order), -1)
+        collective[len(marks) + len(clones) + len(own) : len(order) - len(marks)] = move[:, 0]
+        row = np.argsort(order)
+        first, again = np.full((2, count), -1, dtype=np.int64)
+        first[own] = row[len(marks) + len(clones) : len(marks) + len(clones) + len(own)]
+        again[clones] = row[len(marks) : len(marks) + len(clones)]
+        begins = dict(zip(marks.tolist(), row[: len(marks)].tolist(), strict=True))
+        ends = dict(zip(marks.tolist(), row[len(order) - len(marks) :].tolist(), strict=True))
+        return Part(op, block[order], collective[order], begins, ends, first, again)
+
+    def _runs(self, kind: str, when: int, block: int) -> bool:
+        """Whether a part runs a collective: those of the forward also where all of it runs again."""
+        if kind == "F":
+            return when == FORWARD_PASS
+        if when == FORWARD_PASS:
+            return bool(self._how[block] == FULL)
+        return when == BACKWARD_PASS and kind != "W"
+
+    def seconds(self, kind: str, collective_s: Sequence[float]) -> NDArray[np.float64]:
+        """float64 [L]."""
+        part = self.part(kind)
+        moved = np.array([*collective_s, 0.0])[part.collective]
+        return np.where(part.op >= 0, self.passed.seconds[part.op], moved)
+
+    def temporary_bytes(self, kind: str) -> Ints:
+        """int64 [L]."""
+        part = self.part(kind)
+        return np.where(part.op >= 0, self.passed.temporary_bytes[part.op], 0)
+
+    def labels(self, kind: str) -> list[str]:
+        """Names of the rows, for people."""
+        part, names, moves = self.part(kind), self.step.names, self.passed.collectives
+        found = []
+        for row, (op, move, block) in enumerate(zip(part.op, part.collective, part.block, strict=True)):
+            begins = "begin of block" if part.begins[int(block)] == row else "end of block"
+            found.append(names[op] if op >= 0 else COLLECTIVE_KINDS[moves[move].kind] if move >= 0 else f"{begins} {block}")
+        return found
+
+    def lifetimes(self, kind: str) -> list[Lifetimes]:
+        """Tensors that a part makes."""
+        if kind == "F":
+            return [self._of_forward()]
+        return [self._of_clones(kind), self._of_backward(kind)]
+
+    def _of_forward(self) -> Lifetimes:
+        """A tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in torch."""
+        step, part, behind = self.step, self.part("F"), self.part("B")
+        maker, reader, tensor = step.producer[step.tensor], step.reader, step.tensor
+        makes = (step.producer >= 0) & self.inside[step.producer] & (step.phase[step.producer] == FORWARD) & ~step.is_gradient
+        reads = makes[tensor] & (maker >= 0)
+        remade = self._again[maker] & (step.block[maker] == step.block[reader])
+        ahead = step.phase[reader] == FORWARD
+        end, late_end = np.full((2, len(step.producer)), -1, dtype=np.int64)
+        own = reads & self.inside[reader]
+        np.maximum.at(end, tensor[own & ahead], part.first[reader[own & ahead]])
+        backward = own & ~ahead & ~remade
+        np.maximum.at(late_end, tensor[backward], behind.first[reader[backward]])
+        repeated = own & self._again[reader] & ~remade
+        np.maximum.at(late_end, tensor[repeated], behind.again[reader[repeated]])
+        cached = np.flatnonzero(makes & self._cached[step.producer])
+        begins = np.array([behind.begins.get(block, -1) for block in range(int(step.block.max()) + 1)])
+        late_end[cached] = np.maximum(late_end[cached], begins[step.block[step.producer[cached]]])
+        leaves = np.zeros(len(step.producer), dtype=bool)
+        leaves[tensor[reads & ~self.inside[reader]]] = True
+        late_end[leaves] = np.maximum(late_end[leaves], 0)
+        made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
+        start = part.first[step.producer[made]]
+        late, half = late_end[made] >= 0, np.full(len(step.producer), -1, dtype=np.int64)
+        if self.split:
+            stays = np.zeros(len(step.producer), dtype=bool)
+            stays[tensor[backward & step.retained[reader]]] = True
+            stays[tensor[repeated]], stays[cached] = True, True
+            np.maximum.at(half, tensor[backward], self.part("I").first[reader[backward]])
+            half = np.where(stays, -1, np.where(leaves, np.maximum(half, 0), half))
+        given = np.flatnonzero((step.input_block >= self.blocks.start) & (step.input_block < self.blocks.stop))
+        given_block = step.input_block[given]
+        return Lifetimes(
+            tensor=np.concatenate([made, given]),
+            start=np.concatenate([start, [part.begins[block] for block in given_block.tolist()]]).astype(np.int64),
+            end=np.concatenate(
+                [np.where(late, late_end[made], np.maximum(end[made], start)), [behind.ends[b] for b in given_block.tolist()]]
+            ).astype(np.int64),
+            late=np.concatenate([late, np.ones(len(given), dtype=bool)]),
+            half=np.concatenate([half[made], np.full(len(given), -1)]),
+            leaves=np.concatenate([leaves[made], np.zeros(len(given), dtype=bool)]),
+        )
+
+    def _of_clones(self, kind: str) -> Lifetimes:
+        """What is made again, for the rest of the part."""
+        step, part = self.step, self.part(kind)
+        maker, reader, tensor = np.maximum(step.producer[step.tensor], 0), step.reader, step.tensor
+        makes = (step.producer >= 0) & self._again[step.producer] & (self.passed.tensor_bytes > 0)
+        made = np.flatnonzero(makes)
+        end = np.full(len(step.producer), -1, dtype=np.int64)
+        own = makes[tensor] & (step.block[maker] == step.block[reader])
+        np.maximum.at(end, tensor[own], np.where(step.phase[reader] == FORWARD, part.again[reader], part.first[reader])[own])
+        start = part.again[step.producer[made]]
+        none = np.zeros(len(made), dtype=bool)
+        return Lifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
+
+    def _of_backward(self, kind: str) -> Lifetimes:
+        """Gradients of activations: for the part, for the weight half, or until the stage before has them."""
+        step, part = self.step, self.part(kind)
+        reader, tensor = step.reader, step.tensor
+        makes = (
+            (step.producer >= 0) & (part.first[step.producer] >= 0) & (step.phase[step.producer] != FORWARD) & ~step.is_gradient
+        )
+        made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
+        end, late_end = np.full((2, len(step.producer)), -1, dtype=np.int64)
+        own = makes[tensor] & self.inside[reader]
+        np.maximum.at(end, tensor[own], part.first[reader[own]])
+        if kind == "I":
+            np.maximum.at(late_end, tensor[own], self.part("W").first[reader[own]])
+        leaves = np.zeros(len(step.producer), dtype=bool)
+        leaves[tensor[makes[tensor] & ~self.inside[reader]]] = True
+        start = part.first[step.producer[made]]
+        late = late_end[made] >= 0
+        end_row = np.where(late, late_end[made], np.maximum(end[made], start))
+        return Lifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
+
+    def gradients(self, kind: str) -> tuple[Ints, Ints, Ints]:
+        """Rows that make gradients of weights, in order, their tensors and blocks."""
+        step, part = self.step, self.part(kind)
+        made = np.flatnonzero(step.is_gradient & (step.producer >= 0))
+        made = made[part.first[step.producer[made]] >= 0]
+        rows = part.first[step.producer[made]]
+        order = np.argsort(rows, kind="stable")
+        return rows[order], made[order], step.block[step.producer[made[order]]].astype(np.int64)

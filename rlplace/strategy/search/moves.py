@@ -1,0 +1,186 @@
+"""Moves of a local search over strategies: from a draft to its neighbours, other schedules first, then at its bottleneck.
+
+The moves are those of Aceso (Liu et al., EuroSys 2024) and more: blocks over a cut, stages merged and split, micro-batches,
+schedule, degrees and level of one place or of all, devices between places and in and out of use, shares of unlike replicas. How
+much is recomputed is no move here: every neighbour gets the least that fits (`rlplace.strategy.search.fit`), so neighbours come
+with none; `fit.other_choices` betters that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.executor.evaluation import Evaluation
+from rlplace.strategy.executor.meshes import spreads
+from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.device_moves import at_level, moved_devices, replaced
+from rlplace.strategy.search.shapes import chains, stage_order
+from rlplace.strategy.search.shares import Shares, equal_shares, unlike_shares
+from rlplace.strategy.search.tries import Question
+
+KINDS = ("schedule", "cut", "batch", "mesh", "devices")
+"""Of moves: another schedule or number of stages; blocks over a cut; another spread of the batch; other degrees or levels;
+devices between places and in and out of use, places merged and split."""
+
+_SHIFTS = (1, 2, 4)
+_PRIMES = (2, 3, 5, 7)
+
+
+class Moves:
+    """The moves of one question.
+
+    Args:
+        question: What is asked.
+        balance: Cuts stages anew where places change.
+    """
+
+    def __init__(self, question: Question, balance: Balance) -> None:
+        self._question, self._balance = question, balance
+        cluster = question.cluster
+        self._looks = [(cluster.kinds[device].name, cluster.hosts[device]) for device in range(cluster.num_devices)]
+
+    def neighbours(self, draft: Draft, seen: Evaluation) -> Iterator[Draft]:
+        """Drafts that differ by one move and process the same batch, without recomputation and offload.
+
+        Args:
+            draft: Where the search is.
+            seen: What the executor says about it: its bottleneck comes first.
+        """
+        return (other for _, some in self.of_kinds(draft, seen) for other in some)
+
+    def of_kinds(self, draft: Draft, seen: Evaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
+        """`neighbours` in parts, each after the kind of its moves, one of `KINDS`; they are made when they are asked for."""
+        blank = bytes(draft.bounds[-1])
+        draft = dataclasses.replace(draft, recompute=blank, offload=blank)
+        yield "schedule", self._other_schedules(draft)
+        yield "cut", _shift_blocks(draft, seen.bottleneck)
+        yield "batch", self._other_batches(draft)
+        worst = draft.place_of_stage[seen.bottleneck]
+        near = sorted(range(len(draft.places)), key=lambda place: abs(place - worst))
+        for number in near:
+            for place in _other_axes(draft.places[number]):
+                yield "mesh", self._with_places(draft, replaced(draft.places, {number: (place,)}))
+        for changed in zip(*(_other_axes(place) for place in draft.places), strict=False):
+            yield "mesh", self._with_places(draft, changed)
+        usable = range(len(self._looks)) if self._question.devices is None else self._question.devices
+        for places in moved_devices(draft.places, near, self._looks, usable):
+            yield "devices", self._with_places(draft, places)
+
+    def _other_batches(self, draft: Draft) -> Iterator[Draft]:
+        """Other micro-batches, with the stages as they are and cut anew."""
+        for sizes, counts in self._shares(draft, near=True):
+            spread = dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
+            yield spread
+            if draft.stages > 1 and all(self._balance.can_cut(place.cut(min(sizes))) for place in draft.places):
+                bounds = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes)).bounds
+                if bounds != draft.bounds:
+                    yield dataclasses.replace(spread, bounds=bounds)
+
+    def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
+        """The same places under another schedule, or with more or fewer stages each."""
+        if draft.stages == 1:
+            return
+        now = draft.schedule, draft.stages // len(draft.places)
+        for chunks, name in chains(self._question.space, len(draft.places), draft.bounds[-1]):
+            order = stage_order(len(draft.places), name, chunks)
+            if (name, chunks) != now and all(self._balance.can_cut(place.cut(min(draft.microbatch))) for place in draft.places):
+                bounds = draft.bounds
+                if order != draft.place_of_stage:
+                    bounds = self._balance.stages_on(draft.places, order, min(draft.microbatch)).bounds
+                yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
+
+    def _with_places(self, draft: Draft, places: Sequence[Place]) -> Iterator[Draft]:
+        """The draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
+        degree, blocks = max(place.data_degree for place in places), draft.bounds[-1]
+        if any(degree % place.data_degree for place in places) or len(places) > blocks:
+            return
+        level = max(places[0].sharding, draft.places[0].sharding) if len(places) == 1 else 1
+        places, size = [at_level(place, level) for place in places], min(draft.microbatch)
+        if not all(self._balance.can_cut(place.cut(size)) for place in places):
+            return
+        for chunks, schedule in self._chains(draft, len(places)):
+            order = stage_order(len(places), schedule, chunks)
+            cuts = {self._balance.stages_on(places, order, size).bounds: None}
+            if order == draft.place_of_stage:
+                cuts[draft.bounds] = None
+            for bounds in cuts:
+                count = draft.batch // size // degree
+                made = plain_draft(bounds, places, order, microbatch=(size,), microbatches=(count,), schedule=schedule)
+                for sizes, counts in self._shares(made, near=False):
+                    yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
+
+    def _chains(self, draft: Draft, places: int) -> list[tuple[int, str | None]]:
+        """Stages a place, as many as before or as many in all, under the same schedule; what is possible where that is not."""
+        possible = list(chains(self._question.space, places, draft.bounds[-1]))
+        as_before = {draft.stages // len(draft.places), -(-draft.stages // places)}
+        same = [one for one in possible if one[0] in as_before and one[1] == draft.schedule]
+        return same or possible[:1]
+
+    def _shares(self, draft: Draft, near: bool) -> Iterator[Shares]:
+        """Ways to spread the batch: those within a factor of two of the micro-batch size, or the nearest of each form."""
+        question, degree = self._question, draft.data_degree
+        lockstep = any(place.sharding > 1 for place in draft.places)
+        now = (draft.microbatch, draft.microbatches)
+        size = sum(draft.microbatch) / len(draft.microbatch)
+        forms = [list(equal_shares(question.batch, degree, question.space, every=True))]
+        if all(place.data_degree == degree for place in draft.places):
+            pace_s = self._balance.replicas_s(draft) * (size / (draft.microbatch * (degree // len(draft.microbatch)))[0])
+            unlike = list(unlike_shares(question.batch, pace_s, question.space, lockstep))
+            forms += [[one for one in unlike if len(one[0]) > 1], [one for one in unlike if len(one[0]) == 1]]
+        for form in forms:
+            off = [max((q := sum(sizes) / len(sizes) / size), 1 / q) for sizes, _ in form]
+            chosen = (
+                range(len(form)) if near else sorted(range(len(form)), key=lambda one: off[one])[: 2 if form is forms[0] else 1]
+            )
+            for one in chosen:
+                if (form[one] != now or not near) and (not near or off[one] <= 2.01):
+                    yield form[one]
+        if near and len(set(draft.microbatch)) > 1:
+            yield from ((sizes, draft.microbatches) for sizes in _one_less(draft.microbatch))
+        if near and len(set(draft.microbatches)) > 1:
+            yield from ((draft.microbatch, counts) for counts in _one_less(draft.microbatches))
+
+
+def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:
+    """Blocks over one cut, away from the bottleneck first, then over cuts ever farther away."""
+    cuts = range(1, draft.stages)
+    for cut in sorted(cuts, key=lambda cut: min(abs(cut - bottleneck), abs(cut - bottleneck - 1))):
+        away = 1 if cut == bottleneck else -1
+        for step in _SHIFTS:
+            for way in (away, -away):
+                place = draft.bounds[cut] + way * step
+                if draft.bounds[cut - 1] < place < draft.bounds[cut + 1]:
+                    yield dataclasses.replace(draft, bounds=(*draft.bounds[:cut], place, *draft.bounds[cut + 1 :]))
+
+
+def _one_less(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One taken from the largest and given to one of the others that differ, and the other way round."""
+    most = parts.index(max(parts))
+    for other in {part: index for index, part in enumerate(parts) if index != most}.values():
+        for way in (-1, 1):
+            changed = list(parts)
+            changed[most] += way
+            changed[other] -= way
+            if min(changed) > 0:
+                yield tuple(changed)
+
+
+def _other_axes(place: Place) -> list[Place]:
+    """The same devices with a prime factor moved between degrees, another expert degree, level, or sequence parallelism."""
+    changed: list[Place] = []
+    axes = ("replicate", "shard", "context", "tensor")
+    for more in axes:
+        for less in axes:
+            for prime in _PRIMES:
+                if more != less and getattr(place, less) % prime == 0:
+                    sizes = {more: prime * getattr(place, more), less: getattr(place, less) // prime}
+                    other = dataclasses.replace(place, **sizes, sequence_parallel=place.sequence_parallel or place.tensor == 1)
+                    changed.append(at_level(other, max(place.sharding, 1)))
+    experts = (1, 2 * place.expert, place.expert // 2, place.shard * place.context * place.tensor)
+    changed += [dataclasses.replace(place, expert=degree) for degree in experts if degree]
+    changed += [at_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
+    if place.tensor > 1:
+        changed.append(dataclasses.replace(place, sequence_parallel=not place.sequence_parallel))
+    return list(dict.fromkeys(one for one in changed if one != place and spreads(one)))

@@ -1,0 +1,258 @@
+"""Stages by dynamic programming: cuts, devices and axes of every stage together, as Alpa, Piper and Galvatron choose them.
+
+For devices in one order (kinds one after another), one largest data degree and one micro-batch, a table says for every number
+of stages, of devices and of blocks left over how quick the slowest stage can be at best; a stage takes consecutive devices, any
+axes that they allow, and the recomputation that memory asks for with the micro-batches it has in flight under 1F1B. Devices may
+be left out. What comes out are drafts with stages of unlike width, degree and kind, from which the local search goes on.
+
+References: Zheng et al., "Alpa", OSDI 2022; Tarnawski et al., "Piper", NeurIPS 2021; Miao et al., "Galvatron", VLDB 2022. Their
+table over stages, devices and layers is this one; their second criterion, the sum over stages, is left to the executor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
+from rlplace.strategy.costs import FULL, kind_numbers
+from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.search.fit import fitted
+from rlplace.strategy.search.savings import Floats, estimates, exchange_s, inside_s
+from rlplace.strategy.search.shares import divisors, equal_shares
+from rlplace.strategy.search.tries import Question, Tried, Tries
+
+MOST_STAGES = 16
+MOST_UNITS = 64
+"""Of devices; more go several together."""
+
+MOST_PARTS = 48
+"""Of blocks; more go several together."""
+
+MOST_COUNT, USUAL_COUNT = 256, 16
+"""Of micro-batches, and near which tables begin."""
+
+MOST_SPREADS = 16
+"""Ways to spread the batch of which there are tables."""
+
+TRIED = 40
+"""Drafts of the table that are evaluated, those first that it finds the quickest."""
+
+
+def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
+    """Drafts of the table as they fit, the most promising first; None for those that do not.
+
+    Args:
+        tries: Evaluates.
+        until: No table is begun when more of the budget is spent.
+
+    Raises:
+        OutOfBudgetError: The budget ended before.
+    """
+    question = tries.question
+    table = Table(question)
+    found: dict[Draft, float] = {}
+    spreads = [
+        Spread(degree, size, count)
+        for degree in divisors(question.batch)
+        if degree <= question.cluster.num_devices // 2
+        for (size,), (count,) in equal_shares(question.batch, degree, question.space)
+        if count <= MOST_COUNT
+    ]
+    spreads.sort(key=lambda spread: abs(math.log2(spread.count / USUAL_COUNT)))
+    for spread in spreads[:MOST_SPREADS]:
+        for devices in orders(question):
+            if tries.spent() < until:
+                for draft, step_s in table.drafts(devices, spread):
+                    found.setdefault(draft, step_s)
+    for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
+        for schedule in question.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
+            yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * tries.best_s)
+
+
+def orders(question: Question) -> list[tuple[int, ...]]:
+    """Devices by host, kinds one after another in every order (of many, there and back), then the first kind on both ends."""
+    cluster = question.cluster
+    name = [kind.name for kind in cluster.kinds]
+    kinds = list(dict.fromkeys(name))
+    ways = [list(way) for way in (itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1]))]
+    lines = [sorted(range(len(name)), key=lambda d: (way.index(name[d]), cluster.hosts[d], d)) for way in ways]
+    for way, line in zip(ways, lines[:], strict=True):
+        half = name.count(way[0]) // 2
+        if half and len(kinds) > 1:
+            lines.append(line[half:] + line[:half])
+    return [tuple(line) for line in lines]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a batch is spread: replicas at most, samples of a micro-batch of each, micro-batches."""
+
+    degree: int
+    size: int
+    count: int
+
+
+Stage = tuple[Floats, NDArray[np.int64]]
+"""[P + 1, P + 1], from part to part: seconds of a micro-batch, inf where there is no room; which axes a stage takes."""
+
+
+class Table:
+    """The dynamic program of one question; what stages cost is kept."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        cluster, blocks = question.cluster, len(question.costs.names)
+        self._kind = kind_numbers(question.costs, cluster)
+        self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
+        self._known: dict[object, tuple[Floats, ...] | None] = {}
+        self._spread, self._stages = Spread(0, 0, 0), dict[object, Stage | None]()  # of one spread over all orders of devices
+
+    def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
+        """The best draft of every number of stages, with the seconds that the table expects."""
+        unit = -(-len(devices) // MOST_UNITS)
+        units = [devices[start : start + unit] for start in range(0, len(devices), unit)]
+        total, parts = len(units), len(self._ends) - 1
+        best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part
+        best[:, parts] = 0.0
+        steps: list[tuple[NDArray[np.int64], ...]] = []
+        for stage in range(1, min(MOST_STAGES, total, parts, spread.count) + 1):
+            now, width_of, end_of, axes_of = self._layer(units, best, spread, stage)
+            source = np.where(now[1:] < np.minimum.accumulate(now)[:-1], np.arange(1, total + 1)[:, None], 0)
+            source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
+            best = np.minimum.accumulate(now)  # units may be left out
+            steps.append((source, width_of, end_of, axes_of))
+            if stage > 1 and self._question.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
+                yield self._draft(units, steps, spread), float(best[total, 0]) * (spread.count - 1 + stage)
+
+    def _layer(
+        self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int
+    ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """One stage more, put before those of `best`."""
+        total = len(units)
+        now = np.full_like(best, np.inf)
+        width_of, end_of, axes_of = (np.zeros(best.shape, dtype=np.int64) for _ in range(3))
+        for width in range(1, total + 1):
+            if width & (width - 1) and total > 8:
+                continue
+            step = min(width, 8) if total > 8 else 1
+            looks: dict[object, list[int]] = {}
+            for used in range(-(-width // step) * step, total + 1, step):
+                looks.setdefault(self._look(self._members(units, used, width)), []).append(used)
+            for look, alike in looks.items():
+                own = self._stage(self._members(units, alike[0], width), look, spread, min(stage, spread.count))
+                if own is None:
+                    continue
+                rows = np.array(alike)
+                slowest = np.maximum(own[0][None], best[rows - width][:, None, :])
+                end = slowest.argmin(axis=2)
+                value = np.take_along_axis(slowest, end[:, :, None], axis=2)[:, :, 0]
+                row, part = np.nonzero(value < now[rows])
+                at = rows[row], part
+                now[at], width_of[at], end_of[at] = value[row, part], width, end[row, part]
+                axes_of[at] = own[1][part, end[row, part]]
+        return now, width_of, end_of, axes_of
+
+    @staticmethod
+    def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
+        """Devices of a stage that takes the first `width` of the last `used` units."""
+        first = len(units) - used
+        return tuple(itertools.chain.from_iterable(units[first : first + width]))
+
+    def _draft(self, units: list[tuple[int, ...]], steps: list[tuple[NDArray[np.int64], ...]], spread: Spread) -> Draft:
+        """Walks back from all units and the first part."""
+        places, bounds, used, part = [], [0], len(units), 0
+        for source, width_of, end_of, axes_of in reversed(steps):
+            used = int(source[used, part])
+            width, end = int(width_of[used, part]), int(end_of[used, part])
+            places.append(list(self._meshes(self._members(units, used, width), spread.degree))[int(axes_of[used, part])])
+            bounds.append(int(self._ends[end]))
+            used, part = used - width, end
+        each = spread.size * spread.degree // max(place.data_degree for place in places)
+        schedule = ONE_F_ONE_B if spread.count >= len(places) else GPIPE
+        return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(spread.count,), schedule=schedule)
+
+    def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Equal for devices of like kinds that lie alike on hosts."""
+        hosts: dict[int, int] = {}
+        own = self._question.cluster.hosts
+        return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
+
+    def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Place]:
+        """Axes of a stage: a tensor group inside a host and copies, whole or shared."""
+        width, space = len(devices), self._question.space
+        for data in divisors(width):
+            tensor = width // data
+            inside = all(
+                len({self._question.cluster.hosts[device] for device in devices[start : start + tensor]}) == 1
+                for start in range(0, width, tensor)
+            )
+            if (
+                degree % data
+                or not space.allows("tensor", tensor)
+                or not inside
+                or (tensor & (tensor - 1) and space.tensor is None)
+            ):
+                continue
+            if space.allows("replicate", data) and space.allows("shard", 1):
+                yield Place(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
+            if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
+                yield Place(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
+
+    def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
+        """Seconds of all stages on these devices, with the best axes of each."""
+        if spread != self._spread:
+            self._spread, self._stages = spread, {}
+        if (look, passes) not in self._stages:
+            self._stages[look, passes] = self._made(devices, look, spread, passes)
+        return self._stages[look, passes]
+
+    def _made(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
+        ends, room = self._ends, min(self._question.room_bytes[device] for device in devices)
+        rows = []
+        for axes, place in enumerate(self._meshes(devices, spread.degree)):
+            key = look, axes, spread
+            if key not in self._known:
+                self._known[key] = self._sums(place, spread)
+            sums = self._known[key]
+            if sums is None:
+                rows.append(np.full((len(ends), len(ends)), np.inf))
+                continue
+            *running, border, working = sums
+            plain_s, again_s, static, kept, saved = (total[None, ends] - total[ends, None] for total in running)
+            borders = spread.count * (border[ends][:, None] + border[ends][None, :])
+            need, spare = static + passes * kept + borders + working[0] - room, passes * saved
+            with np.errstate(invalid="ignore", divide="ignore"):
+                part = np.where(need <= 0.0, 0.0, np.where(need < spare, need / spare, np.inf))
+                seconds = plain_s + np.where(part > 0.0, part * again_s, 0.0)
+            seconds[(ends[None, :] <= ends[:, None]) | np.isnan(seconds)] = np.inf
+            rows.append(seconds)
+        if not rows:
+            return None
+        every = np.array(rows)
+        return every.min(axis=0), every.argmin(axis=0)
+
+    def _sums(self, place: Place, spread: Spread) -> tuple[Floats, ...] | None:
+        """Running sums over blocks [B + 1]: seconds of a micro-batch, of running again; bytes held, kept, saved; at borders."""
+        costs = self._question.costs
+        cut, blocks = place.cut(spread.size * (spread.degree // place.data_degree)), len(costs.names)
+        if costs.why_not(cut) is not None:
+            return None
+        places, size, count = (place, Place((), replicate=spread.degree)), spread.size, spread.count
+        every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
+        seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
+        one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
+        spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
+        spent = spent + inside_s(self._question, place, one[0]).sum(axis=0)
+        exchanged = seconds[0] + exchange_s(self._question, place)
+        sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
+        working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
+        again = (seconds[1] - seconds[0]) / count
+        rows = (spent + exchanged / count, again, held[0, 0], held[1, 0], held[1, 0] - held[1, 1])
+        return (*(np.concatenate([[0.0], np.cumsum(row)]) for row in rows), np.concatenate([[0.0], sent]), np.full(1, working))

@@ -1,0 +1,229 @@
+"""Uniform strategies: every place has the same axes, every block the same choices; stages are balanced by their time.
+
+For each set of devices (all, those of some kinds, the first few of them), number of places and stages, degrees, level,
+micro-batch and schedule there is one draft; how much it recomputes is found by `rlplace.strategy.search.fit`. A bound says what
+no draft can beat, an estimate what it will take about, with the recomputation that memory asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rlplace.plan.schedule import SCHEDULES
+from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
+from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.savings import Floats, estimates, exchange_s, in_flight, inside_s
+from rlplace.strategy.search.shapes import Shape, device_sets, shapes, stage_order
+from rlplace.strategy.search.shares import equal_shares, unlike_shares
+from rlplace.strategy.search.space import Space
+from rlplace.strategy.search.tries import Question
+
+MOST_UNEVEN = 8
+"""Like replicas among which a batch that does not divide is shared all the same."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A uniform strategy.
+
+    Attributes:
+        shape: All but its micro-batches.
+        sizes: Samples of a micro-batch, as in drafts; so is `counts`.
+        counts: Micro-batches of a replica.
+        bound_s: Seconds of compute that it cannot beat.
+        expected_s: Seconds that it takes by an estimate.
+        short_bytes: What is missing on a device where blocks recompute all that they may and nothing is offloaded, by an
+            estimate; below 0 where there is room.
+    """
+
+    shape: Shape
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    bound_s: float
+    expected_s: float
+    short_bytes: float
+
+    def key(self) -> tuple[float, float]:
+        """What is tried first is smaller."""
+        return max(self.short_bytes, 0.0), self.expected_s
+
+    def draft(self, balance: Balance) -> Draft:
+        """With places and balanced stages; nothing runs again."""
+        return _draft(self.shape, self.sizes, self.counts, balance)
+
+
+class _Spread(NamedTuple):
+    """How a batch is spread over replicas and micro-batches, as drafts say it; where stages begin; see `Option.bound_s`."""
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    bounds: tuple[int, ...]
+    bound_s: float
+
+
+class Options:
+    """The uniform strategies of one question; what they have in common is looked at once.
+
+    Args:
+        question: What is asked.
+        balance: Of its blocks.
+    """
+
+    def __init__(self, question: Question, balance: Balance) -> None:
+        self._question, self._balance = dataclasses.replace(question, space=_runnable(question)), balance
+        self._spreads: dict[object, list[_Spread]] = {}
+        self._sums: dict[object, tuple[Floats, float]] = {}
+        self._rooms: dict[object, tuple[Floats, Floats]] = {}
+
+    def every(self, sets: Iterable[tuple[int, ...]] | None = None, kinds: Collection[str] | None = None) -> Iterator[Option]:
+        """Every one on these sets of devices and of these kinds (None: all), be it too large for the memory."""
+        question = self._question
+        for devices in device_sets(question.cluster) if sets is None else sets:
+            if question.devices is not None and not set(devices) <= set(question.devices):
+                continue
+            for shape in shapes(question, devices):
+                if kinds is None or shape.kind in kinds:
+                    yield from self._of(shape)
+
+    def _of(self, shape: Shape) -> Iterator[Option]:
+        """One option for each way to spread the batch over a shape's replicas and micro-batches."""
+        order, split = stage_order(shape.places, shape.schedule, shape.chunks), _splits(shape)
+        key = (shape.devices, shape.places, shape.axes.data_degree, shape.axes.cut(1), order, split, shape.axes.sharding > 1)
+        if key not in self._spreads:
+            self._spreads[key] = [*self._equal(shape, order, split), *self._unlike(shape)]
+        for spread in self._spreads[key]:
+            yield Option(shape, spread.sizes, spread.counts, spread.bound_s, *self._estimate(shape, spread, order))
+
+    def _estimate(self, shape: Shape, spread: _Spread, order: tuple[int, ...]) -> tuple[float, float]:
+        """`Option.expected_s` and `Option.short_bytes`."""
+        count = max(spread.counts)
+        running, working = self._running(shape, spread)
+        at = running[:, spread.bounds]
+        parts = at[:, 1:] - at[:, :-1]
+        parts[1:3] *= in_flight(shape.schedule, len(order), shape.places, count)
+        if shape.chunks > 1:
+            parts = parts @ _holds(order)
+        held, kept, spare, again_s, inside_s, exchanged_s = parts
+        short = held + kept + working - self._room(shape)[len(spread.sizes) > 1]
+        again_s = again_s * np.minimum(np.maximum(short / np.maximum(spare, 1.0), 0.0), 1.0)
+        passes_s = spread.bound_s + count * float((again_s + inside_s).max())
+        times = {2: (1 + count) / 2, 3: 1.5 * count}.get(shape.axes.sharding, 1)
+        return max(passes_s, times * float(exchanged_s.max())), float((short - spare).max())
+
+    def _running(self, shape: Shape, spread: _Spread) -> tuple[Floats, float]:
+        """Running sums over blocks, float64 [6, B + 1], and bytes that a pass holds for a moment.
+
+        Bytes held all step, kept of a micro-batch, of these saved by running again; seconds of a micro-batch for that, and for
+        collectives inside blocks; seconds to exchange weights and gradients once.
+        """
+        question, size, count = self._question, max(spread.sizes), max(spread.counts)
+        kinds = self._balance.kinds(shape.devices, shape.places)[0]
+        key = shape.axes, kinds, size, shape.places > 1, count > 1, _splits(shape)
+        if key not in self._sums:
+            draft = _draft(shape, spread.sizes, spread.counts, self._balance)
+            allowed = [(number, 0) for number, word in enumerate(RECOMPUTE) if question.space.allows("recompute", word)]
+            seconds, held = estimates(question, draft, 0, allowed or [(0, 0)])
+            passes, place = question.costs.passes(min(kinds), shape.axes.cut(size)), draft.places[0]
+            kept = held[1]
+            if _splits(shape):  # a micro-batch is held until its gradients of weights are there
+                kept = np.maximum(kept, passes.halved_bytes.min(axis=0))
+            least = kept.argmin(axis=0)[None]
+            spare = kept[0] - np.take_along_axis(kept, least, axis=0)[0]
+            again_s = (np.take_along_axis(seconds, least, axis=0)[0] - seconds[0]) / count
+            rows = [
+                held[0, 0],
+                kept[0],
+                spare,
+                again_s,
+                inside_s(question, place, passes).sum(axis=0),
+                exchange_s(question, place),
+            ]
+            running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)
+            self._sums[key] = running, float(passes.working_bytes[BACKWARD_PASS].min(axis=0).max())
+        return self._sums[key]
+
+    def _room(self, shape: Shape) -> tuple[Floats, Floats]:
+        """float64 [P], bytes of the smallest device of every place, and of the largest."""
+        key = shape.devices, shape.places
+        if key not in self._rooms:
+            rooms = np.array([self._question.room_bytes[device] for device in shape.devices]).reshape(shape.places, -1)
+            self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
+        return self._rooms[key]
+
+    def _equal(self, shape: Shape, order: tuple[int, ...], split: bool) -> Iterator[_Spread]:
+        question, balance = self._question, self._balance
+        kinds = balance.kinds(shape.devices, shape.places)
+        for sizes, counts in equal_shares(question.batch, shape.axes.data_degree, question.space):
+            if sizes[0] > 1 and shape.axes.context > 1 and question.space.context is None:
+                continue  # more replicas of fewer samples exchange less
+            if not balance.can_cut(shape.axes.cut(sizes[0])):
+                continue
+            stages = balance.stages(kinds, shape.axes.cut(sizes[0]), order)
+            # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights,
+            # less than two thirds of a backward, may fill that time.
+            first_s = 0.5 * stages.total_s if split else stages.total_s
+            paced_s = counts[0] * stages.total_s / shape.places
+            if shape.chunks == 1 and not split:
+                paced_s = stages.paced_s(counts[0])
+            yield _Spread(sizes, counts, stages.bounds, max(first_s, paced_s))
+
+    def _unlike(self, shape: Shape) -> Iterator[_Spread]:
+        """For unlike devices, and for few replicas among which the batch does not divide."""
+        question, balance = self._question, self._balance
+        axes, degree = shape.axes, shape.axes.data_degree
+        unlike = any(len(own) > 1 for own in balance.kinds(shape.devices, shape.places))
+        uneven = question.batch % degree and degree <= MOST_UNEVEN
+        size = max(1, question.batch // degree)
+        if degree == 1 or axes.context > 1 or not (unlike or uneven) or not balance.can_cut(axes.cut(size)):
+            return
+        pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
+        for sizes, counts in unlike_shares(question.batch, pace_s, question.space, axes.sharding > 1):
+            if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
+                draft = _draft(shape, sizes, counts, balance)
+                taken_s = balance.replicas_s(draft) * np.array(counts)
+                yield _Spread(sizes, counts, draft.bounds, float(taken_s.max()) / shape.places)
+
+
+@lru_cache
+def _holds(order: tuple[int, ...]) -> Floats:
+    """float64 [S, P], 1 where a stage is on a place."""
+    return np.eye(max(order) + 1)[list(order)]
+
+
+def _splits(shape: Shape) -> bool:
+    """Whether gradients of weights are made later than others."""
+    return shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
+
+
+def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:
+    width = len(shape.devices) // shape.places
+    starts = range(0, len(shape.devices), width)
+    places = [dataclasses.replace(shape.axes, devices=shape.devices[start : start + width]) for start in starts]
+    order = stage_order(shape.places, shape.schedule, shape.chunks)
+    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), order).bounds
+    return plain_draft(bounds, places, order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
+
+
+def _runnable(question: Question) -> Space:
+    """The space, without axes that it leaves open and the engine refuses in any strategy."""
+    closed: dict[str, tuple[int, ...]] = {}
+    drafts = {
+        axis: plain_draft((0, len(question.costs.names)), [place])
+        for axis, place in (
+            ("none", Place((0, 1), replicate=2)),
+            ("context", Place((0, 1), context=2)),
+            ("expert", Place((0, 1), shard=2, expert=2, sharding=1)),
+        )
+    }
+    if question.why_not is not None and question.why_not(drafts.pop("none")) is None:
+        refused = [axis for axis, draft in drafts.items() if question.why_not(draft) is not None]
+        closed = {axis: (1,) for axis in refused if getattr(question.space, axis) is None}
+    return msgspec.structs.replace(question.space, **closed)

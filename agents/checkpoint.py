@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,91 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
+import sb3_contrib
 import torch
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+import rlplace
 from rlplace.agents.config import MAX_HIDDEN
 from rlplace.agents.policies import BUILT_IN, KNOWN, Policy, columns_of, policy_class, policy_name
-from rlplace.agents.weights import check, fill, read_tensors
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
+
+
+def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Loads weights from the file `path` into a module after checking every name, shape and value."""
+    check(module.state_dict(), weights, path)
+    module.load_state_dict(weights)
+
+
+def check(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses weights from the file `path` whose names, shapes, types or values are not those of a module's state."""
+    for key in [*expected, *weights]:
+        if key not in weights or key not in expected:
+            raise InputError(f"{path}: weight {key[:80]!r} is {'missing' if key not in weights else 'not expected'}")
+        if weights[key].shape != expected[key].shape:
+            shapes = tuple(weights[key].shape), tuple(expected[key].shape)
+            raise InputError(f"{path}: weight {key!r} has shape {shapes[0]}, the config asks for {shapes[1]}")
+        if weights[key].dtype != expected[key].dtype:
+            raise InputError(f"{path}: weight {key!r} is of {weights[key].dtype}, not of {expected[key].dtype}")
+        if not torch.isfinite(weights[key]).all():
+            raise InputError(f"{path}: weight {key!r} holds values that are not finite")
+        if key == "scale" and not (weights[key] > 0).all():
+            raise InputError(f"{path}: weight 'scale' holds values that are not positive")
+
+
+def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
+    """Reads a safetensors file, or its contents where they are read already."""
+    payload = read_bytes(path) if payload is None else payload
+    try:
+        return load_tensors(payload)
+    except Exception as error:  # safetensors raises its own type for every kind of damage
+        raise InputError(f"{path}: not a safetensors file: {show(str(error), 200)}") from None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that determine a training."""
+    return {
+        "rlplace": rlplace.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gymnasium": gymnasium.__version__,
+        "sb3-contrib": sb3_contrib.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
+    """Markdown text.
+
+    Args:
+        name: Name of the checkpoint.
+        environment: Id of the environment that it was trained in.
+        training: The `training` entry of the checkpoint's config.
+    """
+    notes, settings = training["notes"], training["hyperparameters"]
+    versions = ", ".join(f"{key} {value}" for key, value in training["versions"].items())
+    lines = (
+        f"# Agent {name}",
+        "",
+        f"- environment: {environment}",
+        f"- problems: {training['problem_set']}, seed {training['seed']}",
+        f"- pre-training: {training['fitted']} steps on {notes.get('files', 0):,} of {settings['cases']} cases",
+        f"- on cases not fitted: {notes.get('held', 'not measured')}",
+        f"- PPO: {training['steps_done']} decisions in {training['parts']} parts of {settings['part_cases']} cases",
+        f"- seconds: {notes['seconds']:.0f}",
+        f"- reproduce: `rlplace train --policy {settings['policy']} --problems {training['problem_set']} "
+        f"--seed {training['seed']}`, with the settings in config.json",
+        f"- versions: {versions}",
+        "- license: Apache-2.0",
+        "",
+    )
+    return "\n".join(lines)
+
 
 FORMAT = "rlplace.checkpoint"
 VERSION = 3

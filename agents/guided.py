@@ -16,9 +16,10 @@ from rlplace.envs.guide import analysis, draw, facts, features, pressure, view
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
 from rlplace.envs.guide.features import move_features
-from rlplace.placement.common import movekernels, objective
+from rlplace.placement.common import evaluate as objective
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.evaluate import descent_s, objective_s
 from rlplace.placement.common.movekernels import Tables, draw_move, draw_uniform
-from rlplace.placement.common.objective import descent_s, objective_s
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
 

@@ -14,10 +14,10 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from rlplace.agents.cases import Case
+from rlplace.agents.checkpoint import read_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Policy, narrowed
 from rlplace.agents.search import Search
-from rlplace.agents.weights import read_tensors
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
@@ -25,9 +25,9 @@ from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.envs.vector.construct import builds_for, construct, plots_of
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import write_bytes
-from rlplace.placement.best import floor_answers
 from rlplace.placement.common.evaluate import Deadline, Evaluator
 from rlplace.placement.common.shortage import check_possible
+from rlplace.placement.search import floor_answers
 from rlplace.problem import Problem
 
 CASES, WINDOW = 32, 8192

@@ -22,10 +22,9 @@ from rlplace.envs.instance import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import read_bytes, write_bytes
 from rlplace.placement import get_planner
-from rlplace.placement.best import floor_answers
-from rlplace.placement.common.evaluate import Deadline, Evaluator
-from rlplace.placement.common.objective import descent_s
+from rlplace.placement.common.evaluate import Deadline, Evaluator, descent_s
 from rlplace.placement.common.shortage import check_possible
+from rlplace.placement.search import floor_answers
 
 FILL = 1.15
 """Moves that provably fill a device beyond this share of its memory are not priced."""

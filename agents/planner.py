@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents import constructing, search
+from rlplace.agents import graph_network, search
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
-from rlplace.agents.constructing import built
 from rlplace.agents.first_use import compile_ahead
+from rlplace.agents.graph_network import built
 from rlplace.agents.policies import PLACEMENT, Policy
 from rlplace.agents.search import Search
 from rlplace.envs.base import greedy_fit
@@ -73,7 +73,7 @@ def agent(
 def warm_up() -> None:
     """Compiles, or loads from the cache, all kernels of the agent, once a process; time limits do not include it."""
     search.warm_up()
-    constructing.warm_up()
+    graph_network.warm_up()
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,11 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecMonitor
 
 from rlplace.agents.config import TrainConfig
+from rlplace.agents.gather import PlacerVecEnv
 from rlplace.agents.imitation import quick_plan
 from rlplace.agents.policies import PLACEMENT, Policy
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.agents.vecenv import PlacerVecEnv
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.envs.vector.base import PlacerVectorEnv

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from rlplace.agents import ppo
-from rlplace.agents.card import card_of, versions
 from rlplace.agents.checkpoint import (
     STATE,
+    card_of,
     check_sizes,
     load_state,
     load_weights,
@@ -30,6 +30,7 @@ from rlplace.agents.checkpoint import (
     read_config,
     save_checkpoint,
     save_state,
+    versions,
 )
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.gather import check_labels, gather

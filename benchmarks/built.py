@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.agent.jobs import large_cases
 from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.constructing import built
-from rlplace.agents.graph_network import GraphNetwork
+from rlplace.agents.graph_network import GraphNetwork, built
 from rlplace.agents.policies import Policy
 from rlplace.agents.problems import validation_cases
 from rlplace.agents.problems.training import training_case

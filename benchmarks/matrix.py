@@ -21,7 +21,7 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.placement import PLANNERS
-from rlplace.placement.attempt import OK
+from rlplace.placement.ask import OK
 from rlplace.problem import Problem
 from rlplace.stats import geometric_mean
 

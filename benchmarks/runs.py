@@ -31,12 +31,11 @@ from safetensors.torch import save_file
 
 from benchmarks.runs_policy import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
-from rlplace.envs.scenario import Scenario
+from rlplace.envs.cluster import Scenario
 from rlplace.errors import RlplaceError
 from rlplace.measure.belief import Belief, Ran
-from rlplace.measure.choose import RULES, expected, least
 from rlplace.measure.pool import Pool, candidates, first_pool
-from rlplace.measure.session import planned_again
+from rlplace.measure.session import RULES, expected, least, planned_again
 from rlplace.measure.truths import Truth
 from rlplace.model.zoo import load_model
 from rlplace.strategy.search.plan import ask

@@ -22,10 +22,9 @@ from benchmarks.runs import BATCH, CAPTURED, MODELS, NEVER
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
 from rlplace.measure.belief import Belief, Ran
-from rlplace.measure.choose import improvement
 from rlplace.measure.log import Run
 from rlplace.measure.pool import Pool, first_pool
-from rlplace.measure.session import run_of
+from rlplace.measure.session import improvement, run_of
 from rlplace.measure.truths import Truth
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph

@@ -34,8 +34,7 @@ from rlplace.cluster.presets import cpu_kind
 from rlplace.measure.log import Ended
 from rlplace.measure.session import Session
 from rlplace.plan.plan import PlacementPlan
-from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.kinds import kind_of
+from rlplace.strategy.drafts import Draft, draft_of_strategy, kind_of
 from rlplace.strategy.search.plan import ask, prediction
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import Question

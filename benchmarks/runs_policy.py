@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policy import PlacerPolicy
-from rlplace.envs.cluster import ClusterEnv
-from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
-from rlplace.envs.scenario import Scenario
+from rlplace.envs.cluster import FEATURES, STAGE_FEATURES, ClusterEnv, Scenario, observe, plan_graphs
 from rlplace.measure.belief import Belief
 
 ENVS, ROLLOUT, EPOCHS, BATCH, RATE, ENTROPY = 8, 256, 4, 256, 3e-4, 0.003
@@ -137,7 +135,7 @@ def load_runs(path: str | Path) -> RunsNetwork:
 
 
 def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator], int | None]:
-    """The policy as a rule of `rlplace.measure.choose`: the best score of what has not run; it never stops early."""
+    """The policy as a rule of `rlplace.measure.session`: the best score of what has not run; it never stops early."""
 
     def choose(belief: Belief, rng: Generator) -> int | None:
         if not belief.left.any():

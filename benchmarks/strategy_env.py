@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.questions import DEALT, strategy_questions
 from rlplace.envs import StrategyEnv
-from rlplace.envs.scenario import default_questions
+from rlplace.envs.cluster import default_questions
 
 ENVS, STEPS, EPISODES = 8, 64, 60
 Player = Callable[[StrategyEnv, Any], int]

@@ -7,12 +7,18 @@ runs (`rlplace.measure.belief`), as a graph: a node for each candidate (what it 
 it will fit, what it took), the correlation of any two, and the stages of each one's plan with the places that hold them. K
 candidates and one action to stop, S stages at most. Step times are linear around the cost model, where a session of real runs
 follows its belief.
+
+What a policy sees in `rlplace/Cluster-v0`: candidates as the nodes of a graph, and each one's plan as a graph of stages.
+
+C candidates, with room for K and one more row for the action to stop; S stages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -20,15 +26,190 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rlplace.envs.cluster_view import FEATURES, STAGE_FEATURES, observe, plan_graphs
+from rlplace.cluster import Cluster
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import FinalReward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.envs.scenario import Scenario, default_scenarios
 from rlplace.errors import InputError
+from rlplace.measure import pool as pools
 from rlplace.measure.belief import Belief, Ran
-from rlplace.measure.choose import LOST
-from rlplace.measure.truths import NOISE
+from rlplace.measure.log import Run
+from rlplace.measure.pool import Pool, first_pool, pool_of
+from rlplace.measure.session import LOST, gain_of
+from rlplace.measure.truths import NOISE, Truth
+from rlplace.measure.world import Worlds
+from rlplace.plan.strategy import Strategy
+from rlplace.strategy.costs import Floats
+from rlplace.strategy.drafts import Draft, draft_of_strategy
+from rlplace.strategy.executor.evaluate import Evaluation
+from rlplace.strategy.search.tries import Question
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """An episode: candidates, and what they take.
+
+    Attributes:
+        pool: The candidates.
+        step_s: float64 [C], true step times.
+        share: float64 [C], true shares of the fullest device's memory; above 1 a run does not fit.
+        pace_s: By device, what a run shows of its speed; see `rlplace.measure.belief.Ran`.
+        stage_busy_s: By candidate and stage, likewise.
+    """
+
+    pool: Pool
+    step_s: Floats
+    share: Floats
+    pace_s: tuple[float, ...] = ()
+    stage_busy_s: tuple[tuple[float, ...], ...] = ()
+
+    @staticmethod
+    def of(pool: Pool, truth: Truth) -> Scenario:
+        """A truth for all candidates."""
+        step_s = np.array([truth.step_s(draft) for draft in pool.drafts])
+        share = np.array([truth.share(draft) for draft in pool.drafts])
+        busy_s = tuple(truth.stage_busy_s(draft) for draft in pool.drafts)
+        return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)), busy_s)
+
+    @staticmethod
+    def replayed(question: Question, runs: Sequence[Run]) -> Scenario:
+        """What a log of real runs has measured: its strategies, those that ran and those that did not fit.
+
+        Args:
+            question: That of the runs.
+            runs: Of one site; the last word on a strategy counts.
+
+        Raises:
+            InputError: A run's strategy has other blocks than the question.
+        """
+        told = {
+            draft_of_strategy(Strategy.from_dict(run.strategy), question.costs.names): run
+            for run in runs
+            if run.status in ("done", "out_of_memory")
+        }
+        pool = pool_of(list(told), question, Worlds.of(question.costs, question.cluster))
+        known = [told[draft] for draft in pool.drafts]
+        shares = zip(known, pool.share.tolist(), strict=True)
+        return Scenario(
+            pool,
+            np.array([run.median_s or math.inf for run in known]),
+            np.array([math.inf if run.median_s is None else min(1.0, run.share or share) for run, share in shares]),
+            next((run.pace_s for run in known if run.pace_s), ()),
+            tuple(run.stage_busy_s if len(run.stage_busy_s) == draft.stages else () for draft, run in told.items()),
+        )
+
+    @property
+    def least_s(self) -> float:
+        """The least step time of what fits; inf where nothing does."""
+        return float(self.step_s[self.share <= 1.0].min(initial=math.inf))
+
+
+@cache
+def default_questions() -> tuple[Question, ...]:
+    """A perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two T4s."""
+    from rlplace.cluster.parse import parse
+    from rlplace.model.capture.capture import capture
+    from rlplace.model.zoo import load_model
+    from rlplace.strategy.search.plan import ask
+
+    loaded = [load_model("zoo:mlp,layers=12,width=8192", batch=batch) for batch in (2, 4)]
+    first, other = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)
+    return tuple(ask(first, parse(text), 60, other=other) for text in ("a100-80g:4", "a100-80g:2+t4:2", "t4:2x2,eth=25g"))
+
+
+@cache
+def default_scenarios() -> tuple[Scenario, ...]:
+    """The first of these questions, and sixteen truths."""
+    question = default_questions()[0]
+    pool = first_pool(question, calls=100)
+    made = (Scenario.of(pool, Truth.drawn(question, seed)) for seed in range(16))
+    return tuple(scenario for scenario in made if math.isfinite(scenario.least_s))
+
+
+FEATURES = (
+    "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", "ran", "took",
+    *(f"of {name}" for name in pools.FEATURES),
+)  # fmt: skip
+"""Of a candidate: `rlplace.measure.session.gain_of`; expected log step time over the best that ran; its standard deviation; the
+chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it tells of others;
+whether it has run, and the log of what it took over what the cost model says; its strategy."""
+
+STAGE_FEATURES = ("busy", "blocks", "replicas", "shared", "tensor", "level", "recomputed", "full")
+"""Of a stage: its passes over the step by the cost model; share of the blocks; degrees, as logarithms to base 2; sharding level
+over 3; share of its blocks that are recomputed; share of the memory of its fullest device."""
+
+
+def stages_of(draft: Draft, said: Evaluation, cluster: Cluster) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """A plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
+    rows: list[list[float]] = []
+    held: list[int] = []
+    blocks, first = len(draft.recompute), 0
+    for one in draft.pipelines:
+        for stage, place_number in enumerate(one.place_of_stage):
+            place, own = one.places[place_number], slice(one.bounds[stage], one.bounds[stage + 1])
+            again = one.recompute[own]
+            full = max(said.peak_memory_bytes[d] / (cluster.devices[d].memory_bytes or math.inf) for d in place.devices)
+            rows.append(
+                [
+                    said.stage_busy_s[len(rows)] / said.step_time_s, len(again) / blocks, math.log2(place.replicate),
+                    math.log2(place.shard), math.log2(place.tensor), place.sharding / 3.0,
+                    sum(map(bool, again)) / max(1, len(again)), full,
+                ]
+            )  # fmt: skip
+            held.append(first + place_number)
+        first += len(one.places)
+    return np.array(rows, dtype=np.float32), np.array(held, dtype=np.int32)
+
+
+def plan_graphs(pool: Pool, candidates: int, stages: int) -> dict[str, NDArray[Any]]:
+    """The part of an observation that stays: float32 ``stages`` [(K + 1) S F], and int32 ``place`` [(K + 1) S] (-1: none)."""
+    table = np.zeros((candidates + 1, stages, len(STAGE_FEATURES)), dtype=np.float32)
+    place = np.full((candidates + 1, stages), -1, dtype=np.int32)
+    for number in range(len(pool.drafts)):
+        rows, held = stages_of(pool.drafts[number], pool.said[number], pool.worlds.cluster)
+        table[number, : len(rows)], place[number, : len(rows)] = rows[:stages], held[:stages]
+    return {"stages": np.clip(table, -CLIP, CLIP).ravel(), "place": place.ravel()}
+
+
+def observe(belief: Belief, runs: int, candidates: int) -> dict[str, NDArray[Any]]:
+    """What a policy sees of a belief.
+
+    Args:
+        belief: After all runs so far.
+        runs: Most runs of the session.
+        candidates: K, for which there is room.
+
+    Returns:
+        float32 ``candidates`` [(K + 1) F], int32 ``candidate_group`` [K + 1] (-1: has run, or to stop), float32 ``alike``
+        [(K + 1)^2], correlations of log step times, and ``context`` [C].
+    """
+    pool, count = belief.pool, len(belief.pool.drafts)
+    mean, spread, fits = belief.mean, belief.spread, belief.fits
+    likely = fits >= 0.5
+    base = math.log(float(belief.best.step_s or 0.0)) if belief.best else float(mean[likely].min(initial=mean.max()))
+    correlation = belief.cover / np.outer(spread, spread)
+    others = np.abs(correlation)
+    alike = np.zeros((candidates + 1, candidates + 1), dtype=np.float32)
+    alike[:count, :count] = np.clip(correlation, -1.0, 1.0)
+    ran, took, by_model = np.zeros(count), np.zeros(count), np.log(pool.by_model_s)
+    for one in belief.ran:
+        ran[one.candidate] = 1.0
+        took[one.candidate] = 0.0 if one.step_s is None else math.log(one.step_s) - by_model[one.candidate]
+    columns = [
+        gain_of(belief), mean - base, spread, fits, np.log(np.maximum(pool.share, 1e-3)),
+        by_model - by_model.min(), others.mean(axis=1), ran, took, *pool.features.T,
+    ]  # fmt: skip
+    table = np.zeros((candidates + 1, len(FEATURES)), dtype=np.float32)
+    table[:count] = np.clip(np.stack(columns, axis=1), -CLIP, CLIP)
+    group = np.full(candidates + 1, -1, dtype=np.int32)
+    group[:count] = np.where(belief.left, np.arange(count), -1)
+    lost = sum(ran.step_s is None for ran in belief.ran)
+    context = [
+        len(belief.ran) / runs, lost / runs, float(belief.best is not None), float(spread.mean()), float(spread.min()),
+        float(mean[likely].min(initial=base) - base), float(fits.mean()), math.log2(count) / 8.0,
+    ]  # fmt: skip
+    found = np.clip(np.array(context, dtype=np.float32), -CLIP, CLIP)
+    return {"candidates": table.ravel(), "candidate_group": group, "alike": alike.ravel(), "context": found}
 
 
 class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from rlplace.errors import InfeasibleError
 from rlplace.placement import get_planner
 from rlplace.placement.common.bounds import largest_op_bytes, lower_bounds
+from rlplace.placement.common.evaluate import UNFIT_S, objective_s
 from rlplace.placement.common.groupgraph import GroupGraph, finite_links, group_graph
-from rlplace.placement.common.objective import UNFIT_S, objective_s
 from rlplace.placement.common.oparrays import upward_rank
 from rlplace.placement.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, Problem

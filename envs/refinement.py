@@ -16,7 +16,7 @@ from rlplace.envs.guide.guide import Guide, blind_view
 from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio, score
 from rlplace.errors import InputError
 from rlplace.problem import Problem
-from rlplace.simulator.inputs import check_devices
+from rlplace.simulator.records import check_devices
 
 STARTS = ("best", "mixed", "greedy")
 KEEPS = ("always", "better")

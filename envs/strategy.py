@@ -11,10 +11,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rlplace.envs.base import NumberedEnv, Observation, check_moves
+from rlplace.envs.cluster import default_questions
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import FinalReward, infeasible_reward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.envs.scenario import default_questions
 from rlplace.envs.strategy_board import FEATURES, KINDS, STAGE_FEATURES, STARTS, board_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy

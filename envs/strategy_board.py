@@ -15,14 +15,14 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from rlplace.envs import cluster_view
+from rlplace.envs import cluster
 from rlplace.envs.guide.features import CLIP
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measure.pool import CHOICES, choices
-from rlplace.plan.rivals import too_large
+from rlplace.plan.prediction import too_large
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.executor.evaluation import PARTS
+from rlplace.strategy.executor.evaluate import PARTS
 from rlplace.strategy.search import moves
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import changed, fitted, other_choices
@@ -38,7 +38,7 @@ FEATURES = (*KINDS, "lowers", *(f"more {name}" for name in CHOICES))
 """Of a move: its kind, one of which is 1; log of the step time now over that after it, which the executor says with the memory;
 by how much `rlplace.measure.pool.CHOICES` rise."""
 
-STAGE_FEATURES = (*cluster_view.STAGE_FEATURES, "devices", "context", "expert", "offloaded", *(f"in {part}" for part in PARTS))
+STAGE_FEATURES = (*cluster.STAGE_FEATURES, "devices", "context", "expert", "offloaded", *(f"in {part}" for part in PARTS))
 """Of a stage: those of Cluster-v0; degrees as logarithms to base 2; share of its blocks; shares of the step on its place."""
 
 STARTS = ("uniform", "floor", "random")
@@ -119,7 +119,7 @@ class Board:
         """A strategy as a graph, with room for S stages: float32 ``stages`` [S F], and int32 ``place`` [S] (-1: none)."""
         said, parts = self._said(draft)
         table, place = np.zeros((room, len(STAGE_FEATURES)), dtype=np.float32), np.full(room, -1, dtype=np.int32)
-        rows, held = cluster_view.stages_of(draft, said, self.question.cluster)
+        rows, held = cluster.stages_of(draft, said, self.question.cluster)
         place[: len(held)] = held
         for stage, blocks in enumerate(draft.ranges):
             own, offload = draft.places[held[stage]], draft.offload[blocks.start : blocks.stop]

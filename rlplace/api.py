@@ -98,7 +98,7 @@ def place(
         dtype: For a module: parameters and inputs are planned in it, ``"bf16"`` for example; None leaves them.
         autocast: For a module: planned under `torch.autocast` in this dtype, ``"bf16"`` or ``"fp16"``.
         master_weights: For a module: the optimizer keeps float32 copies of the weights, and its state in float32.
-        batch_curve: Epochs to the target by batch; the batch is then chosen too (`rlplace.strategy.search.batches`), from
+        batch_curve: Epochs to the target by batch; the batch is then chosen too (`rlplace.strategy.search.efficiency`), from
             `batch` (8) up.
         groups: Target number of groups of a placement.
         costs: A cost table, file, or name of a cost model, laid over the coefficients that come with rlplace.
@@ -329,7 +329,7 @@ def answer(
 
 def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
     """The plan with notes on what its parts mean for the loss and the buffers of the model."""
-    from rlplace.runtime.strategy.notes import notes_of
+    from rlplace.runtime.strategy.facts import notes_of
 
     assert plan.strategy is not None
     notes = () if captured.facts is None else notes_of(plan.strategy, captured.facts())
@@ -398,7 +398,7 @@ def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], An
     if isinstance(target, OpGraph):
         _refuse_capture(how, "a graph was captured as it is")
         return Captured(target)
-    from rlplace.runtime.placement.traceable import why_not_traced
+    from rlplace.runtime.placement.forward import why_not_traced
     from rlplace.runtime.strategy.facts import facts_of
 
     if inputs is None:

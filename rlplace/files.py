@@ -1,4 +1,6 @@
-"""Reading and writing of rlplace's versioned JSON files.
+"""Files read and written: atomic, limited in size, JSON of a known format; large reads without garbage collection.
+
+Reading and writing of rlplace's versioned JSON files.
 
 Reading is strict and never runs code: duplicate or unknown keys, NaN, deep nesting, truncated text, files of a newer version,
 too large (`rlplace.limits`) and irregular files are each refused with one line. Writing goes to a temporary
@@ -8,6 +10,7 @@ name in the same folder and is renamed when complete, so that a reader never see
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -363,3 +366,15 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"key {show(key)} appears twice")
             seen.add(key)
     return result
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage is collected inside: for code that makes a great many objects, hardly any of them garbage."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -13,7 +13,7 @@ import torch
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
-from rlplace.problem.source import Source
+from rlplace.problem.io import Source
 from rlplace.records import Count, build, plain
 
 if TYPE_CHECKING:

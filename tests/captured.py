@@ -3,8 +3,7 @@
 from functools import cache
 
 from rlplace.model.capture.capture import capture
-from rlplace.model.graph.causal import with_causal_attention
-from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import OpGraph, with_causal_attention
 from rlplace.model.zoo import load_model
 
 _BERT = "num_hidden_layers=4,hidden_size=64,num_attention_heads=2,intermediate_size=128"

@@ -192,7 +192,7 @@ def test_a_wrong_entry_breaks_only_its_own_name(wrong):
 
 
 def test_built_in_names_win_and_the_claim_is_told(wrong, caplog):
-    assert get_planner("best").__module__ == "rlplace.placement.best"
+    assert get_planner("best").__module__ == "rlplace.placement.search"
     assert device_kind("h100").memory_bytes == 80_000_000_000
     planner_names()
     assert "planner 'best' of wrong-plugin 1.0: rlplace has one of that name, which is used" in caplog.text

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlplace.agents.weights import read_tensors
+from rlplace.agents.checkpoint import read_tensors
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import MAX_FILE_BYTES, read_json, read_text, write_json
 from rlplace.plan import PlacementPlan

@@ -20,7 +20,7 @@ from benchmarks.agent.race import starts_of
 from benchmarks.agent.records import BenchmarkRow, Budget, CaseInfo, Method
 from rlplace.agents.cases import Case
 from rlplace.placement import get_planner, run_planner
-from rlplace.placement.attempt import INFEASIBLE, attempt
+from rlplace.placement.ask import INFEASIBLE, attempt
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.oparrays import op_arrays
 from rlplace.plan import PlacementPlan

@@ -18,9 +18,8 @@ from benchmarks import ils
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.placement import local_search
 from rlplace.placement.annealing import annealing
-from rlplace.placement.best import floor_answers
 from rlplace.placement.common.evaluate import Answer, Deadline, Evaluator, uncounted
-from rlplace.placement.search import Search
+from rlplace.placement.search import Search, floor_answers
 from rlplace.problem import Problem
 
 SEARCHES = {"annealing": annealing, "local_search": local_search, "ils": ils}

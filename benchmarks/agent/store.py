@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from benchmarks.agent.records import BenchmarkRow, CaseInfo, Method
 from rlplace.errors import InputError, show
 from rlplace.explanation.compare.store import RowFile
-from rlplace.placement.attempt import INFEASIBLE, OK
+from rlplace.placement.ask import INFEASIBLE, OK
 from rlplace.records import build
 
 FORMAT, VERSION = "rlplace.agent_benchmark", 2

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo
 from benchmarks.agent.store import Store
-from rlplace.placement.attempt import OK
+from rlplace.placement.ask import OK
 from rlplace.stats import interval, wins_ties_losses
 
 WORSE = 1e-9

@@ -30,7 +30,7 @@ from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import check_folder, write_bytes, write_text
 from rlplace.placement import NEEDS_SPLIT, PLANNERS, get_planner
-from rlplace.placement.attempt import attempt
+from rlplace.placement.ask import attempt
 from rlplace.placement.common.floor import one_shot
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem

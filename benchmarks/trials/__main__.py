@@ -234,7 +234,7 @@ def _warm() -> None:
         "torch.export._trace", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._inductor.fx_passes",
         "torch._inductor.sizevars", "numba", "scipy.optimize", "rlplace.cli.main", "rlplace.api",
         "rlplace.strategy.search.branches",
-        "rlplace.runtime.job.distribute", "rlplace.runtime.strategy.run", "rlplace.runtime.strategy.notes",
+        "rlplace.runtime.job.distribute", "rlplace.runtime.strategy.run", "rlplace.runtime.strategy.facts",
         "rlplace.strategy.search.plan", "rlplace.placement.round_robin", "rlplace.placement.common.repair",
         "rlplace.explanation.compare.measure",
         "rlplace.model.zoo.load", "rlplace.agents.first_use", "rlplace.simulator.loop", "rlplace.runtime.placement.engine",

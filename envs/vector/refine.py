@@ -28,8 +28,9 @@ from rlplace.envs.vector import bank
 from rlplace.envs.vector import facts as cuts
 from rlplace.envs.vector.bank import bank_of, cut, room_of
 from rlplace.envs.vector.facts import facts_at, graph_at, view_at, work_at
-from rlplace.placement.common import movekernels, objective
-from rlplace.placement.common.objective import UNFIT_S, objective_s
+from rlplace.placement.common import evaluate as objective
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.evaluate import UNFIT_S, objective_s
 from rlplace.simulator import records as r
 from rlplace.simulator.fast import STAMP, simulate_plans
 from rlplace.simulator.lowering import lower

@@ -236,7 +236,7 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
     def why_not_placed() -> str | None:
         def made() -> str | None:
             from rlplace.model.graph.opgraph import FORWARD
-            from rlplace.runtime.placement.traceable import why_not_traced
+            from rlplace.runtime.placement.forward import why_not_traced
 
             loaded, graph = build(samples), capture_at(samples)
             ops = sum(op == FORWARD for op in graph.op_phase.tolist())

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the verb."""
     from rlplace.explanation.compare import Settings, Store, compare, count_rows, gather
     from rlplace.explanation.compare.records import SPLIT
-    from rlplace.explanation.compare.strategies import STRATEGIES
+    from rlplace.explanation.compare.run import STRATEGIES
     from rlplace.files import check_output, write_text
 
     names = _planners(options)
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(options: argparse.Namespace) -> list[str]:
-    from rlplace.explanation.compare.strategies import STRATEGIES
+    from rlplace.explanation.compare.run import STRATEGIES
     from rlplace.placement import get_planner, planner_names
 
     if options.planners.strip() == ALL:

@@ -54,7 +54,7 @@ def print_summaries(comparison: Comparison, title: str) -> None:
 
 def legend(comparison: Comparison, reference: str, tie: float) -> str:
     """What the numbers are; a table without it is worth nothing."""
-    from rlplace.explanation.compare.strategies import STRATEGIES
+    from rlplace.explanation.compare.run import STRATEGIES
 
     settings = comparison.settings
     budget = f"{settings.time_limit_s:g} s a plan"

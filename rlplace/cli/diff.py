@@ -50,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
 def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
     """The difference where at least one plan is a whole strategy; None where both place groups."""
     from rlplace.explanation.comparison import Difference
-    from rlplace.explanation.difference import placement_side
-    from rlplace.explanation.strategy_difference import diff_strategies, strategy_side
+    from rlplace.explanation.difference import diff_strategies, placement_side, strategy_side
     from rlplace.explanation.timeline.again import same_model
     from rlplace.plan.plan import PlacementPlan
     from rlplace.simulator.simulated_plan import run_plan

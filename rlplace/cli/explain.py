@@ -88,7 +88,7 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
     Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
     from rlplace.cli.strategy import show_strategy
-    from rlplace.explanation.strategy_bounds import strategy_bounds
+    from rlplace.explanation.bounds import strategy_bounds
     from rlplace.explanation.strategy_what_if import strategy_what_if
     from rlplace.explanation.timeline.again import ask_again
     from rlplace.explanation.what_if import what_if_lines

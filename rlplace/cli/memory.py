@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rlplace.cli.common import given, print_table, say
 from rlplace.cluster.links import FULL, Device, fullest_share, fullness
 from rlplace.errors import InputError
-from rlplace.plan.memory import memory_of
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.prediction import Prediction
+from rlplace.plan.prediction import Prediction, memory_of
 from rlplace.text import gb, names_in_a_row, percent
 
 if TYPE_CHECKING:

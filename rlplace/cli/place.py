@@ -168,7 +168,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
         warn_of_update(placed, options)
     notes = []
     if loaded.graph is not None:
-        from rlplace.strategy.search.bf16 import bf16_note, without_bf16
+        from rlplace.strategy.search.remarks import bf16_note, without_bf16
 
         kinds = without_bf16(loaded.graph, machine_of(options), np.unique(plan.device_of_group).tolist())
         notes = [bf16_note(loaded.graph, kinds)] if kinds else []
@@ -247,7 +247,7 @@ def proof_line(proof: Mapping[str, Any]) -> str:
 
 def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
     """What several devices bring to a single batch: often no more than room."""
-    from rlplace.placement.common.subsets import device_classes
+    from rlplace.placement.common.floor import device_classes
     from rlplace.simulator import simulate
 
     used = len(np.unique(plan.device_of_group))

@@ -24,8 +24,7 @@ from rlplace.cli.memory import full_note, show_parts
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.prediction import Prediction
-from rlplace.plan.rivals import BatchTried, Rival, batches_of, quickest_of, rivals_of
+from rlplace.plan.prediction import BatchTried, Prediction, Rival, batches_of, quickest_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.text import gb, ms, percent
 
@@ -159,7 +158,7 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
     """A row for the best of every kind of strategy and the best uniform one: what was chosen first, then by step time."""
-    from rlplace.strategy.kinds import KINDS
+    from rlplace.strategy.drafts import KINDS
 
     shown: dict[str, Rival] = {}
     for entry in entries:

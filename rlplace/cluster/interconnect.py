@@ -19,7 +19,7 @@ from rlplace.cluster.links import Links
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.topology import Path, Resource, Topology, lower
 from rlplace.errors import InputError
-from rlplace.interrupts import without_collections
+from rlplace.files import without_collections
 
 # Usable bytes per second of PCIe x16, one direction: gen 5 measured 55 of 63 GB/s, 88 %; the others in proportion.
 PCIE_BYTES_PER_S = {3: 12e9, 4: 26e9, 5: 55e9}

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import find_kind
 from rlplace.cost.allocator import AllocatorOptions, replay
-from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, Holding, holdings
-from rlplace.cost.lifetimes import ACTIVATION, RECEIVED, Lifetimes, lifetimes
+from rlplace.cost.lifetimes import ACTIVATION, GRADIENTS, OPTIMIZER, RECEIVED, WEIGHTS, Holding, Lifetimes, holdings, lifetimes
 from rlplace.errors import InputError, unknown_name
-from rlplace.model.capture.optimizers import KERNELS, OPTIMIZERS
+from rlplace.model.capture.inputs import KERNELS, OPTIMIZERS
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem

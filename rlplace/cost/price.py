@@ -18,9 +18,8 @@ from rlplace.cost.split import split_backward
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
 from rlplace.model.graph.atoms import ModuleTree
-from rlplace.model.graph.causal import with_causal_attention
 from rlplace.model.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
-from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph, with_causal_attention
 from rlplace.problem import Problem
 
 __all__ = ["LEVELS", "device_times", "owners", "price", "split_backward"]

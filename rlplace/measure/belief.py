@@ -25,7 +25,7 @@ from rlplace.measure.log import Run
 from rlplace.measure.pool import Pool
 from rlplace.measure.world import SLACK, SPREAD, World, axes, linear, world_of
 from rlplace.strategy.costs import Floats
-from rlplace.strategy.kinds import kind_of
+from rlplace.strategy.drafts import kind_of
 
 KIND, ALIKE, OWN, WIDTH = 0.06, 0.05, 0.02, 0.7
 """Standard deviations of what no axis explains: shared by strategies of a kind and schedule, by those with like features, and

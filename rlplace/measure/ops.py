@@ -28,9 +28,8 @@ from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, M
 from rlplace.cost.table import DIRECTIONS
 from rlplace.cost.targets import op_dims_of, target_names
 from rlplace.errors import InputError
-from rlplace.measure.marks import Marks
 from rlplace.measure.walk import UPDATE as UPDATE_KEY
-from rlplace.measure.walk import StepWalk, make_optimizer, trainable
+from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
 from rlplace.model.zoo import LoadedModel
 from rlplace.runtime.base.environment import PeakMemory, clock_mhz, keep_freed_memory, own_clock, read_environment, time_control

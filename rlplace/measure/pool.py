@@ -19,8 +19,7 @@ from rlplace.measure.world import SLACK, World, Worlds, evaluator_in, world_of
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import FULL, SELECTIVE, Floats
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluation
-from rlplace.strategy.executor.evaluation import PARTS
+from rlplace.strategy.executor.evaluate import PARTS, Evaluation
 from rlplace.strategy.search.plan import unlike
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import Question

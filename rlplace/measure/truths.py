@@ -17,9 +17,8 @@ from numpy.random import Generator
 from rlplace.measure.log import Ended
 from rlplace.measure.pool import asked_in, fullest
 from rlplace.measure.world import World, axes, world_of
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.search.tries import Question
 
 WIDER, TAIL = 1.0, 5.0

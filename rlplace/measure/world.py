@@ -2,7 +2,7 @@
 
 A world is a vector of *axes*, each standard normal by what is believed before anything ran: how slow each kind of device and
 each host is, the links inside hosts and between them, each host's network, what the host adds to a pass of a block, and how
-much longer every part of a step (`rlplace.strategy.executor.evaluation.PARTS`) takes than it should. Zero is the cost model
+much longer every part of a step (`rlplace.strategy.executor.evaluate.PARTS`) takes than it should. Zero is the cost model
 itself. The spreads are stated below. Step times of strategies in a few worlds are all that `rlplace.measure.belief` needs.
 """
 
@@ -23,8 +23,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
 from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluation, Evaluator
-from rlplace.strategy.executor.evaluation import PARTS
+from rlplace.strategy.executor.evaluate import PARTS, Evaluation, Evaluator
 
 SPREAD: Mapping[str, float] = {
     "kind": 0.3, "host": 0.1, "inside": 0.3, "between": 0.3, "network": 0.15, "launch": 0.7,

@@ -15,7 +15,7 @@ from rlplace.errors import InputError, unknown_name
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
-    from rlplace.placement.attempt import Attempt
+    from rlplace.placement.ask import Attempt
     from rlplace.plan import PlacementPlan
     from rlplace.problem import Problem
 
@@ -29,14 +29,14 @@ PLANNERS: dict[str, str] = {
     "m_etf": "rlplace.placement.m_etf:candidates",
     "metis": "rlplace.placement.metis:candidates",
     "critical_path": "rlplace.placement.critical_path:candidates",
-    "compiler": "rlplace.placement.published.compiler.compiler:candidates",
+    "compiler": "rlplace.placement.published.compiler.partition:candidates",
     "pardnn": "rlplace.placement.published.pardnn.pardnn:candidates",
     "bipartition": "rlplace.placement.published.bipartition.bipartition:bipartition",
     "annealing": "rlplace.placement.annealing.annealing:spend",
     "local_search": "rlplace.placement.local_search:spend",
     "cp_sat": "rlplace.placement.cp_sat:cp_sat",
     "dlplacer": "rlplace.placement.published.dlplacer.dlplacer:dlplacer",
-    "best": "rlplace.placement.best:best",
+    "best": "rlplace.placement.search:best",
     "agent": "rlplace.agents.planner:agent",
 }
 """Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
@@ -106,8 +106,8 @@ def planner_names() -> list[str]:
 
 
 def run_planner(name: str, problem: Problem, **options: Any) -> Attempt:
-    """Runs a planner by name and measures it; takes the arguments of `rlplace.placement.attempt.attempt`, raises errors."""
-    from rlplace.placement.attempt import attempt
+    """Runs a planner by name and measures it; takes the arguments of `rlplace.placement.ask.attempt`, raises errors."""
+    from rlplace.placement.ask import attempt
 
     return attempt(get_planner(name), problem, catch=(), **options)
 

@@ -9,7 +9,7 @@ Among splits of that order this planner also builds ones that allow segments up 
 optimum and then minimise the sum of compute time and transfers across cuts (dynamic programming with a sliding-window
 minimum): a single training step passes a chain one segment after the other, so its time is that sum, not the largest
 segment. All are built for 1 to D devices and two topological orders, layer-wise pipelines
-(`rlplace.placement.published.bipartition.straight`) compete as well, and the simulator picks.
+(`rlplace.placement.published.bipartition.bipartition`) compete as well, and the simulator picks.
 
 Paper: the exact min-max partition is folklore (Khanna, Muthukrishnan, Skiena, "Efficient array partitioning", 1997); GPipe
 (Huang et al., 2019) splits by the same objective with a heuristic.
@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from rlplace.compiled import entry
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_classes, device_subsets, map_parts
 from rlplace.placement.common.groupgraph import finite_links, group_graph
-from rlplace.placement.common.subsets import device_classes, device_subsets, map_parts
+from rlplace.placement.published.bipartition.bipartition import straight_pipelines
 from rlplace.placement.published.bipartition.layers import layer_orders
-from rlplace.placement.published.bipartition.straight import straight_pipelines
 from rlplace.problem import Problem
 
 MAX_STATES = 4096

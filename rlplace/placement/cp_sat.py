@@ -23,7 +23,6 @@ import math
 from typing import Any
 
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.placement.best import best_answer, warm_up
 from rlplace.placement.common.bounds import lower_bounds
 from rlplace.placement.common.evaluate import Deadline, Evaluator
 from rlplace.placement.common.shortage import check_possible, raise_infeasible
@@ -33,6 +32,7 @@ from rlplace.placement.published.dlplacer.memory import limit_timeline
 from rlplace.placement.published.dlplacer.program import build_program, solver_library
 from rlplace.placement.published.dlplacer.realise import Realised, realise
 from rlplace.placement.published.dlplacer.solve import EFFORT, Outcome, solve_program
+from rlplace.placement.search import best_answer, warm_up
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 

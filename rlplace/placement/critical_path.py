@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_order, device_subsets
 from rlplace.placement.common.oparrays import by_rank, op_arrays, upward_rank
-from rlplace.placement.common.subsets import device_order, device_subsets
 from rlplace.placement.heft import schedule
 from rlplace.problem import Problem
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from rlplace.placement.common import listkernels
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_subsets
 from rlplace.placement.common.oparrays import by_rank, empty_schedule, op_arrays, place_rest, upward_rank
-from rlplace.placement.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 

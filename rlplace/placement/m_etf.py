@@ -24,8 +24,8 @@ import numpy as np
 from rlplace.placement.common import listkernels
 from rlplace.placement.common.earliestkernel import earliest_task_first
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_subsets
 from rlplace.placement.common.oparrays import empty_schedule, op_arrays, place_rest, upward_rank
-from rlplace.placement.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 

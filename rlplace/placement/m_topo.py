@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_subsets
 from rlplace.placement.common.groupgraph import group_graph
-from rlplace.placement.common.subsets import device_subsets
 from rlplace.problem import Problem
 
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_subsets, map_parts
 from rlplace.placement.common.groupgraph import group_graph, mean_link
-from rlplace.placement.common.subsets import device_subsets, map_parts
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 

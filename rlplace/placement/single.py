@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlplace.placement.common.evaluate import Assignment
-from rlplace.placement.common.subsets import device_classes
+from rlplace.placement.common.floor import device_classes
 from rlplace.problem import Problem
 
 REPAIRS = 0

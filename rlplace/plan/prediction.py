@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from rlplace.records import Number, Record, Whole, build, plain
+from rlplace.text import bytes_text
 
 Facts = Mapping[str, Any]
 
@@ -36,8 +38,8 @@ class Prediction(Record, frozen=True):
         op_level: The same plan simulated op by op.
         held_back_bytes: Memory per device that was kept from the planner, so that the plan fits op by op.
         memory: The table of `rlplace place --memory`: an entry a device of a placement, of a strategy one for devices that hold
-            the same (`rlplace.plan.memory`).
-        strategies: The strategy and its rivals, see `rlplace.plan.rivals`.
+            the same (`rlplace.plan.prediction`).
+        strategies: The strategy and its rivals, see `rlplace.plan.prediction`.
         floor_step_time_s: Step time of the best classical plan, beside the agent's.
         search_calls: Simulator calls of the agent's search.
         agent: Checkpoint of the agent that planned.
@@ -101,3 +103,110 @@ class Prediction(Record, frozen=True):
             return build(Prediction, data, where)
         known = {key: value for key, value in data.items() if key in Prediction.__struct_fields__ and key != "extra"}
         return build(Prediction, {**known, "extra": {key: value for key, value in data.items() if key not in known}}, where)
+
+
+class HeldMemory(msgspec.Struct, frozen=True):
+    """Memory of devices that hold the same, when they hold the most.
+
+    Attributes:
+        devices: Their names.
+        parts: Bytes by kind (`rlplace.strategy.search.remarks.PARTS`); they add up to `total_bytes`.
+        total_bytes: The peak.
+        capacity_bytes: Memory of one of them; None where nobody says.
+        op_by_op: Whether the moment of the peak is known op by op; else activations are all that passes hold.
+    """
+
+    devices: tuple[str, ...]
+    parts: dict[str, int]
+    total_bytes: Whole
+    capacity_bytes: Whole | None
+    op_by_op: bool
+
+
+def memory_of(predicted: Prediction) -> tuple[HeldMemory, ...]:
+    """The entries of a strategy's prediction.
+
+    Raises:
+        InputError: They have another form than planning writes.
+    """
+    return build(tuple[HeldMemory, ...], list(predicted.memory), "plan: predicted.memory")
+
+
+_Positive = Annotated[float, Meta(gt=0.0, lt=1e18)]
+
+
+class Rival(msgspec.Struct, frozen=True):
+    """Another strategy for the same step.
+
+    Attributes:
+        kind: Name of its kind, for display.
+        words: The strategy in one line; "" where there is none.
+        devices: Number of devices that it uses.
+        step_time_s: Step time; None where it does not fit or cannot run.
+        samples_per_s: Samples per second; None where it does not fit or cannot run.
+        over_bytes: Bytes over capacity, summed over its devices.
+        uniform: Whether it is the best uniform one.
+        reason: Why it was not evaluated.
+        strategy: The strategy as plain data, as in files.
+    """
+
+    kind: str
+    words: str
+    devices: Whole
+    step_time_s: _Positive | None
+    samples_per_s: _Positive | None
+    over_bytes: Whole = 0
+    uniform: bool = False
+    reason: str | None = None
+    strategy: dict[str, Any] | None = None
+
+    @property
+    def remark(self) -> str:
+        """The strategy in one line, or why there is no step time."""
+        if self.step_time_s is not None:
+            return self.words
+        return self.reason or f"{too_large(self.over_bytes, self.devices)}: {self.words}"
+
+
+class BatchTried(msgspec.Struct, frozen=True):
+    """The best strategy of a batch, where the batch was chosen, too.
+
+    Attributes:
+        batch: Samples a step.
+        epochs: Epochs to the target.
+        target_s: Proportional to the time to the target; None where nothing fits.
+        step_time_s: Step time; None where nothing fits.
+        words: The strategy.
+        reason: Why there is none.
+    """
+
+    batch: Whole
+    epochs: _Positive
+    target_s: _Positive | None
+    step_time_s: _Positive | None
+    words: str
+    reason: str | None
+
+
+def too_large(over_bytes: float, devices: int) -> str:
+    """Bytes over capacity that are a sum over so many devices, for people."""
+    return f"too large by {bytes_text(over_bytes)}" + (f" on {devices} devices together" if devices > 1 else "")
+
+
+def rivals_of(predicted: Prediction) -> tuple[Rival, ...]:
+    """The strategy itself first, then its rivals: the next best by step time, then the best of each kind.
+
+    Raises:
+        InputError: The prediction has them in another form than planning writes.
+    """
+    return build(tuple[Rival, ...], list(predicted.strategies), "plan: predicted.strategies")
+
+
+def quickest_of(rivals: Sequence[Rival]) -> Rival:
+    """The quickest of a strategy and its rivals: another than the strategy where that is simpler and about as quick."""
+    return min(rivals, key=lambda rival: math.inf if rival.step_time_s is None else rival.step_time_s)
+
+
+def batches_of(predicted: Prediction) -> tuple[BatchTried, ...]:
+    """The batches that were compared; none where the batch was given. Raises as `rivals_of` does."""
+    return build(tuple[BatchTried, ...], predicted.extra.get("batches", []), "plan: predicted.batches")

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from rlplace.errors import InputError, show
 from rlplace.limits import DEVICES, MICROBATCHES
-from rlplace.plan.chain import check_chain
+from rlplace.plan.actions import check_chain
 from rlplace.records import Count, Record, Text, build, check_record, plain
 from rlplace.text import either
 

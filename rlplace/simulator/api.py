@@ -17,7 +17,7 @@ from rlplace.errors import InputError, whole_number
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
-from rlplace.simulator.inputs import check_devices, order_ranks, priority_ranks
+from rlplace.simulator.records import check_devices, order_ranks, priority_ranks
 from rlplace.simulator.reference import STUCK
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 

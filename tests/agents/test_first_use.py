@@ -13,8 +13,9 @@ from rlplace.envs.guide import analysis, draw, features
 from rlplace.placement import balanced, get_planner
 from rlplace.placement.annealing import kernels as annealing
 from rlplace.placement.common import earliestkernel, kernels, listkernels, movekernels
-from rlplace.placement.published.bipartition import kernels as bipartition
-from rlplace.placement.published.compiler import coarsen, fm, seeds
+from rlplace.placement.published.bipartition import solve as bipartition
+from rlplace.placement.published.compiler import fm, seeds
+from rlplace.placement.published.compiler import seeds as coarsen
 from rlplace.placement.published.pardnn import kernels as pardnn
 from rlplace.placement.published.pardnn import sweep_kernel
 from rlplace.problem import Problem
@@ -53,7 +54,7 @@ def started(monkeypatch):
 def test_what_is_cold_is_started_once(started, monkeypatch):
     monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "construct")
     assert first_use.compile_ahead() and first_use.compile_ahead()
-    assert started == ["from rlplace.placement.best import warm_up; warm_up()"]
+    assert started == ["from rlplace.placement.search import warm_up; warm_up()"]
     assert first_use.compile_ahead(first_use.STRATEGY)
     assert [code.split()[1] for code in started[1:]] == ["rlplace.strategy.executor.evaluate", "rlplace.simulator.api"]
 

@@ -11,11 +11,11 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlplace.agents import constructing, ppo
+from rlplace.agents import graph_network as constructing
+from rlplace.agents import ppo
 from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.constructing import built
-from rlplace.agents.graph_network import GraphNetwork
+from rlplace.agents.graph_network import GraphNetwork, built
 from rlplace.agents.imitation import Decisions, collect_decisions, decisions_of, imitation_loss
 from rlplace.agents.lessons import LESSONS, fit
 from rlplace.agents.policies import PLACEMENT

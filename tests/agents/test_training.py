@@ -9,13 +9,12 @@ import torch
 from rlplace.agents import checkpoint, ppo
 from rlplace.agents import train as training
 from rlplace.agents.cases import Case
-from rlplace.agents.checkpoint import load_checkpoint
+from rlplace.agents.checkpoint import load_checkpoint, read_tensors
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.imitation import Decisions
 from rlplace.agents.labels import Labels
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
-from rlplace.agents.weights import read_tensors
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 

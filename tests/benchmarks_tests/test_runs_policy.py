@@ -8,11 +8,9 @@ import torch
 from worlds import pool, question
 
 from benchmarks.runs_policy import RunsNetwork, load_runs, rule_of, train_runs
-from rlplace.envs.cluster import ClusterEnv
-from rlplace.envs.cluster_view import STAGE_FEATURES
-from rlplace.envs.scenario import Scenario
+from rlplace.envs.cluster import STAGE_FEATURES, ClusterEnv, Scenario
 from rlplace.measure.belief import Belief
-from rlplace.measure.choose import gain_of
+from rlplace.measure.session import gain_of
 from rlplace.measure.truths import Truth
 
 

@@ -9,8 +9,7 @@ from msgspec.structs import asdict, replace
 
 from rlplace.errors import InputError
 from rlplace.explanation.compare import ComparisonRow, ProblemInfo, Settings, Store
-from rlplace.explanation.compare.records import SPLIT
-from rlplace.explanation.compare.summary import summarize
+from rlplace.explanation.compare.records import SPLIT, summarize
 from rlplace.records import build
 from rlplace.stats import interval
 

@@ -15,8 +15,7 @@ from rlplace.cost import price
 from rlplace.cost.allocator import AllocatorOptions
 from rlplace.cost.contract import foreach_update_bytes, inner_temporary_bytes
 from rlplace.cost.footprint import PARTS, WORKSPACE_BYTES, MemoryOptions, footprint
-from rlplace.cost.holdings import GRADIENTS, OPTIMIZER, WEIGHTS, holdings
-from rlplace.cost.lifetimes import lifetimes
+from rlplace.cost.lifetimes import GRADIENTS, OPTIMIZER, WEIGHTS, holdings, lifetimes
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem

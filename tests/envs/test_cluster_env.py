@@ -10,11 +10,9 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as check_sb3
 from worlds import pool, question
 
-from rlplace.envs.cluster import ClusterEnv
-from rlplace.envs.scenario import Scenario
+from rlplace.envs.cluster import ClusterEnv, Scenario
 from rlplace.errors import InputError
-from rlplace.measure.choose import LOST
-from rlplace.measure.session import run_of
+from rlplace.measure.session import LOST, run_of
 from rlplace.measure.truths import Truth
 
 

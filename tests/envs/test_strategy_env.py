@@ -18,7 +18,7 @@ from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.questions import DEALT, strategy_questions
 from rlplace.cluster import Cluster
 from rlplace.envs import StrategyEnv
-from rlplace.envs.scenario import default_questions
+from rlplace.envs.cluster import default_questions
 from rlplace.envs.strategy_board import KINDS, MEMORY
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy

@@ -12,9 +12,9 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from toys import memory_tight_chain
 
+from rlplace.agents.gather import PlacerVecEnv
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.agents.problems.training import limit_memory
-from rlplace.agents.vecenv import PlacerVecEnv
 from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.vector import base
 from rlplace.errors import InputError

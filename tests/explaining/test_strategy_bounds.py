@@ -9,7 +9,7 @@ import pytest
 from random_costs import random_costs, random_draft
 
 from rlplace.cluster import Cluster
-from rlplace.explanation.strategy_bounds import strategy_bounds
+from rlplace.explanation.bounds import strategy_bounds
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.tries import Question

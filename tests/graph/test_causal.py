@@ -3,7 +3,7 @@
 import pytest
 
 from rlplace.model.capture.capture import capture
-from rlplace.model.graph.causal import with_causal_attention
+from rlplace.model.graph.opgraph import with_causal_attention
 from rlplace.model.zoo import load_model
 
 BERT = "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=128,vocab_size=512"

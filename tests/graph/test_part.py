@@ -5,8 +5,8 @@ from captured import captured
 
 from rlplace.cluster.presets import find_kind
 from rlplace.cost.compute import explain_times
+from rlplace.model.graph.atoms import part_of
 from rlplace.model.graph.opgraph import FORWARD, INPUT
-from rlplace.model.graph.part import part_of
 
 
 def test_all_ops_are_the_graph():

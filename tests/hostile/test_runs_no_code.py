@@ -29,7 +29,7 @@ ALLOWED = {
         "rlplace/cli/info.py",  # versions
         "rlplace/cli/kept.py",  # versions
         "rlplace/placement/__init__.py",  # names of a literal table
-        "rlplace/placement/best.py",
+        "rlplace/placement/search.py",
         "rlplace/model/capture/scan.py",  # names of a literal table
         "rlplace/runtime/strategy/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources

@@ -9,9 +9,8 @@ import pytest
 from worlds import pool, question
 
 from rlplace.measure.belief import ELSEWHERE, NOISE, OWN, PACE_NOISE, Belief, Ran
-from rlplace.measure.choose import LEAST_CHANCE, RULES, gain_of
 from rlplace.measure.pool import asked_in, first_pool, pool_of
-from rlplace.measure.session import planned_again, run_of
+from rlplace.measure.session import LEAST_CHANCE, RULES, gain_of, planned_again, run_of
 from rlplace.measure.truths import Truth
 from rlplace.measure.world import BENDS, SPREAD, World, Worlds, axes, linear
 from rlplace.strategy.drafts import Place, plain_draft

@@ -10,7 +10,7 @@ from worlds import CLUSTERS, question
 from rlplace.errors import InputError
 from rlplace.measure.world import LAUNCH_S, SPREAD, World, axes, evaluator_in, world_of
 from rlplace.strategy.drafts import Place, plain_draft
-from rlplace.strategy.executor.evaluation import PARTS
+from rlplace.strategy.executor.evaluate import PARTS
 
 
 def neutral(cluster):

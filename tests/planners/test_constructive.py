@@ -8,9 +8,9 @@ import pytest
 from rlplace.placement import critical_path, get_planner, m_topo
 from rlplace.placement.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
 from rlplace.placement.common import bounds
+from rlplace.placement.common.floor import device_order, device_subsets, map_parts
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.oparrays import by_rank, upward_rank
-from rlplace.placement.common.subsets import device_order, device_subsets, map_parts
 from rlplace.placement.critical_path import critical_ops
 from rlplace.placement.heft import schedule
 from rlplace.placement.m_etf import earliest_schedule

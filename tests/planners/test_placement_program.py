@@ -8,8 +8,7 @@ import pytest
 from rlplace.errors import InputError, MissingError
 from rlplace.placement import get_planner
 from rlplace.placement.published.dlplacer import program as program_module
-from rlplace.placement.published.dlplacer.coarsen import coarsen
-from rlplace.placement.published.dlplacer.contract import contract_groups
+from rlplace.placement.published.dlplacer.coarsen import coarsen, contract_groups
 from rlplace.placement.published.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.placement.published.dlplacer.instance import HORIZON_TICKS, choose_ticks, make_instance, transfer_seconds
 from rlplace.placement.published.dlplacer.memory import limit_static, limit_timeline

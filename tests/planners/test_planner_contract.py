@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, best, get_planner, run_planner
+from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, get_planner, run_planner
+from rlplace.placement import search as best
 from rlplace.placement.common import evaluate
 from rlplace.placement.common.evaluate import Answer, Evaluator, Score
 from rlplace.problem import problem_from_dict, problem_to_dict

@@ -14,9 +14,8 @@ from rlplace.envs.instance import infeasible_reward, log_ratio, score
 from rlplace.placement import ONE_SHOT, get_planner
 from rlplace.placement.common import evaluate
 from rlplace.placement.common.bounds import lower_bounds
-from rlplace.placement.common.evaluate import Deadline, Evaluator, Score
+from rlplace.placement.common.evaluate import Deadline, Evaluator, Score, objective_s
 from rlplace.placement.common.floor import best_of
-from rlplace.placement.common.objective import objective_s
 from rlplace.placement.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem

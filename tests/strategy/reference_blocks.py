@@ -23,8 +23,7 @@ from rlplace.strategy.executor.meshes import (
     tensor_groups,
 )
 from rlplace.strategy.executor.rules import EACH_BACKWARD, FULL_OFFLOAD, ONCE, WHOLE, keeping
-from rlplace.strategy.executor.ties import tie_part
-from rlplace.strategy.executor.traffic import Traffic, table_s
+from rlplace.strategy.executor.traffic import Traffic, table_s, tie_part
 
 
 @dataclass

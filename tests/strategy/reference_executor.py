@@ -18,11 +18,9 @@ from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.beside import side_by_side
-from rlplace.strategy.executor.evaluation import PARTS, Evaluation, bytes_over
+from rlplace.strategy.executor.evaluate import PARTS, Evaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
-from rlplace.strategy.executor.ties import tie_exchanges
-from rlplace.strategy.executor.traffic import Traffic, Way
+from rlplace.strategy.executor.traffic import Traffic, Way, tie_exchanges
 
 
 def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:

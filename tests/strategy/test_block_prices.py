@@ -13,8 +13,8 @@ from rlplace.cost import device_times, price
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
-from rlplace.model.graph.causal import with_causal_attention
 from rlplace.model.graph.coarsen import Grouping
+from rlplace.model.graph.opgraph import with_causal_attention
 from rlplace.model.zoo import load_model
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
@@ -22,8 +22,8 @@ from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.layouts.divide import divided, tensor_parts
 from rlplace.strategy.layouts.layouts import LayoutSearch
+from rlplace.strategy.layouts.tensor_layout import divided, tensor_parts
 from rlplace.strategy.search.op_level import evaluate_ops
 
 CLUSTER = "a100-80g:1 + l4:1"

@@ -10,8 +10,7 @@ from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.explanation.compare.records import TASKS, Settings
-from rlplace.explanation.compare.run import problem_info
-from rlplace.explanation.compare.strategies import STRATEGIES, strategy_row
+from rlplace.explanation.compare.run import STRATEGIES, problem_info, strategy_row
 from rlplace.problem.generate import random_problem
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.tries import Question

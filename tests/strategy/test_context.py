@@ -12,8 +12,8 @@ from rlplace.model.graph.opgraph import UPDATE
 from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, Cut
+from rlplace.strategy.drafts import kind_of
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question

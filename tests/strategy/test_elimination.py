@@ -15,7 +15,7 @@ from benchmarks.papers.pase.elimination import eliminate
 from benchmarks.papers.pase.kinds import contiguous, gemm
 from benchmarks.papers.pase.layers import Dim, Layer, LayerEdge, LayerGraph, Machine
 from rlplace.errors import InputError
-from rlplace.strategy.layouts.elimination import eliminate as eliminate_blocks
+from rlplace.strategy.layouts.cut_moves import eliminate as eliminate_blocks
 
 MACHINE = Machine()
 

@@ -17,13 +17,13 @@ from rlplace.cli.strategy import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.model.zoo import load_model
-from rlplace.plan.memory import HeldMemory, memory_of
+from rlplace.plan.prediction import HeldMemory, memory_of
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.search import memory_parts as parts_module
 from rlplace.strategy.search import op_level
-from rlplace.strategy.search.memory_parts import PARTS, memory_parts
+from rlplace.strategy.search import remarks as parts_module
 from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.plan import plan_strategy
+from rlplace.strategy.search.remarks import PARTS, memory_parts
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question
 

@@ -17,8 +17,7 @@ from rlplace.strategy.drafts import Place, plain_draft
 from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import borders
 from rlplace.strategy.executor.packing import Packer
-from rlplace.strategy.executor.ties import tie_exchanges
-from rlplace.strategy.executor.traffic import Traffic, table_s
+from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
 
 FOUR = Cluster.preset("a100-80g:4")
 MIXED = Cluster.preset("a100-80g:2+t4:2")

@@ -16,7 +16,7 @@ from rlplace.errors import InputError
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.kinds import KINDS
+from rlplace.strategy.drafts import KINDS
 from rlplace.strategy.search.efficiency import BatchCurve
 from rlplace.strategy.search.plan import plan_strategy
 

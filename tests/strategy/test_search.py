@@ -17,9 +17,8 @@ from random_costs import random_costs
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Place, kind_of
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.search.cuts import Balance, balanced_bounds
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.moves import Moves

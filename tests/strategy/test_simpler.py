@@ -16,8 +16,7 @@ from rlplace.cluster.parse import parse
 from rlplace.model.zoo import load_model
 from rlplace.placement.ask import Placed, Priced
 from rlplace.plan import PlacementPlan
-from rlplace.plan.prediction import Prediction
-from rlplace.plan.rivals import quickest_of, rivals_of
+from rlplace.plan.prediction import Prediction, quickest_of, rivals_of
 from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search import branches

@@ -16,9 +16,8 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.strategy.drafts import Draft, Place, draft_of_strategy
+from rlplace.strategy.drafts import UNLIKE, Draft, Place, draft_of_strategy, kind_of
 from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.kinds import UNLIKE, kind_of
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question

@@ -11,13 +11,12 @@ from rlplace.cli.main import main
 from rlplace.cost.measurement import Measurement
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
-from rlplace.measure.marks import Marks
 from rlplace.measure.ops import describe_ops, load_and_measure, measure_model
-from rlplace.measure.walk import StepWalk
+from rlplace.measure.walk import Marks, StepWalk
 from rlplace.model.zoo.load import LoadedModel, load_model
 from rlplace.records import plain
 from rlplace.runtime.base.environment import own_device
-from rlplace.runtime.placement.timer import step_timer
+from rlplace.runtime.placement.apply import step_timer
 
 MLP = "zoo:mlp,layers=2,width=16"
 

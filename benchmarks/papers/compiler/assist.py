@@ -41,8 +41,7 @@ from benchmarks.papers.compiler.assist_rule import AssistedRun, Steal
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan, check_plan
 from rlplace.problem import Problem
-from rlplace.simulator.inputs import check_devices, check_priority
-from rlplace.simulator.records import TRANSFER
+from rlplace.simulator.records import TRANSFER, check_devices, check_priority
 from rlplace.simulator.reference import reference_priority
 from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
 

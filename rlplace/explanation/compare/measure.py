@@ -13,7 +13,7 @@ from rlplace.cluster.links import Device, fullest_share
 from rlplace.errors import InfeasibleError, RlplaceError
 from rlplace.explanation.compare.records import ComparisonRow, ProblemInfo, Settings, Status
 from rlplace.placement import PLANNERS, get_planner
-from rlplace.placement.attempt import FAILED, MISSING, OK, Attempt, attempt
+from rlplace.placement.ask import FAILED, MISSING, OK, Attempt, attempt
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.problem import Problem

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import asdict, replace
 
 from rlplace import __version__
-from rlplace.placement.attempt import OK
+from rlplace.placement.ask import OK
 from rlplace.placement.common.bounds import largest
 from rlplace.records import Count, Record, Whole
-from rlplace.stats import TIE
+from rlplace.stats import TIE, geometric_mean, interval, wins_ties_losses
 
 FORMAT = "rlplace.comparison"
 VERSION = 2
@@ -36,7 +38,7 @@ Ratio = Annotated[float, Meta(ge=1e-12, lt=_MOST)]
 Gap = Annotated[float, Meta(gt=-1.0, lt=_MOST)]
 
 Status = Literal["ok", "infeasible", "missing", "failed"]
-"""Those of `rlplace.placement.attempt`."""
+"""Those of `rlplace.placement.ask`."""
 
 
 class Settings(Record, frozen=True):
@@ -226,3 +228,44 @@ class Comparison(Record, frozen=True):
             "rows": [{**asdict(row), "feasible": row.feasible} for row in self.rows],
             "summaries": [asdict(summary) for summary in self.summaries],
         }
+
+
+def summarize(rows: Sequence[ComparisonRow], planners: Sequence[str]) -> tuple[Summary, ...]:
+    """One summary per view and planner; views are never mixed.
+
+    Args:
+        rows: All rows.
+        planners: Order of the lines.
+    """
+    by_line: dict[tuple[str, str], list[ComparisonRow]] = {}
+    for row in rows:
+        by_line.setdefault((row.view, row.planner), []).append(row)
+    solved = {row.key[:3] for row in rows if row.planner == REFERENCE and row.status == OK}
+    pairs = [(view, name) for view in VIEWS for name in planners if (view, name) in by_line]
+    return tuple(_line(view, name, by_line[view, name], solved) for view, name in pairs)
+
+
+def _line(view: str, name: str, mine: Sequence[ComparisonRow], solved: Collection[tuple[str, ...]]) -> Summary:
+    ratios = [row.ratio for row in mine if row.status == OK and row.ratio is not None]
+    gaps = [row.gap for row in mine if row.status == OK and row.gap is not None]
+    low, high = interval([math.log(ratio) for ratio in ratios])
+    wins, ties, losses = wins_ties_losses(ratios)
+    has = [(row.status == OK, row.key[:3] in solved) for row in mine]
+    return Summary(
+        view=view,
+        planner=name,
+        problems=len(mine),
+        feasible=sum(row.status == OK for row in mine),
+        compared=len(ratios),
+        ratio=geometric_mean(ratios),
+        low=low,
+        high=high,
+        wins=wins,
+        ties=ties,
+        losses=losses,
+        only_it=sum(own and not other for own, other in has),
+        only_reference=sum(other and not own for own, other in has),
+        gap=None if not gaps else math.exp(sum(math.log1p(gap) for gap in gaps) / len(gaps)) - 1.0,
+        simulator_calls=sum(row.simulator_calls for row in mine) / len(mine),
+        seconds=sum(row.seconds for row in mine) / len(mine),
+    )

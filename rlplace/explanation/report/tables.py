@@ -11,7 +11,7 @@ from rlplace.cluster.links import fullest_share
 from rlplace.errors import InputError, RlplaceError
 from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
 from rlplace.placement import NEEDS_SPLIT, get_planner
-from rlplace.placement.attempt import MISSING, attempt
+from rlplace.placement.ask import MISSING, attempt
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline, simulate

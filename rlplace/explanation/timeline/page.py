@@ -17,10 +17,9 @@ from rlplace.explanation.report.lanes import LINK, LaneRow, Lanes
 from rlplace.explanation.report.memory_curve import MemoryCurve, memory_curves
 from rlplace.explanation.report.modules import group_edges, module_tree
 from rlplace.explanation.report.tables import PlannerRow
-from rlplace.explanation.timeline.again import Asked
-from rlplace.explanation.timeline.boxes import OPS, Box, Picture
+from rlplace.explanation.timeline.again import OPS, Asked, Box, Picture
 from rlplace.plan.plan import PlacementPlan, make_plan
-from rlplace.plan.rivals import rivals_of
+from rlplace.plan.prediction import rivals_of
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import EXECUTOR
@@ -30,8 +29,7 @@ from rlplace.simulator.timeline import Timeline
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.beside import side_by_side
-from rlplace.strategy.executor.evaluation import Evaluation
+from rlplace.strategy.executor.evaluate import Evaluation, side_by_side
 from rlplace.strategy.op_level.expand import ExpandedDraft, tasks_of
 from rlplace.strategy.search.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from rlplace.model.axes.kinds import base_name, kind_of
+from rlplace.model.axes.dims import base_name, kind_of
 from rlplace.model.graph.indices import Access, Names, Use
 
 

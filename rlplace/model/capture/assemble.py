@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlplace.model.axes.kinds import base_name, kind_of
+from rlplace.model.axes.dims import base_name, kind_of
 from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, NOBODY, OUTSIDE, UPDATE_OF, Event
 from rlplace.model.graph.opgraph import Parameter
 

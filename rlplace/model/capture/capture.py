@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import CaptureError, InputError, show, unknown_name
-from rlplace.interrupts import without_collections
-from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.files import without_collections
+from rlplace.model.capture.inputs import OPTIMIZERS
 from rlplace.model.capture.sizes import rows_of
 from rlplace.model.graph.opgraph import OpGraph, Parameter
 
@@ -244,7 +244,7 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
 
     from rlplace.model.capture.export import quiet_logs, run_backward
     from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-    from rlplace.model.capture.loss import loss_of_output
+    from rlplace.model.capture.inputs import loss_of_output
     from rlplace.model.capture.recording import Recording
     from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
     from rlplace.model.capture.unroll import Watcher, shortened

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlplace.model.axes.kinds import kind_of
+from rlplace.model.axes.dims import kind_of
 
 PER_ELEMENT = {"elementwise": 1.0, "reduction": 1.0, "norm": 6.0, "softmax": 5.0, "random": 2.0, "other": 1.0}
 """Operations per element of the larger of input and output, by kind; kinds that are missing count none."""

@@ -17,8 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.model.axes.access import access_of, tensors_in
-from rlplace.model.axes.dims import dims_of
-from rlplace.model.axes.kinds import kind_of
+from rlplace.model.axes.dims import dims_of, kind_of
 from rlplace.model.capture.flops import count_flops
 from rlplace.model.graph.indices import Access
 

@@ -17,7 +17,7 @@ import msgspec
 
 from rlplace.model.capture.assemble import Leaf
 from rlplace.model.capture.export import op_name
-from rlplace.model.capture.loss import LOSS_LABEL
+from rlplace.model.capture.inputs import LOSS_LABEL
 from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, NOBODY, UPDATE_OF, Label
 from rlplace.model.capture.recording import Recording, Reference, parts_of, with_numbers
 

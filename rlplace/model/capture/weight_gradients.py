@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.model.graph.atoms import picked
 from rlplace.model.graph.opgraph import (
     ACTIVATION,
     BACKWARD,
@@ -30,7 +31,6 @@ from rlplace.model.graph.opgraph import (
     UPDATE,
     OpGraph,
 )
-from rlplace.model.graph.part import picked
 
 _PRODUCTS = ("gemm", "conv", "bmm")  # dX needs W but not X, dW needs X but not W
 _HALVES = (*_PRODUCTS, "recurrent", "module")  # as much arithmetic for the input as the forward took

@@ -1,7 +1,7 @@
 """Simulated annealing from the floor.
 
 Problem: step time of the executor itself, memory included: overflow multiplies it, so that a search can pass through
-assignments that do not fit; the best one is chosen by the objective (`rlplace.placement.common.objective`). A random move
+assignments that do not fit; the best one is chosen by the objective (`rlplace.placement.common.evaluate`). A random move
 (`rlplace.placement.search`) is accepted when it improves, or with probability ``exp(-increase / temperature)``; the
 temperature falls geometrically, relative to the best step time, so that one setting serves all problems.
 

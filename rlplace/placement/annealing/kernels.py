@@ -1,6 +1,6 @@
 """The compiled loop of `annealing`: moves, simulations and decisions without a step back to Python.
 
-It minimises `objective_s` and weighs moves by `descent_s` (`rlplace.placement.common.objective`). It holds the simulator.
+It minimises `objective_s` and weighs moves by `descent_s` (`rlplace.placement.common.evaluate`). It holds the simulator.
 """
 
 # Compiled functions take their types from their arguments.
@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.placement.common import movekernels, objective
+from rlplace.placement.common import evaluate as objective
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.evaluate import descent_s, objective_s
 from rlplace.placement.common.movekernels import Tables, draw_move, draw_uniform
-from rlplace.placement.common.objective import descent_s, objective_s
 from rlplace.simulator.fast import STAMP, simulate_plans
 
 IDLE = 1000

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlplace.errors import InputError
-from rlplace.model.capture.inputs import split_inputs
-from rlplace.model.capture.loss import no_loss
+from rlplace.model.capture.inputs import no_loss, split_inputs
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.environment import read_clock
 

@@ -15,16 +15,14 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
 from rlplace.runtime.export.asked import Asked, ask
-from rlplace.runtime.export.model_text import loss_text, model_text
+from rlplace.runtime.export.model_text import Wraps, loss_text, model_text, numbered, tensor_wraps
 from rlplace.runtime.export.parts import script_text
-from rlplace.runtime.export.skipping import Elsewhere, is_cut_by_skipping
-from rlplace.runtime.export.tensor_text import Wraps, numbered, tensor_wraps
+from rlplace.runtime.export.torchtitan import Elsewhere, is_cut_by_skipping
 from rlplace.runtime.strategy.blocks import tied_names
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import StageGraph, cut
-from rlplace.runtime.strategy.gradients import copies_of
 from rlplace.runtime.strategy.mesh import AXES
-from rlplace.runtime.strategy.wrap import keep, stands_alone
+from rlplace.runtime.strategy.wrap import copies_of, keep, stands_alone
 
 _OPTIMIZERS = {"sgd": "SGD({}, lr=LR)", "momentum": "SGD({}, lr=LR, momentum=0.9)", "adam": "Adam({}, lr=LR)"}
 _OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"

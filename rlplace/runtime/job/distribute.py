@@ -26,8 +26,8 @@ from rlplace.runtime.base.model import Batching, DistributedModel
 from rlplace.runtime.base.ranks import check_same_plan, part_text, ranks_of
 from rlplace.runtime.base.values import check_first_batches, micro_batch, samples_of
 from rlplace.runtime.placement.placed_model import PlacedModel
-from rlplace.runtime.strategy.gradients import average_left_out, left_out, sum_parts
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

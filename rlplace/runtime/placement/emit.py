@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.randomness import random_key
+from rlplace.runtime.base.forward_graph import random_key
 from rlplace.runtime.placement import wire
 from rlplace.runtime.placement.assign import JointPlacement
 from rlplace.runtime.placement.record import as_made, base_of, is_view_node, lay_out, results_of

@@ -15,9 +15,8 @@ from torch import fx
 
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.ranks import Ranks
-from rlplace.runtime.placement.assign import JointPlacement
+from rlplace.runtime.placement.assign import JointPlacement, joint_order
 from rlplace.runtime.placement.emit import Emitter, Program
-from rlplace.runtime.placement.order import joint_order
 from rlplace.runtime.placement.record import lay_out
 from rlplace.runtime.placement.wire import Wire
 from rlplace.runtime.state.whole import gather_values

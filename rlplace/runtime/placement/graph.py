@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_inputs, new_fake_mode
-from rlplace.runtime.base.forward_graph import ForwardGraph
-from rlplace.runtime.base.randomness import seeded
+from rlplace.runtime.base.forward_graph import ForwardGraph, seeded
 from rlplace.runtime.placement.record import Recorder, base_of, is_view_node
 
 

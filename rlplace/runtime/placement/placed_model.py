@@ -20,8 +20,7 @@ from rlplace.runtime.base.values import check_inputs, check_same_graph, has_targ
 from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
 from rlplace.runtime.placement.engine import Engine
 from rlplace.runtime.placement.graph import joint_graph
-from rlplace.runtime.state.hooks import ParameterHooks
-from rlplace.runtime.state.whole import agree, own_tree
+from rlplace.runtime.state.whole import ParameterHooks, agree, own_tree
 
 JOINT_GRAPH = "joint_graph"
 """What runs placements."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.errors import InputError
 from rlplace.model.capture.export import is_random
-from rlplace.runtime.base.randomness import seeded
+from rlplace.runtime.base.forward_graph import seeded
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.model.capture.fake import replaced_forward, tensors_in
 from rlplace.model.graph.opgraph import OpGraph
+from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch
+from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
 from rlplace.runtime.strategy.capture import capture, observe, strange_in
 from rlplace.runtime.strategy.cut import StageGraph, cut
@@ -25,6 +27,55 @@ from rlplace.runtime.strategy.rehearsal import rehearse
 from rlplace.runtime.strategy.samples import conduct_of_graph
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
+
+
+def notes_of(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
+    """Sentences about what a strategy computes that the model in one piece would not; empty where it computes the same.
+
+    Args:
+        strategy: The answer.
+        facts: Of the model.
+    """
+    return tuple(_notes(strategy, facts))
+
+
+def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
+    pipeline, conduct = strategy.pipelines[0], facts.conduct or Conduct()
+    micro = max(pipeline.microbatches) > 1
+    if pipeline.data_degree == 1 and not micro:
+        return
+    sizes = sorted({min(pipeline.microbatch), max(pipeline.microbatch)})
+    samples = f"{' to '.join(map(str, sizes))} a {'micro-batch' if micro else 'replica'}"
+    norm = facts.batch_norm or (facts.sync_norm and micro)
+    if norm:
+        yield f"BatchNorm normalizes by the statistics of {samples}, not of all {strategy.batch} samples of a step"
+    if conduct.couples and strategy.couple == "gather" and not micro:
+        yield f"{COUPLES}: replicas gather what it reads, and compute it over all {strategy.batch} of a step"
+    elif conduct.couples and not norm and not facts.sync_norm:
+        how = "" if conduct.indivisible or not conduct.samples else f" ({_figures(conduct)})"
+        yield (
+            f"{COUPLES}{_where(conduct)}: it is computed over {samples}{how}; --couple gather keeps the loss of the whole batch"
+        )
+    if facts.branches:
+        yield f"the forward looks at values outside of its blocks, and branches by those of {samples}"
+    if conduct.reduction == SUM:
+        yield "the loss is a sum over samples: the losses of replicas and micro-batches are added up"
+    elif conduct.reduction == TARGETS:
+        yield "the loss is a mean over targets: replicas and micro-batches count by their targets that are not ignored"
+    elif conduct.reduction not in (MEAN, ""):
+        yield f"the loss is a mean weighted by an input: replicas and micro-batches count by {conduct.reduction}"
+    if conduct.written and strategy.buffers == "replica":
+        yield f"every replica and micro-batch writes {conduct.written[0]} by its own samples"
+
+
+def _where(conduct: Conduct) -> str:
+    return f" (first in {conduct.where})" if conduct.where else ""
+
+
+def _figures(conduct: Conduct) -> str:
+    whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
+    return f"of {conduct.samples} example samples, {whole} and {halves}"
+
 
 _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
 

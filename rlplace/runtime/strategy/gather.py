@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.model.axes.kinds import base_name
+from rlplace.model.axes.dims import base_name
 from rlplace.model.capture.export import lies_in
 from rlplace.runtime.base.batches import Batch, repeated, signature_of
 from rlplace.runtime.base.forward_graph import autocast_state

@@ -17,14 +17,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.plan.chain import check_chain
+from rlplace.plan.actions import check_chain
 from rlplace.plan.schedule import GPIPE, LOOPED_BFS, SCHEDULES
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.batches import Batch, Pass, cast, signature_of
 from rlplace.runtime.base.forward_graph import autocast_state
-from rlplace.runtime.strategy.accumulate import Loss, Region, forward_autocast
-from rlplace.runtime.strategy.buffers import StepBuffers, check_same_writes
+from rlplace.runtime.strategy.buffers import Loss, Region, StepBuffers, check_same_writes, forward_autocast
 from rlplace.runtime.strategy.capture import Captured
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.mesh import Place

@@ -20,21 +20,19 @@ from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.forward_graph import Loss
 from rlplace.runtime.base.model import Batching
-from rlplace.runtime.state.hooks import ParameterHooks
-from rlplace.runtime.strategy.accumulate import Accumulation
+from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.blocks import has_sync_norm, tied_names, units
-from rlplace.runtime.strategy.buffers import StepBuffers
+from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
 from rlplace.runtime.strategy.capture import Captured, capture, observe, uncalled
 from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.gather import GatheredForward
-from rlplace.runtime.strategy.gradients import Ties
 from rlplace.runtime.strategy.mesh import Place, check_same, find_place
 from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out
 from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.strategy_model import StrategyModel
 from rlplace.runtime.strategy.why_not import minor_version, why_not
-from rlplace.runtime.strategy.wrap import wrap_stage
+from rlplace.runtime.strategy.wrap import Ties, wrap_stage
 
 
 def prepare(

@@ -24,14 +24,13 @@ from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.base.values import check_inputs, samples_of, takes_target
-from rlplace.runtime.state.hooks import ParameterHooks
-from rlplace.runtime.state.whole import gather_values, own_part
-from rlplace.runtime.strategy.accumulate import Accumulation
-from rlplace.runtime.strategy.accumulate import Loss as PartLoss
+from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
+from rlplace.runtime.strategy.buffers import Accumulation
+from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.gather import gather_output
-from rlplace.runtime.strategy.gradients import Ties, average_left_out, sum_parts
 from rlplace.runtime.strategy.mesh import Place
-from rlplace.runtime.strategy.streams import step_stream
+from rlplace.runtime.strategy.tensor import step_stream
+from rlplace.runtime.strategy.wrap import Ties, average_left_out, sum_parts
 
 if TYPE_CHECKING:
     from rlplace.runtime.strategy.pipeline import PipelineRun

@@ -5,14 +5,20 @@ Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.strategy.costs import BlockCosts, Bytes, Cut, Floats
+from rlplace.model.graph.atoms import part_of
+from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
+from rlplace.model.graph.rescale import rescale
+from rlplace.strategy.blocks.blocks import Blocks
+from rlplace.strategy.blocks.lives import Lives, model_inputs, plain_views, selected
+from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, BlockCosts, Bytes, Cut, Floats
+from rlplace.strategy.layouts.tensor_layout import TensorLayout, divided, moved_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,3 +115,153 @@ def slowest(passes: list[PassOps]) -> PassOps:
         max(same, key=lambda item: item.size_bytes) for same in zip(*(p.collectives for p in passes), strict=True)
     )
     return PassOps(seconds, temporary, sizes, collectives)
+
+
+def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, lives: Lives) -> StepOps:
+    """Ops and tensors of a step.
+
+    Args:
+        graph: The captured step, or the same with weight gradients apart.
+        origin: int32 [N], which captured op each of its ops is (a part of).
+        blocks: Of the captured step.
+        lives: Likewise.
+    """
+    tensor, reader = graph.edge_tensor.astype(np.int64), graph.consumers.astype(np.int64)
+    read = (graph.op_phase[reader] != UPDATE) & ~plain_views(graph)[reader]
+    forward, kept = graph.op_phase == FORWARD, selected(graph)
+    again = np.zeros((len(RECOMPUTE), graph.num_ops), dtype=bool)
+    for how, ops in enumerate(lives.again):
+        again[how] = forward & np.isin(origin, ops)
+    inputs, first_block = model_inputs(graph, blocks.of_op[origin])
+    input_block = np.full(graph.num_tensors, -1, dtype=np.int64)
+    input_block[inputs] = first_block
+    return StepOps(
+        names=graph.op_names,
+        phase=graph.op_phase,
+        block=np.where(graph.op_phase == UPDATE, -1, blocks.of_op[origin]).astype(np.int32),
+        producer=graph.tensor_producer.astype(np.int64),
+        input_block=input_block,
+        is_gradient=graph.tensor_role == GRADIENT,
+        tensor=tensor[read],
+        reader=reader[read],
+        again=again,
+        cached=np.stack([forward & kept & (how == SELECTIVE) for how in range(NONE, len(RECOMPUTE))]),
+        retained=_retained(graph, tensor[read], reader[read]),
+    )
+
+
+def halved_bytes(step: StepOps, tensor_bytes: Bytes, kept_bytes: Bytes) -> Bytes:
+    """What is kept from the first half of a split backward to the second: int64 [R, B], as `kept_bytes` [R, B].
+
+    Args:
+        step: Ops with weight gradients apart.
+        tensor_bytes: int64 [T].
+        kept_bytes: From the forward to the backward.
+    """
+    maker, count = np.maximum(step.producer[step.tensor], 0), kept_bytes.shape[1]
+    size = np.where((step.producer >= 0) & ~step.is_gradient, tensor_bytes, 0)
+    between = np.zeros(len(size), dtype=bool)
+    between[step.tensor[(step.phase[maker] == BACKWARD) & (step.phase[step.reader] == BACKWARD_WEIGHT)]] = True
+    made = step.producer[between & (size > 0)]
+    found = kept_bytes + np.bincount(step.block[made], size[between & (size > 0)], count).astype(np.int64)
+    ahead, behind = step.phase[maker] == FORWARD, step.phase[step.reader] != FORWARD
+    for how in range(len(kept_bytes)):
+        gone, stays = np.zeros((2, len(size)), dtype=bool)
+        gone[step.tensor[ahead & behind]] = True
+        stays[step.tensor[(ahead & behind & step.retained[step.reader]) | step.again[how][step.reader]]] = True
+        of_op = step.again[how] | step.cached[how]
+        gone &= ~stays & ~of_op[np.maximum(step.producer, 0)] & (size > 0)
+        found[how] -= np.bincount(step.block[step.producer[gone]], size[gone], count).astype(np.int64)
+    return np.maximum(found, 0)
+
+
+def _retained(graph: OpGraph, tensor: NDArray[np.int64], reader: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Marks [N] backward ops whose forward op comes before a weight, or has one."""
+    forward, weighted = graph.op_phase == FORWARD, np.zeros(graph.num_ops, dtype=bool)
+    weighted[graph.op_forward[graph.op_phase == BACKWARD_WEIGHT]] = True
+    maker = graph.tensor_producer[tensor]
+    inner = (maker >= 0) & forward[reader] & forward[np.maximum(maker, 0)]
+    order = np.argsort(-reader[inner], kind="stable")  # ops are listed after what they depend on
+    for source, op in zip(maker[inner][order].tolist(), reader[inner][order].tolist(), strict=True):
+        if weighted[op]:
+            weighted[source] = True
+    found: NDArray[np.bool_] = weighted[np.maximum(graph.op_forward, 0)]
+    return found
+
+
+def captured_collectives(
+    graph: OpGraph, layout: TensorLayout, tensor_bytes: Bytes, origin: NDArray[np.int32]
+) -> Iterator[TensorCollective]:
+    """What a group sends in a pass.
+
+    Args:
+        graph: The captured step.
+        layout: How it is cut.
+        tensor_bytes: int64 [T], of tensors that this layout does not cut.
+        origin: See `captured_step`.
+    """
+    number = np.searchsorted(origin, [item.op for item in layout.collectives]).tolist()
+    for op, item in zip(number, layout.collectives, strict=True):
+        made_here = graph.tensor_producer[item.tensor] == item.op
+        size_bytes = float(moved_bytes(layout, item, tensor_bytes))
+        yield TensorCollective(item.block, item.when, item.kind, size_bytes, op + (0.5 if made_here else -0.5))
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The ops of some blocks, which stand for those of all M ops of a graph that is known at one or two batch sizes.
+
+    Attributes:
+        graphs: Those ops, at each of these batch sizes.
+        captured: int64 [N'], which op of the captured graph each of them is (a part of).
+        tensors: int64 [T'], likewise; numbers past the captured tensors carry no bytes.
+        stand_in: int64 [M], which of them stands for each op.
+    """
+
+    graphs: tuple[OpGraph, ...]
+    captured: NDArray[np.int64]
+    tensors: NDArray[np.int64]
+    stand_in: NDArray[np.int64]
+
+    @staticmethod
+    def of(
+        graphs: Sequence[OpGraph], blocks: Blocks, first: NDArray[np.int64], origin: NDArray[np.int32] | None = None
+    ) -> Sample:
+        """The ops of blocks that stand for others.
+
+        Args:
+            graphs: Of M ops.
+            blocks: Of the captured graph.
+            first: int64 [B], the block that stands for each block; its ops are the same, in the same order.
+            origin: int32 [M], which captured op each op is a part of; None: they are the captured ones.
+        """
+        origin = np.arange(graphs[0].num_ops, dtype=np.int32) if origin is None else origin
+        block = blocks.of_op[origin]
+        by_block = np.argsort(block, kind="stable")
+        start = np.searchsorted(block[by_block], np.arange(len(first) + 1))
+        place = np.empty(len(block), dtype=np.int64)  # within its block
+        place[by_block] = np.arange(len(block)) - start[block[by_block]]
+        ops = np.flatnonzero(first[block] == block)
+        parts = [part_of(graph, ops) for graph in graphs]
+        stand_in = np.searchsorted(ops, by_block[start[first[block]] + place])
+        return Sample(tuple(graph for graph, _ in parts), origin[ops].astype(np.int64), parts[0][1], stand_in)
+
+    def at(self, samples: int, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]) -> OpGraph:
+        """The ops at a batch size, as one device of its groups runs them; each layout with its parts of tensors."""
+        known = {graph.samples: graph for graph in self.graphs}
+        graph = known[samples] if samples in known else rescale(self.graphs[0], self.graphs[1], samples)
+        for layout, parts_of_tensor in zip(layouts, parts, strict=True):
+            padded = np.append(parts_of_tensor, 1)
+            graph = divided(graph, layout, self.captured, padded[np.minimum(self.tensors, len(parts_of_tensor))])
+        return graph
+
+
+def representatives(
+    graph: OpGraph, blocks: Blocks, classes: NDArray[np.int64], layouts: Sequence[TensorLayout]
+) -> NDArray[np.int64]:
+    """int64 [B], the first block of the same class whose ops are cut in the same way."""
+    parts = np.stack([np.ones(graph.num_ops, dtype=np.int32), *(layout.op_parts for layout in layouts)])
+    inside = graph.op_phase == FORWARD
+    first: dict[tuple[int, bytes], int] = {}
+    ways = [parts[:, inside & (blocks.of_op == block)].tobytes() for block in range(len(blocks.names))]
+    return np.array([first.setdefault((int(classes[b]), way), b) for b, way in enumerate(ways)], dtype=np.int64)

@@ -24,20 +24,23 @@ from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
-from rlplace.model.graph.causal import with_causal_attention
-from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
 from rlplace.model.graph.rescale import affine
 from rlplace.strategy.blocks.blocks import Blocks, find_blocks
-from rlplace.strategy.blocks.captured_ops import captured_collectives, captured_step, halved_bytes
-from rlplace.strategy.blocks.context import context_layout, gathered_bytes, why_no_context
-from rlplace.strategy.blocks.experts import IMBALANCE, find_experts
+from rlplace.strategy.blocks.experts import IMBALANCE, context_layout, find_experts, gathered_bytes, why_no_context
 from rlplace.strategy.blocks.lives import Lives, Memory
-from rlplace.strategy.blocks.op_costs import PassOps, StepOps
-from rlplace.strategy.blocks.samples import Sample, representatives
+from rlplace.strategy.blocks.op_costs import (
+    PassOps,
+    Sample,
+    StepOps,
+    captured_collectives,
+    captured_step,
+    halved_bytes,
+    representatives,
+)
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
-from rlplace.strategy.layouts.divide import moved_by, shares, tensor_parts
 from rlplace.strategy.layouts.layouts import LayoutSearch
-from rlplace.strategy.layouts.tensor_layout import TensorLayout
+from rlplace.strategy.layouts.tensor_layout import TensorLayout, moved_by, shares, tensor_parts
 
 T = TypeVar("T")
 

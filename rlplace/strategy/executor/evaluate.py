@@ -1,8 +1,17 @@
-"""`Evaluator`: step time and memory of drafts on a cluster, as search asks for them by the thousand."""
+"""`Evaluator`: step time and memory of drafts on a cluster, as search asks for them by the thousand.
+
+Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update.
+
+The sum waits for the last pipeline's passes, and nothing runs beside it. It is an all-reduce among one device of each place
+with the block (`meshes.tie_groups`), block after block; places without a common block sum at once. The two executors say what
+each pipeline takes for itself; what they have in common stands here once.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,13 +19,117 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts, Floats
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor import columns as c
-from rlplace.strategy.executor.beside import side_by_side
-from rlplace.strategy.executor.evaluation import PARTS, Evaluation
-from rlplace.strategy.executor.meshes import check_draft
+from rlplace.strategy.executor.meshes import check_draft, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
-from rlplace.strategy.executor.traffic import Traffic
+from rlplace.strategy.executor.traffic import Traffic, table_s, tie_part
+
+PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
+"""Where the busiest place's step goes: ops; collectives inside blocks; waiting for parameters; waiting for gradients to be
+exchanged, ties and compute slowed meanwhile included; waiting for what other stages send, as far as the way takes; waiting for
+other stages; updates."""
+
+EXECUTOR = "blocks"
+"""Name of the block executor, who simulated a step, in predictions."""
+
+
+def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
+    """Bytes over capacity, summed over the devices of a cluster."""
+    pairs = zip(peak_bytes, cluster.devices, strict=True)
+    return sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Step time and memory of a draft.
+
+    Attributes:
+        step_time_s: Seconds of a step.
+        passes_s: Seconds until all gradients are exchanged; what follows are updates.
+        feasible: Whether it ends, and every device has room.
+        peak_memory_bytes: For each device of the cluster; 0 for those that the draft leaves out, else with what is reserved.
+        host_bytes: For each host number from 0, what lives in its memory instead of on a device.
+        over_bytes: Bytes over capacity, summed over devices.
+        parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time. Of several pipelines it is
+            a place of the slowest.
+        bottleneck: The stage with most work on that place; stages of several pipelines count one after the other.
+        stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
+        executor: Who says so: the block executor, or the op-level simulator.
+    """
+
+    step_time_s: float
+    passes_s: float
+    feasible: bool
+    peak_memory_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    over_bytes: float
+    parts: dict[str, float]
+    bottleneck: int
+    stage_busy_s: tuple[float, ...]
+    executor: str = EXECUTOR
+
+
+def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, traffic: Traffic) -> Evaluation:
+    """Step time and memory of all pipelines of a draft.
+
+    Args:
+        draft: Two or more pipelines.
+        alone: What each of them takes.
+        costs: Of the model.
+        traffic: On the cluster.
+
+    Raises:
+        InputError: Two pipelines share a device.
+    """
+    if len(set(draft.devices)) < len(draft.devices):
+        raise InputError("draft: two pipelines share a device; give every device to one of them")
+    sum_s = gradient_sum_s(draft.pipelines, costs, traffic)
+    passes_s = max(one.passes_s for one in alone) + sum_s
+    step_s = passes_s + max(one.step_time_s - one.passes_s for one in alone)
+    last = max(range(len(alone)), key=lambda number: alone[number].passes_s)
+    slowest, before = alone[last], sum(len(one.stage_busy_s) for one in alone[:last])
+    parts = dict(slowest.parts)
+    parts["exchange"] += sum_s
+    parts["bubble"] += max(0.0, step_s - sum(parts.values()))
+    return Evaluation(
+        step_time_s=step_s,
+        passes_s=passes_s,
+        feasible=all(one.feasible for one in alone),
+        peak_memory_bytes=tuple(max(sizes) for sizes in zip(*(one.peak_memory_bytes for one in alone), strict=True)),
+        host_bytes=tuple(sum(sizes) for sizes in zip(*(one.host_bytes for one in alone), strict=True)),
+        over_bytes=sum(one.over_bytes for one in alone),
+        parts={name: parts[name] for name in PARTS},
+        bottleneck=before + slowest.bottleneck,
+        stage_busy_s=tuple(busy for one in alone for busy in one.stage_busy_s),
+        executor=slowest.executor,
+    )
+
+
+def gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traffic) -> float:
+    """Seconds in which pipelines sum the gradients of all blocks."""
+    bytes_of = [[_exchanged(place, costs) for place in pipeline.places] for pipeline in pipelines]
+    spent: dict[tuple[int, int], float] = {}  # by pipeline and place
+    for block in range(len(costs.names)):
+        holders = [places_of(pipeline, (block,))[0] for pipeline in pipelines]
+        size = max(float(rows[place][block]) for rows, place in zip(bytes_of, holders, strict=True))
+        places = [pipeline.places[number] for pipeline, number in zip(pipelines, holders, strict=True)]
+        seconds = table_s(traffic.table("all_reduce", tie_groups(places)), size)
+        for holder in enumerate(holders):
+            spent[holder] = spent.get(holder, 0.0) + seconds
+    return max(spent.values())
+
+
+def _exchanged(place: Place, costs: BlockCosts) -> Floats:
+    """float64 [B], bytes of gradients of which a device of a place has the sum of its pipeline; a tied weight counts once."""
+    held = costs.held(place.tensor, place.expert)
+    dense = held.gradient_bytes - held.expert_bytes[1].astype(float)
+    for tie in costs.ties:
+        dense[list(tie.blocks[1:])] -= tie.gradient_bytes * tie_part(costs, tie.blocks, place)
+    shares = dense / share_degree(place) + held.expert_bytes[1] / expert_share_degree(place)
+    found: Floats = shares.clip(min=0.0) * held.gradient_item
+    return found
+
 
 __all__ = ["Evaluation", "Evaluator"]
 

@@ -8,7 +8,7 @@ octave, linear in between: exact where `rlplace.cluster.collectives` is linear, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -18,9 +18,37 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, Floats
-from rlplace.strategy.drafts import Place
-from rlplace.strategy.executor.meshes import Groups, copy_groups, share_groups, tensor_groups
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats
+from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.executor.meshes import (
+    Groups,
+    copy_groups,
+    places_of,
+    share_degree,
+    share_groups,
+    tensor_groups,
+    tie_groups,
+)
+
+
+def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:
+    """The part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the weight."""
+    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
+    block = min(tie_blocks, key=lambda number: (whole[number], number))
+    return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
+
+
+def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
+    for tie in costs.ties:
+        involved = places_of(draft, tie.blocks)
+        if len(involved) > 1:
+            places = [draft.places[place] for place in involved]
+            item = costs.held(places[0].tensor, places[0].expert).gradient_item
+            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
+            table = traffic.table("all_reduce", tie_groups(places))
+            yield table_s(table, tie.gradient_bytes * item * part), involved
+
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.model.graph.opgraph import OpGraph
-from rlplace.strategy.layouts.block_graph import FoundBlock, found_blocks
-from rlplace.strategy.layouts.cut_block import Block, BlockCut, cut_block
+from rlplace.strategy.layouts.cut_block import Block, BlockCut, FoundBlock, cut_block, found_blocks
 from rlplace.strategy.layouts.cut_moves import WHOLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 from rlplace.strategy.layouts.tensor_layout import TensorLayout, layout_of

@@ -14,7 +14,7 @@ from rlplace.strategy.executor.traffic import table_s
 from rlplace.strategy.op_level.step_build import GATHER, Run
 
 if TYPE_CHECKING:
-    from rlplace.strategy.op_level.expand_lane import LaneBuild
+    from rlplace.strategy.op_level.expand import LaneBuild
 
 
 class PassBuild:

@@ -14,8 +14,8 @@ from rlplace.errors import InfeasibleError
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
 from rlplace.placement.ask import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.rivals import rivals_of
-from rlplace.strategy.kinds import KINDS
+from rlplace.plan.prediction import rivals_of
+from rlplace.strategy.drafts import KINDS
 from rlplace.strategy.search.simpler import NEAR as NO_GAIN
 
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12

@@ -10,14 +10,12 @@ from typing import cast
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.plan.rivals import too_large
+from rlplace.plan.prediction import too_large
 from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.strategy.blocks.op_costs import OpCosts
-from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.beside import side_by_side
-from rlplace.strategy.executor.evaluation import Evaluation, bytes_over
+from rlplace.strategy.drafts import Draft, kind_of
+from rlplace.strategy.executor.evaluate import Evaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.traffic import Traffic
-from rlplace.strategy.kinds import kind_of
 from rlplace.strategy.op_level.expand import ExpandedDraft, expand_draft, tasks_of
 from rlplace.strategy.search.search import Answer
 from rlplace.strategy.search.simpler import NEAR, simpler

@@ -26,13 +26,11 @@ from rlplace.records import plain
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import KINDS, Draft, kind_of
 from rlplace.strategy.executor.evaluate import Evaluation, Evaluator
-from rlplace.strategy.kinds import KINDS, kind_of
-from rlplace.strategy.search.batches import search_batches
-from rlplace.strategy.search.bf16 import bf16_note, fp16_step_s, without_bf16
-from rlplace.strategy.search.efficiency import BatchCurve
+from rlplace.strategy.search.efficiency import BatchCurve, search_batches
 from rlplace.strategy.search.op_level import OpLevel
+from rlplace.strategy.search.remarks import bf16_note, fp16_step_s, without_bf16
 from rlplace.strategy.search.search import Answer, search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Progress, Question, Tried
@@ -84,11 +82,11 @@ def plan_strategy(
         costs: See `rlplace.price`; so is `host`.
         host: See `costs`.
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen
-            (`rlplace.strategy.search.batches`).
+            (`rlplace.strategy.search.efficiency`).
         planner: Who answers, as the plan says it.
         progress: Told how far the search is.
         settings: See `Question`.
-        memory: Whether ``predicted.memory`` says what fills the devices (`rlplace.strategy.search.memory_parts`).
+        memory: Whether ``predicted.memory`` says what fills the devices (`rlplace.strategy.search.remarks`).
 
     Returns:
         A plan whose prediction lists its rivals (``predicted.strategies``): the next best, the quickest where a simpler one is
@@ -176,7 +174,7 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
 
 def _memory(question: Question, answer: Answer, finer: OpLevel) -> tuple[Mapping[str, Any], ...]:
     """What fills the devices under the best draft, an entry for those that hold the same."""
-    from rlplace.strategy.search.memory_parts import memory_parts
+    from rlplace.strategy.search.remarks import memory_parts
 
     draft, costs = answer.ranked[0].draft, cast(OpCosts, question.costs)
     rows = memory_parts(draft, costs, question.cluster, finer.evaluate(draft), question.scores.traffic)

@@ -22,7 +22,7 @@ from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.search.cuts import Balance, walked_back
-from rlplace.strategy.search.shares import divisors, equal_shares
+from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.stages import orders
 from rlplace.strategy.search.tries import Question
 

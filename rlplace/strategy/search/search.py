@@ -15,20 +15,18 @@ from dataclasses import dataclass
 import msgspec
 
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.plan.rivals import too_large
+from rlplace.plan.prediction import too_large
 from rlplace.records import plain
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft
-from rlplace.strategy.kinds import kind_of
+from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted, tuned
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.published import published_starts
-from rlplace.strategy.search.shares import divisors
+from rlplace.strategy.search.shapes import divisors
 from rlplace.strategy.search.stages import try_stages
 from rlplace.strategy.search.tries import OutOfBudgetError, Progress, Question, Tried, Tries
-from rlplace.strategy.search.uniform import Option, Options
-from rlplace.strategy.search.uniform_order import by_sets, try_rivals, try_uniform
+from rlplace.strategy.search.uniform import Option, Options, by_sets, try_rivals, try_uniform
 from rlplace.strategy.search.unlike import try_unlike
 
 STARTS = 4

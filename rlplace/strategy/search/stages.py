@@ -25,7 +25,7 @@ from rlplace.strategy.costs import FULL, kind_numbers
 from rlplace.strategy.drafts import Draft, Place, plain_draft
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.savings import Floats, estimates, exchange_s, inside_s
-from rlplace.strategy.search.shares import divisors, equal_shares
+from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.tries import Question, Tried, Tries
 
 MOST_STAGES = 16

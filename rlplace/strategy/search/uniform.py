@@ -3,12 +3,17 @@
 For each set of devices (all, those of some kinds, the first few of them), number of places and stages, degrees, level,
 micro-batch and schedule there is one draft; how much it recomputes is found by `rlplace.strategy.search.fit`. A bound says what
 no draft can beat, an estimate what it will take about, with the recomputation that memory asks for.
+
+In which order uniform strategies are tried, and what is left out.
+
+They are what practice writes into configuration files, so searched through they are the floor for everything else. Those that
+may fit come first, the quickest by an estimate before others; what has a bound above the best so far is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,13 +23,13 @@ import numpy as np
 
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
-from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.drafts import KINDS, Draft, Place, plain_draft
 from rlplace.strategy.search.cuts import Balance
+from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.savings import Floats, estimates, exchange_s, in_flight, inside_s
-from rlplace.strategy.search.shapes import Shape, device_sets, shapes, stage_order
-from rlplace.strategy.search.shares import equal_shares, unlike_shares
+from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, stage_order, unlike_shares
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import Question, Tried, Tries
 
 MOST_UNEVEN = 8
 """Like replicas among which a batch that does not divide is shared all the same."""
@@ -227,3 +232,60 @@ def _runnable(question: Question) -> Space:
         refused = [axis for axis, draft in drafts.items() if question.why_not(draft) is not None]
         closed = {axis: (1,) for axis in refused if getattr(question.space, axis) is None}
     return msgspec.structs.replace(question.space, **closed)
+
+
+FEW = 32
+"""Devices of a cluster of which all sets are looked at from the beginning."""
+
+TURN = 3
+"""Options by their estimates for each one by its family."""
+
+RIVALS = 4
+"""Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
+
+
+def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+    """The first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
+
+    Raises:
+        OutOfBudgetError: The budget ended before all were looked at.
+    """
+    rivals = dict.fromkeys(KINDS, 0)
+    for option in options:
+        if rivals.get(option.shape.kind, RIVALS) < RIVALS:
+            rivals[option.shape.kind] += 1
+            yield fitted(tries, option.draft(balance))
+
+
+def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+    """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
+
+    The lowest estimates come first, and every `TURN`-th time the first of the next family, a family being of one kind, tensor
+    and pipeline degree and micro-batch size.
+    """
+    families: dict[tuple[object, ...], Option] = {}
+    for option in options:
+        shape = option.shape
+        families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), option)
+    firsts, looked_at = list(families.values()), set[int]()
+    for number, option in enumerate(options):
+        for one in [option, *firsts[number // TURN :][: number % TURN == 0]]:
+            if id(one) not in looked_at:
+                looked_at.add(id(one))
+                if one.bound_s < tries.best_s:
+                    yield fitted(tries, one.draft(balance), tries.best_s)
+
+
+def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
+    """Options in the order of `Option.key`; made when asked for: the last.
+
+    To begin with, those of kinds with one dimension, and all others. In large clusters the first leave no device of a kind out
+    unless it leaves out all: the rest takes longer, mostly.
+    """
+    cluster, sets, every = question.cluster, device_sets(question.cluster), Options(question, balance).every
+    kind = [one.name for one in cluster.kinds]
+    whole = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
+    if cluster.num_devices <= FEW:
+        whole = sets
+    first, rest = sorted(every(whole), key=Option.key), [own for own in sets if own not in whole]
+    return first, sorted(every(sets, KINDS), key=Option.key) if rest else first, lambda: sorted(every(rest), key=Option.key)

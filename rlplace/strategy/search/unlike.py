@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
-from rlplace.strategy.kinds import kind_of
+from rlplace.strategy.drafts import Draft, Place, joined, kind_of, plain_draft
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.shapes import MOST_KINDS
-from rlplace.strategy.search.shares import proportional
+from rlplace.strategy.search.shapes import MOST_KINDS, proportional
 from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tried, Tries
 
 KEPT = 3

@@ -11,8 +11,7 @@ from equal import largest_difference, loss_of
 from equality import split_plan
 
 from rlplace.model.capture.fake import meta_copy, tensors_in
-from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.base.randomness import random_key
+from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph, random_key
 from rlplace.runtime.base.ranks import ranks_of
 from rlplace.runtime.placement.engine import Engine
 from rlplace.runtime.placement.placed_model import build_joint

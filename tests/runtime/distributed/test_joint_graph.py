@@ -13,14 +13,12 @@ from torch import fx, nn
 
 import rlplace
 from rlplace.model.capture.fake import tensors_in
-from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph
-from rlplace.runtime.base.randomness import random_key, seeded
+from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph, random_key, seeded
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.placement import emit, wire
 from rlplace.runtime.placement import engine as engines
-from rlplace.runtime.placement.assign import place_joint_graph
+from rlplace.runtime.placement.assign import joint_order, place_joint_graph
 from rlplace.runtime.placement.graph import joint_graph
-from rlplace.runtime.placement.order import joint_order
 from rlplace.runtime.placement.record import base_of, results_of
 from rlplace.runtime.state.whole import own_tree
 

@@ -9,7 +9,7 @@ import torch
 from native_cases import chain, flat
 from torch import nn
 
-from rlplace.runtime.strategy.streams import PartStream
+from rlplace.runtime.strategy.tensor import PartStream
 from rlplace.runtime.strategy.wrap import recompute
 
 pytest.importorskip("transformers")

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
+from rlplace.placement.common.floor import map_parts
 from rlplace.placement.common.groupgraph import finite_links, group_graph
-from rlplace.placement.common.subsets import map_parts
 from rlplace.placement.published.bipartition.solve import Chain, Cuts, Workers
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
 

@@ -26,17 +26,16 @@ from typing import Any
 import numpy as np
 
 from rlplace.errors import whole_number
-from rlplace.placement.best import best_answer, warm_up
 from rlplace.placement.common.evaluate import Answer, Deadline, Evaluator
 from rlplace.placement.common.floor import best_of, finish
 from rlplace.placement.common.shortage import check_possible
-from rlplace.placement.published.dlplacer.coarsen import coarsen
-from rlplace.placement.published.dlplacer.contract import contract_groups
+from rlplace.placement.published.dlplacer.coarsen import coarsen, contract_groups
 from rlplace.placement.published.dlplacer.instance import Instance, make_instance
 from rlplace.placement.published.dlplacer.memory import limit_static
 from rlplace.placement.published.dlplacer.program import PlacementProgram, build_program, solver_library
 from rlplace.placement.published.dlplacer.realise import realise
 from rlplace.placement.published.dlplacer.solve import Outcome, solve_program
+from rlplace.placement.search import best_answer, warm_up
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline

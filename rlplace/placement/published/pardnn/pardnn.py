@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.evaluate import Assignment, Evaluator
+from rlplace.placement.common.floor import LARGE_OPS, device_subsets, map_parts
 from rlplace.placement.common.repair import legalize
-from rlplace.placement.common.subsets import LARGE_OPS, device_subsets, map_parts
 from rlplace.placement.published.pardnn.memory import RESERVE, balance_residents, reduce_peaks
 from rlplace.placement.published.pardnn.nodegraph import NodeGraph, folded_graph, op_graph
 from rlplace.placement.published.pardnn.slicing import Clusters, bind_groups, cut_long_primary, map_clusters, slice_graph

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rlplace.model.axes.access import access_of
-from rlplace.model.axes.kinds import kind_of
+from rlplace.model.axes.dims import kind_of
 from rlplace.model.capture.export import module_path
 
 if TYPE_CHECKING:

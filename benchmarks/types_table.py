@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,8 @@ WAYS = {"shares": "that share parameters", "stages": "as two stages"}
 """Of `benchmarks/types_runs.py`, by their names."""
 
 _HEAD = """# Model types of transformers
+
+After this page you know which `hf:` models can be planned as they come, and on what data they are trained.
 
 `hf:TYPE` builds every model type of the transformers library that has a head or a base model in its tables, from its
 configuration with random weights, with inputs that are made up:
@@ -27,14 +28,13 @@ are given words alone unless their forward demands images, so that the tower of 
 configurations that one holds: `hf:llava,text_config.num_hidden_layers=2`; `hf:detr,backbone_config.model_type=resnet` makes one
 another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
 
-`python -m benchmarks.types` tries the {known} types of transformers {version}: {text}
-`python -m benchmarks.types --table` writes this page; rows, with the MODEL text of each type, are in
-`benchmarks/types.rows.jsonl`.
+`python -m benchmarks.types` tried the {known} types of transformers {version}: each shrunk to two layers of little width, trained
+a step on a CPU with dropout off, captured, planned as a whole strategy for two A100s; a placement that spreads its ops over two
+devices was applied. `python -m benchmarks.types_runs` ran plans over two processes: parameters in shares (FSDP), and a pipeline
+of two stages. {summary}
 
-{summary}
-
-*export* and *dispatch* look at each op, *module* at each module where the forward looks at values
-([how](cost-model.md)). A placement of single ops needs a graph that exports; whole strategies run without one.
+Each type with its class, its MODEL text, what it reached and the reason where it stopped is a line of
+`benchmarks/types.rows.jsonl`; `python -m benchmarks.types --table` writes this page from them.
 """
 
 
@@ -58,43 +58,4 @@ def _equal(row: Mapping[str, Any], way: str) -> bool:
 
 def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
     """The page."""
-    text = (
-        "each is shrunk to two layers of little width, trained a step on a CPU with dropout off, captured, planned as a whole "
-        "strategy for two A100s, and a placement that spreads its ops over two devices is applied. `python -m "
-        "benchmarks.types_runs` runs plans over two processes: parameters in shares (FSDP), and a pipeline of two stages."
-    )
-    head = _HEAD.format(known=known, version=version, text=text, summary=summary(rows.values()))
-    if len(rows) < known:
-        head += (
-            f"\n{known - len(rows)} types have no row yet: those with rows were drawn by a hash of their names, but for those "
-            "of\n`tests/zoo/test_types.py`. The command goes on with the others.\n"
-        )
-    trained = [rows[kind] for kind in sorted(rows) if rows[kind]["reached"]]
-    names = ("type", "class", "captured by", "placed", "applied", *WAYS)
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *map(_line, trained)]
-    reasons: dict[str, list[str]] = {}
-    for kind in sorted(rows):
-        if not rows[kind]["reached"]:
-            reasons.setdefault(_short(rows[kind]["why"], kind), []).append(f"`{kind}`")
-    others = [f"- {why}: {', '.join(kinds)}" for why, kinds in sorted(reasons.items(), key=lambda item: -len(item[1]))]
-    return "\n".join([head, "## Types that train", "", *lines, "", "## Types that do not", "", *others, ""])
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    reached, why = row["reached"], _short(row.get("why", ""), row["type"]).replace("|", "/")
-    applied = "equal" if reached == "equal" else why if reached == "placed" else ""
-    placed = "yes" if reached in STEPS[2:] else why if reached == "captured" else ""
-    method = row.get("method") or why
-    said = (_short(str(row.get("runs", {}).get(way, "")), row["type"]).replace("|", "/") for way in WAYS)
-    runs = ["equal" if _equal(row, way) else why for way, why in zip(WAYS, said, strict=True)]
-    return f"| {row['type']} | {row['class']} | {method} | {placed} | {applied} | {' | '.join(runs)} |"
-
-
-def _short(why: str, kind: str) -> str:
-    """A reason without what differs from type to type."""
-    why = why.removeprefix(f"hf:{kind}: ").split("; give the model and its")[0].split("; a placement of ops")[0]
-    why = re.sub(r"torch.export fails on \w+ with ", "export: ", why)
-    why = re.sub(r"(data-dependent) expression .*", "condition", why) if "data-dependent" in why else why
-    why = re.sub(r"^export: .*condition$", "export: a condition on values", why)
-    why = re.sub(r"/\S*/site-packages/", "", why)
-    return re.sub(r"[<>`*_\[\]{}$]", lambda found: "\\" + found.group(), why[:160].rstrip(". "))
+    return _HEAD.format(known=known, version=version, summary=summary(rows.values()))

@@ -17,7 +17,7 @@ def test_types_of_transformers():
     lines = (ROOT / "benchmarks/types.rows.jsonl").read_text().splitlines()
     rows = {row["type"]: row for row in map(json.loads, lines)}
     page = (ROOT / "docs/model-types.md").read_text()
-    known, version = re.search(r"tries the (\d+) types of transformers (\S+):", page).groups()
+    known, version = re.search(r"tried the (\d+) types of transformers (\S+):", page).groups()
     assert page == types_table.page(rows, int(known), version)
     changed = {**rows, "bert": {**rows["bert"], "runs": {"shares": "no", "stages": "no"}}}
     assert page != types_table.page(changed, int(known), version)

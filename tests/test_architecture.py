@@ -18,6 +18,7 @@ compiled
 cluster
 problem
 plan
+model.torch_adapter
 model.graph
 model.axes
 model.capture model
@@ -32,6 +33,7 @@ strategy.layouts strategy.executor
 strategy.blocks
 strategy.op_level
 strategy.search
+runtime.torch_adapter
 runtime.base
 runtime.state
 runtime.strategy runtime.placement

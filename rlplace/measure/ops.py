@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rlplace.cost.calls import op_directions, op_launches
 from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
@@ -31,6 +30,7 @@ from rlplace.errors import InputError
 from rlplace.measure.walk import UPDATE as UPDATE_KEY
 from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
+from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo import LoadedModel
 from rlplace.runtime.base.environment import PeakMemory, clock_mhz, keep_freed_memory, own_clock, read_environment, time_control
 from rlplace.runtime.base.steps import time_step

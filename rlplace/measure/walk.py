@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from rlplace.errors import CaptureError, InputError
 from rlplace.model.capture.export import export_training_graph, flatten_inputs
 from rlplace.model.capture.inputs import LOSS_LABEL, split_inputs
+from rlplace.model.torch_adapter import pytree, sequence_number, sleep_on_gpu
 from rlplace.runtime.base.environment import own_clock, read_clock
 from rlplace.runtime.base.steps import OPTIMIZERS, loss_of
 
@@ -60,7 +61,7 @@ class Marks:
                 self._longest_s = max(self._longest_s, self._times[-1] - self._issuing_s)
             read_clock(self.device)
             with torch.cuda.device(self.device):
-                torch.cuda._sleep(int(self._sleep_s * _CLOCK_HZ))
+                sleep_on_gpu(int(self._sleep_s * _CLOCK_HZ))
             self._queued, self._issuing_s = 0, self.clock()
         self._note(key)
 
@@ -177,8 +178,8 @@ class StepWalk(fx.Interpreter):
         flat = self.run(*self.leaves, enable_io_processing=False)
         self.env = {}  # the output is not kept
         self.marks.mark(None)
-        output = torch.utils._pytree.tree_unflatten(list(flat), self._out_spec)
-        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        output = pytree.tree_unflatten(list(flat), self._out_spec)
+        begin = sequence_number()
         if self.loss is not None:
             self.marks.mark(LOSS_LABEL)
         value = loss_of(output, self.loss)
@@ -191,7 +192,7 @@ class StepWalk(fx.Interpreter):
         name = self._op_name_of_node.get(n.name)
         if name is None:
             return super().run_node(n)
-        begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        begin = sequence_number()
         self.marks.mark(name)
         out = super().run_node(n)
         self._claim(begin, name)
@@ -199,7 +200,7 @@ class StepWalk(fx.Interpreter):
 
     def _claim(self, begin: int, name: str) -> None:
         """Gives the autograd nodes made since `begin` to an op."""
-        for number in range(begin, torch.autograd._get_sequence_nr()):  # type: ignore[attr-defined]
+        for number in range(begin, sequence_number()):
             self._owner_of_sequence[number] = name
 
     def _hook(self, value: Tensor) -> list[Any]:

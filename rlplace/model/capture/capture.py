@@ -122,7 +122,7 @@ def capture(
 
 def _advice(error: BaseException, step: _Step) -> str:
     """What to change where a call does not fit, or where a forward needs values, which a capture has none of."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException
 
     if isinstance(error, TypeError):
         if not _fits(step.model.forward, *step.args, **step.kwargs):
@@ -242,12 +242,13 @@ def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recordin
     """Runs the step of a fake copy, with these lists shortened, under the recorder; a `Watcher` sees the forward alone."""
     import torch
 
-    from rlplace.model.capture.export import quiet_logs, run_backward
+    from rlplace.model.capture.export import quiet_logs
     from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
     from rlplace.model.capture.inputs import loss_of_output
     from rlplace.model.capture.recording import Recording
     from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
     from rlplace.model.capture.unroll import Watcher, shortened
+    from rlplace.model.torch_adapter import run_backward
 
     mode = new_fake_mode()
     fake = fake_copy(shortened(step.model, lists), mode, step.dtype)

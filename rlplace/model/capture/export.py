@@ -33,12 +33,12 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.fake import any_dtype_grouped_mm
 from rlplace.model.capture.recurrent import quick_recurrent_shapes
 from rlplace.model.capture.scan import whole_scans
+from rlplace.model.torch_adapter import pytree
 
 
 class OwnBackwardError(RuntimeError):
@@ -165,7 +165,7 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The leaves of call arguments in placeholder order."""
-    return torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
+    return pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
 
 
 def op_name(module: str, node: str) -> str:
@@ -195,7 +195,7 @@ def is_op(node: fx.Node) -> bool:
 
 def _yields_tensor(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 class RecomputationError(RuntimeError):
@@ -220,14 +220,6 @@ def refuse_recomputation() -> Iterator[None]:
         mock.patch.object(checkpoint.CheckpointFunction, "apply", refuse),
     ):
         yield
-
-
-def run_backward(loss: torch.Tensor) -> None:
-    """`loss.backward()` with torch function modes left on, so that a checkpoint's second forward runs like its first.
-
-    `Tensor.backward` is itself a function that modes may override, and a mode is off while it handles one.
-    """
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def lies_in(path: str, module: str) -> bool:

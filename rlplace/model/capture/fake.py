@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from rlplace.model.torch_adapter import FakeTensor, FakeTensorMode, pytree, shape_rule_of_grouped_mm, without_cpu_autocast
 
 SMALL_CONSTANT_BYTES = 1 << 20
 """Plain tensor attributes on the CPU up to this size stay real, so that a forward may read their values."""
@@ -104,7 +105,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode, dtype: torch.dtype | None = N
         return _fake_like(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
 
     with mode:
-        return torch.utils._pytree.tree_map(convert, inputs)
+        return pytree.tree_map(convert, inputs)
 
 
 def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -133,14 +134,10 @@ def any_dtype_grouped_mm() -> Iterator[None]:
     torch's shape rule for the op accepts bfloat16 only, although its CPU kernel also takes float32 and float16; a
     mixture-of-experts model in float32 would fail to trace.
     """
-    from torch import _meta_registrations as registrations
 
-    original = getattr(registrations, "_meta_grouped_mm_common", None)
-    if original is None:
-        yield
-        return
-
-    def shape_rule(mat_a: Any, mat_b: Any, scale_a: Any, scale_b: Any, offs: Any = None, *rest: Any, **named: Any) -> Any:
+    def rule(
+        original: Any, mat_a: Any, mat_b: Any, scale_a: Any, scale_b: Any, offs: Any = None, *rest: Any, **named: Any
+    ) -> Any:
         if scale_a is not None or mat_a.dtype == torch.bfloat16 or mat_a.dtype != mat_b.dtype:
             return original(mat_a, mat_b, scale_a, scale_b, offs, *rest, **named)
         rows, columns = mat_a.shape[-2], mat_b.shape[-1]
@@ -149,7 +146,7 @@ def any_dtype_grouped_mm() -> Iterator[None]:
         flat = (mat_a.dim() == 2) != (mat_b.dim() == 2)
         return mat_a.new_empty((rows, columns) if flat else (groups, rows, columns))
 
-    with mock.patch.object(registrations, "_meta_grouped_mm_common", shape_rule):
+    with shape_rule_of_grouped_mm(lambda original: functools.partial(rule, original)):
         yield
 
 
@@ -206,18 +203,14 @@ def _overload(name: str) -> Any:
     return getattr(packet, name.partition(".")[2] or "default", None)
 
 
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
-
-
 def _lower(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _in_float32(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            args, kwargs = torch.utils._pytree.tree_map(lambda x: x.float() if _lower(x) else x, (args, kwargs))
+        with without_cpu_autocast():
+            args, kwargs = pytree.tree_map(lambda x: x.float() if _lower(x) else x, (args, kwargs))
             return op(*args, **kwargs)
 
     return run
@@ -228,7 +221,7 @@ def _to_float32(op: Any) -> Callable[..., Any]:
     keyword = op._schema.arguments[position].kwarg_only
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with without_cpu_autocast():
             asked = kwargs.get("dtype") if keyword or "dtype" in kwargs else args[position] if len(args) > position else None
             if asked is None and _lower(args[0]):
                 if keyword or len(args) <= position:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from rlplace.model.torch_adapter import packed_sequence_functions
+
 
 @functools.cache
 def _library() -> Library:
@@ -68,11 +70,12 @@ class FullLengths:
     def __init__(self, guesses: Counter[str]) -> None:
         self._guesses = guesses
         self._batch_sizes: list[Any] = []
+        pack, unpack = packed_sequence_functions()
         self._replaced: dict[Any, Callable[..., Any]] = {
             torch.nn.functional.ctc_loss: self._guessed("ctc_loss", _ctc_loss),
             torch.ctc_loss: self._guessed("ctc_loss", _ctc_loss),
-            torch._VF._pack_padded_sequence: self._guessed("pack_padded_sequence", self._pack),  # type: ignore[attr-defined]
-            torch._VF._pad_packed_sequence: self._unpack,  # type: ignore[attr-defined]
+            pack: self._guessed("pack_padded_sequence", self._pack),
+            unpack: self._unpack,
         }
 
     def replacement(self, func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:

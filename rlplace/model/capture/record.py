@@ -14,12 +14,12 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.model.axes.access import access_of, tensors_in
 from rlplace.model.axes.dims import dims_of, kind_of
 from rlplace.model.capture.flops import count_flops
 from rlplace.model.graph.indices import Access
+from rlplace.model.torch_adapter import TorchDispatchMode, backward_node, in_backward, sequence_number
 
 FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"
 """Label that an ATen op ran for. Nobody: autograd, for no known node. Outside: between forward and backward."""
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         self._number: dict[int, int] = {}
         self._label_of_sequence: dict[int, int] = {}
         self._last_backward = -1
-        self._last_sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._last_sequence = sequence_number()
         self._writes_of: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self.parameter_of_storage: dict[int, int] = {}
 
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
     def claim(self, label: int, leave: int = 0) -> None:
         """Assigns the autograd nodes created since the last call, except the newest `leave` ones, to a label."""
-        now = torch.autograd._get_sequence_nr() - leave  # type: ignore[attr-defined]
+        now = sequence_number() - leave
         if now > self._last_sequence and label >= 0:
             for number in range(self._last_sequence, now):
                 self._label_of_sequence.setdefault(number, label)
@@ -166,8 +166,8 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if name.startswith("_assert") or name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset"):
             return func(*args, **kwargs)
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward:
+        backward = in_backward()
+        if not backward:
             self.before_dispatch(func)
         inputs = list(tensors_in((args, kwargs)))
         reads = tuple(dict.fromkeys(map(self.storage, inputs)))
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         if not is_view and name not in _ALLOCATE_ONLY:
             flops = count_flops(name, args, outputs)
             size = _traffic(name, inputs if reads or not inputs else [], outputs)
-        phase, owner = self._owner(in_backward)
+        phase, owner = self._owner(backward)
         parts = self.labels[owner].parts if phase == FORWARD_OF and not is_view else None
         if parts is not None and any(t.numel() > 1 for t in (*inputs, *outputs)):
             parts.append(access_of(func, args, kwargs, out, self.storage))
@@ -225,10 +225,10 @@ class Recorder(TorchDispatchMode):
             return ()
         return self.storages_of(written)
 
-    def _owner(self, in_backward: bool) -> tuple[str, int]:
-        if not in_backward:
+    def _owner(self, backward: bool) -> tuple[str, int]:
+        if not backward:
             return (FORWARD_OF, self.current) if self.current >= 0 else (OUTSIDE, -1)
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is None:
             return NOBODY, -1
         if node.name().endswith("AccumulateGrad"):

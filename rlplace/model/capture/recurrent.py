@@ -18,13 +18,13 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.padded import FullLengths
+from rlplace.model.torch_adapter import recurrent_decompositions
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -127,7 +127,6 @@ def run_whole(kind: str, inputs: Any, states: Any, parameters: Sequence[Any], *o
 @contextlib.contextmanager
 def quick_recurrent_shapes() -> Iterator[None]:
     """Lets export find the output shapes of a recurrent layer without unrolling it over time."""
-    from torch._decomp import decompositions
 
     def lstm(inp: Any, hidden: Any, params: Any, has_biases: Any, reverse: bool = False) -> Any:
         hx, cx = hidden[0], hidden[1]
@@ -137,7 +136,7 @@ def quick_recurrent_shapes() -> Iterator[None]:
         return inp.new_empty((*inp.shape[:2], hidden.shape[-1])), hidden.new_empty(hidden.shape)
 
     quick: dict[str, Any] = {"one_layer_lstm": lstm, "one_layer_rnn": rnn}
-    with mock.patch.multiple(decompositions, **{name: rule for name, rule in quick.items() if hasattr(decompositions, name)}):
+    with recurrent_decompositions(quick):
         yield
 
 

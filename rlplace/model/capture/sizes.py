@@ -52,9 +52,9 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
         wanted: Batch size of the result.
     """
     import torch
-    from torch.utils import _pytree as pytree
 
     from rlplace.model.axes.access import tensors_in
+    from rlplace.model.torch_adapter import pytree
 
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.dim() == 0 or leaf.shape[0] != samples or samples == wanted:

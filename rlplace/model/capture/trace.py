@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from rlplace.model.axes.access import access_of, rule_of
 from rlplace.model.axes.dims import argument_dims
@@ -17,6 +16,7 @@ from rlplace.model.capture.export import TrainingGraph, export_training_graph, f
 from rlplace.model.capture.record import Label, Recorder
 from rlplace.model.capture.recurrent import REPLACED_TARGETS, NeutralFunctions
 from rlplace.model.capture.scan import whole_scans
+from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, pytree
 
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 _AUTOCAST_REGION = "wrap_with_autocast"
@@ -41,7 +41,7 @@ def trace_export(
     runner = _Runner(graph, recorder)
     with recorder:
         flat = runner.run(*flatten_inputs(args, kwargs), enable_io_processing=False)
-        output = torch.utils._pytree.tree_unflatten(list(flat), graph.program.call_spec.out_spec)
+        output = pytree.tree_unflatten(list(flat), graph.program.call_spec.out_spec)
         finish(output)
     return frozenset(node.name for node in graph.module.graph.nodes)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 
 _SPECIAL = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 """Words that stand for what a batch of text alone has not."""
@@ -127,6 +128,6 @@ def inputs_of(module: nn.Module, config: Any, kind: str, task: str, size: int, s
 
 def mean_square(output: Any) -> torch.Tensor:
     """The loss of a model that computes none: the mean square of each tensor that it returns, added up."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.numel()]
     trained = [leaf.square().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
     return torch.stack(trained or [torch.zeros(())]).sum()

@@ -17,6 +17,7 @@ from torch import nn
 
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.limits import MODULES
+from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo.functions import call_function, first_line
 from rlplace.model.zoo.options import parse_options, split_spec
 from rlplace.model.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
@@ -121,9 +122,7 @@ def load_model(
     if not kept:
         target = getattr(torch, DTYPES[dtype])
         module = module.to(target)
-        inputs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda leaf: leaf.to(target) if leaf.is_floating_point() else leaf, inputs
-        )
+        inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(target) if leaf.is_floating_point() else leaf, inputs)
     return LoadedModel(module, inputs, loss, spec, fixed)
 
 

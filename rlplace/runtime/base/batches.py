@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.conduct import TARGETS
 from rlplace.runtime.base.counting import Targets, count_of

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import FakeTensor
+from rlplace.runtime.torch_adapter import counted_losses
 
 IGNORED = -100
 """The target that torch and transformers ignore."""
@@ -90,9 +89,7 @@ class Targets:
         self._thin, self._inside = thin, contextlib.ExitStack()
 
     def __enter__(self) -> Targets:
-        for name in ("cross_entropy_loss", "nll_loss_nd"):
-            kernel = getattr(torch._C._nn, name)
-            self._inside.enter_context(mock.patch.object(torch._C._nn, name, partial(self._counted, kernel)))
+        self._inside.enter_context(counted_losses(self._counted))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rlplace.cost.measurement import Environment
 from rlplace.errors import InputError, MissingError, show
+from rlplace.model.torch_adapter import pytree
 
 _CONTROL_WARMUP, _CONTROL_REPEATS = 5, 15
 _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.ranks import attempt, default_timeout_s, one_line
+from rlplace.runtime.torch_adapter import default_store
 
 _TIMED_OUT = ("timed out", "timeout")
 _BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "connection refused")
@@ -146,7 +147,7 @@ def watch_over(part: str = "") -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     activity.doing("start-up")
-    store = dist.PrefixStore(f"rlplace/faults/{attempt()}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"rlplace/faults/{attempt()}", default_store().clone())  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=_STORE_S))
     _job = _Job(dist.get_rank(), dist.get_world_size(), store, part or (_job.part if _job is not None else ""))
     store.delete_key(f"ended/{_job.rank}")  # of a group before this one in the same store

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.export import (
@@ -44,6 +42,7 @@ from rlplace.model.capture.fake import (
     replaced_forward,
     tensors_in,
 )
+from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.base.batches import signature_of
 
@@ -73,10 +72,8 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         # Numbers are drawn in the order of memory, which must not depend on the way that a tensor came here.
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
-    device = next(
-        (leaf.device for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
-    )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+    device = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
     device = kwargs.get("device") or device or torch.device("cpu")
     digest = hashlib.blake2b(repr((*_key, number)).encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
@@ -248,9 +245,9 @@ def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
 
 
 def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch._subclasses.FakeTensor) and value.constant is not None:
+    if isinstance(value, FakeTensor) and value.constant is not None:
         value = value.constant  # export now and then keeps a small literal as a fake that knows its value
-    if isinstance(value, torch._subclasses.FakeTensor):
+    if isinstance(value, FakeTensor):
         raise InputError(f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it")
     return value.detach()
 

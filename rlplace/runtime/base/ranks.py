@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.torch_adapter import default_group
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
 
@@ -84,7 +85,7 @@ def wait_for_all() -> None:
 
 def default_timeout_s() -> float:
     """The timeout of the default group, which is where a program says how long is too long."""
-    group = dist.distributed_c10d._get_default_group()
+    group = default_group()
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)

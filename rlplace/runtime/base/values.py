@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.inputs import described_inputs, split_inputs
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.forward_graph import ForwardGraph, Loss
 from rlplace.runtime.base.ranks import Ranks, gather_objects

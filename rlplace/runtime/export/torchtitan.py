@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo.options import split_spec
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES

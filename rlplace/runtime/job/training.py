@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import cluster_of_plan, recipe_of
 from rlplace.runtime.base.ranks import devices_of

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import even_sizes
 from rlplace.runtime.base.forward_graph import Loss
 from rlplace.runtime.base.steps import Autocast, loss_of

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.forward_graph import random_key
 from rlplace.runtime.placement import wire

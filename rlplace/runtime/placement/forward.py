@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.export import (
@@ -25,6 +24,7 @@ from rlplace.model.capture.export import (
 )
 from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, meta_copy, new_fake_mode
 from rlplace.model.capture.inputs import split_inputs
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.forward_graph import (

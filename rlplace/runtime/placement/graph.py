@@ -13,6 +13,7 @@ from torch import fx
 from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_inputs, new_fake_mode
 from rlplace.runtime.base.forward_graph import ForwardGraph, seeded
 from rlplace.runtime.placement.record import Recorder, base_of, is_view_node
+from rlplace.runtime.torch_adapter import from_functional, functionalized, to_functional, without_mkldnn
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +75,7 @@ def joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(any_dtype_grouped_mm())
         stack.enter_context(torch.enable_grad())
-        # mkldnn's recurrent layers pass a workspace from forward to backward whose size only the kernel knows; the public way
-        # to do without it warns about settings of other hardware.
-        mkldnn: Any = torch.backends.mkldnn.enabled
-        stack.callback(torch._C._set_mkldnn_enabled, mkldnn)
-        torch._C._set_mkldnn_enabled(False)
+        stack.enter_context(without_mkldnn())
         if kind != "cpu":
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         if kind == "cuda":
@@ -94,8 +91,7 @@ def joint_graph(
         if differentiate is None:
             differentiate = () if source.loss is None else (source.loss,)
         stack.enter_context(recorder)
-        torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
-        stack.callback(torch._disable_functionalization)  # type: ignore[attr-defined]
+        stack.enter_context(functionalized())
         return tracer.trace(values, differentiate)
 
 
@@ -122,7 +118,7 @@ class _Tracer(fx.Interpreter):
         differentiable = [i for i, v in enumerate(wrapped) if isinstance(v, torch.Tensor) and v.requires_grad]
         roots = {i: wrapped[i] for i in differentiate if i in differentiable}
         tangents = {i: torch.empty_strided(root.shape, root.stride(), dtype=root.dtype) for i, root in roots.items()}
-        tangent_nodes = {i: recorder.input(f"tangent_{i}", _unwrap(value)) for i, value in tangents.items()}
+        tangent_nodes = {i: recorder.input(f"tangent_{i}", from_functional(value)) for i, value in tangents.items()}
         wanted = {
             i: value
             for i, value in enumerate(arguments)
@@ -132,12 +128,14 @@ class _Tracer(fx.Interpreter):
         if roots:
             differentiated = torch.autograd.grad([*roots.values()], [*wanted.values()], [*tangents.values()], allow_unused=True)
         gradients = {
-            i: _made(recorder.graph, recorder.node(_unwrap(value)))
+            i: _made(recorder.graph, recorder.node(from_functional(value)))
             for i, value in zip(wanted, differentiated, strict=True)
             if value is not None
         }
-        outputs = tuple(_made(recorder.graph, recorder.node(_unwrap(v))) if isinstance(v, torch.Tensor) else v for v in wrapped)
-        written = [recorder.node(_unwrap(value)) for value in arguments[:count]]
+        outputs = tuple(
+            _made(recorder.graph, recorder.node(from_functional(v))) if isinstance(v, torch.Tensor) else v for v in wrapped
+        )
+        written = [recorder.node(from_functional(value)) for value in arguments[:count]]
         held: dict[str, Any] = dict(zip(source.held, given, strict=False))
         joint = JointGraph(
             graph=recorder.graph,
@@ -177,15 +175,8 @@ class _Tracer(fx.Interpreter):
 def _wrap(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    functional = torch._to_functional_tensor(value.detach())  # type: ignore[attr-defined]
+    functional = to_functional(value.detach())
     return functional.requires_grad_(value.requires_grad)
-
-
-def _unwrap(value: torch.Tensor) -> torch.Tensor:
-    if not torch._is_functional_tensor(value):  # type: ignore[attr-defined]
-        return value
-    torch._sync(value)  # type: ignore[attr-defined]
-    return torch._from_functional_tensor(value)  # type: ignore[attr-defined]
 
 
 def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.fake import meta_copy, tensors_in
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.forward_graph import ForwardGraph, Graphs, Loss, any_value, flat_inputs
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash

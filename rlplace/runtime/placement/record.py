@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.errors import InputError
 from rlplace.model.capture.export import is_random
+from rlplace.model.torch_adapter import FakeTensor, TorchDispatchMode, backward_node, in_backward, pytree, sequence_number
 from rlplace.runtime.base.forward_graph import seeded
 
 _aten = torch.ops.aten
@@ -60,9 +58,9 @@ class Recorder(TorchDispatchMode):
     def running(self, op: str | None, number: int | None) -> Iterator[None]:
         """A node of the forward runs inside, which is this op or none, and draws from the stream of this number or of none."""
         self._op, self._number, self._draws = op, number, []
-        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        first = sequence_number()
         yield
-        self._owner |= dict.fromkeys(range(first, torch.autograd._get_sequence_nr()), op)  # type: ignore[attr-defined]
+        self._owner |= dict.fromkeys(range(first, sequence_number()), op)
         self._op = self._number = None
 
     def node(self, value: torch.Tensor) -> fx.Node:
@@ -102,10 +100,10 @@ class Recorder(TorchDispatchMode):
                 self._name(item, part)
 
     def _describe(self, node: fx.Node) -> None:
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         owner = self._op
         if backward:
-            autograd = torch._C._current_autograd_node()
+            autograd = backward_node()
             # None: autograd sums two gradients of one tensor, between its nodes.
             owner = None if autograd is None else self._owner.get(autograd._sequence_nr())
         node.meta.update(owner=owner, backward=backward)

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.distributed.utils import _sync_params_and_buffers
-from torch.fx.graph_module import _assign_attr
-from torch.utils import _pytree as pytree
 
 from rlplace.model.capture.fake import first_names, tensors_in
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import gather_objects, group_of
+from rlplace.runtime.torch_adapter import StridedShard, assign_attribute, broadcast_in_buckets
 
 _BUCKET_BYTES = 1 << 28
 
@@ -38,7 +36,7 @@ def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int,
             taken[name] = nn.Parameter(value, requires_grad=tensor.requires_grad) if trained else value
     for name, first in first_names(model).items():
         if first in taken:
-            _assign_attr(taken[first], made, name)
+            assign_attribute(taken[first], made, name)
             path, _, key = name.rpartition(".")
             if key in model.get_submodule(path)._non_persistent_buffers_set:
                 made.get_submodule(path)._non_persistent_buffers_set.add(key)
@@ -52,7 +50,7 @@ def agree(own: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]
         if len(owners[name]) > 1:
             holders.setdefault(owners[name], []).append(tensor.detach())
     for who, tensors in sorted(holders.items()):
-        _sync_params_and_buffers(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
+        broadcast_in_buckets(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
 
 
 def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
@@ -121,7 +119,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
         return value.full_tensor()
     whole = value.to_local()
     for axis, placement in enumerate(value.placements):
-        if isinstance(placement, (Shard, _StridedShard)):  # on unlike dimensions, so that their order does not matter
+        if isinstance(placement, (Shard, StridedShard)):  # on unlike dimensions, so that their order does not matter
             shape = [*whole.shape]
             shape[placement.dim] = value.shape[placement.dim]
             whole = placement._to_replicate_tensor(whole, value.device_mesh, axis, shape)
@@ -141,7 +139,7 @@ def packed(value: Any) -> bool:
     if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names is None:
         return False
     names = value.device_mesh.mesh_dim_names
-    return any(name == "tensor" and isinstance(cut, _StridedShard) for name, cut in zip(names, value.placements, strict=True))
+    return any(name == "tensor" and isinstance(cut, StridedShard) for name, cut in zip(names, value.placements, strict=True))
 
 
 def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from rlplace.errors import InputError, show
 from rlplace.model.capture.export import lies_in
+from rlplace.runtime.torch_adapter import BatchNorm, DropoutNd, NormBase
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_KEPT = (nn.modules.dropout._DropoutNd, _NormBase)
+_KEPT = (DropoutNd, NormBase)
 """Leaf modules that draw random numbers or keep statistics, with parameters or without."""
 
 
@@ -89,8 +89,8 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether a module computes statistics over the samples of its process, or keeps running ones."""
-    norms = (module for module in model.modules() if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm))
-    return any(isinstance(module, _BatchNorm) or module.track_running_stats for module in norms)
+    norms = (module for module in model.modules() if isinstance(module, NormBase) and not isinstance(module, nn.SyncBatchNorm))
+    return any(isinstance(module, BatchNorm) or module.track_running_stats for module in norms)
 
 
 def has_sync_norm(model: nn.Module) -> bool:

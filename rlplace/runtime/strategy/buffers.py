@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.errors import InputError
 from rlplace.runtime.base.batches import Batch, Pass
 from rlplace.runtime.base.ranks import gather_objects
 from rlplace.runtime.base.values import digest
+from rlplace.runtime.torch_adapter import NormBase
 
 
 class StepBuffers:
@@ -93,7 +93,7 @@ class StepBuffers:
         found: list[tuple[str, dict[str, Any], str]] = []
         for root in self._modules:
             for path, module in root.named_modules():
-                if not isinstance(module, _NormBase):
+                if not isinstance(module, NormBase):
                     rows = ((f"{path}.{key}".lstrip("."), module._buffers, key) for key in module._buffers)
                     found += [row for row in rows if row[1][row[2]] is not None]
         return found if self._written is None else [row for row in found if row[0] in self._written]

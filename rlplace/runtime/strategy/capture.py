@@ -19,14 +19,13 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from rlplace.errors import InputError, show
 from rlplace.model.capture.export import TOGGLES, export_training_graph, loses
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.strategy.blocks import units
 

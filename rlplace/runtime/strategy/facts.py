@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.fake import replaced_forward, tensors_in
 from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct

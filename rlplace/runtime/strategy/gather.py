@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.axes.dims import base_name
 from rlplace.model.capture.export import lies_in
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import Batch, repeated, signature_of
 from rlplace.runtime.base.forward_graph import autocast_state
 from rlplace.runtime.base.ranks import group_of

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from rlplace.model.capture.export import is_random, module_path
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Stage
 from rlplace.runtime.strategy.capture import Captured
 from rlplace.runtime.strategy.cuts.follow import RefusedError

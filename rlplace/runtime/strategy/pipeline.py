@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.actions import check_chain
 from rlplace.plan.schedule import GPIPE, LOOPED_BFS, SCHEDULES
 from rlplace.plan.strategy import Pipeline
@@ -27,6 +26,7 @@ from rlplace.runtime.strategy.buffers import Loss, Region, StepBuffers, check_sa
 from rlplace.runtime.strategy.capture import Captured
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.torch_adapter import joined_parameter_groups
 
 _DENSE = torch.contiguous_format
 
@@ -94,32 +94,6 @@ def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
             seen.add(node)
             nodes.extend(before for before, _ in node.next_functions)
     return value.grad_fn is not None
-
-
-@contextlib.contextmanager
-def _groups_joined() -> Iterator[None]:
-    """Inside, the second half of a split backward goes every way once.
-
-    Torch goes back for groups of weights, one after the other. It joins weights behind one node; a weight behind nodes of two
-    groups (a table of positions that queries and values read) takes the first one's weights into the second and leaves them in
-    the first, too: their gradients count twice, or their graph is freed before it is gone through again.
-    """
-    before = _backward.get_param_groups
-
-    def joined(*given: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for group in before(*given):
-            for other in [one for one in found if not one["intermediates"].isdisjoint(group["intermediates"])]:
-                found.remove(other)
-                group = {key: group[key] | other[key] for key in group}
-            found.append(group)
-        return found
-
-    _backward.get_param_groups = joined  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _backward.get_param_groups = before
 
 
 class _Stage(pipelining.PipelineStage):
@@ -262,7 +236,7 @@ class PipelineRun:
             self._schedules[key, len(passes)] = self._schedule(recorded, len(passes), passes[0].samples)
         losses, weights = list[torch.Tensor](), list[torch.Tensor]()
         target = torch.arange(len(passes))
-        joined = _groups_joined()
+        joined = joined_parameter_groups()
         with forward_autocast(self._place.device) as region, joined, self._running(recorded, passes, loss, region, weights):
             for buffers in self._buffers.values():
                 buffers.begin()

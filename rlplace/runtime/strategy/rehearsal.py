@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.counting import Targets, candidates
 from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.base.values import samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.watching import AlikeDraws, Watch
+from rlplace.runtime.torch_adapter import NormBase
 
 MOST_ELEMENTS, MOST_FLOPS = 1 << 25, 4e9
 """Parameters and buffers of a model that is rehearsed, and FLOPs of its step; a larger one would take seconds."""
@@ -334,7 +334,7 @@ def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
 def _written(model: nn.Module, whole: _Run, parts: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of what forwards write alike whatever the samples are, and of what depends on them; without torch's norms."""
     alike, unlike = list[str](), list[str]()
-    norms = {path for path, module in model.named_modules() if isinstance(module, _NormBase)}
+    norms = {path for path, module in model.named_modules() if isinstance(module, NormBase)}
     start, runs = _state(model), [run.state for run in (whole, *parts)]
     for name in dict.fromkeys(name for state in (start, *runs) for name in state):
         before, values = start.get(name), [state.get(name) for state in runs]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
 from rlplace.runtime.base.conduct import MEAN, SUM

@@ -20,14 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.strategy.cuts.regions import Region
 from rlplace.runtime.strategy.cuts.sequence import SEQUENCE
 from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.torch_adapter import StridedShard, with_parameters
 
 
 @contextlib.contextmanager
@@ -169,7 +168,7 @@ class Layouts:
     def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
         placement: Placement = Replicate() if dim is None else Shard(dim)
         if dim is not None and packed > 1:
-            placement = _StridedShard(dim, split_factor=packed)
+            placement = StridedShard(dim, split_factor=packed)
         return distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
 
     def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
@@ -264,5 +263,5 @@ def _product(value: torch.Tensor, weight: torch.Tensor, transposed: bool) -> tor
 def _on_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a forward on plain tensors in place of a module's own parameters."""
     local = {name: _local(one, partial_sums=True) for name, one in module.named_parameters(recurse=False)}
-    with _reparametrize_module(module, local):
+    with with_parameters(module, local):
         return forward(*args, **kwargs)

@@ -9,10 +9,9 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.model.capture.export import HOOKS, TOGGLES, loses
+from rlplace.model.torch_adapter import TorchDispatchMode, pytree
 
 
 class Watch(TorchFunctionMode):

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -31,6 +29,7 @@ from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.runtime.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.torch_adapter import StridedShard, replicate
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def wrap_stage(
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:
     """A weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its second."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return Shard(1) if any(isinstance(p, _StridedShard) and p.dim == 0 for p in placements) else None
+    return Shard(1) if any(isinstance(p, StridedShard) and p.dim == 0 for p in placements) else None
 
 
 def offload(what: str | None, device: torch.device) -> OffloadPolicy:

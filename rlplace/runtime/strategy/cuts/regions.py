@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from rlplace.model.capture.export import export_training_graph, is_random, lies_in, module_path
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.strategy.cuts.follow import RefusedError, follow
 
 _SAME_VALUE = {"view", "reshape", "_unsafe_view", "alias", "to", "contiguous", "clone", "dropout"}

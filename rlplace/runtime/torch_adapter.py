@@ -1,0 +1,135 @@
+"""The parts of torch that are private and that running a plan needs: the one file of this room that imports them.
+
+Each entry names the upstream issue that would make it public or unneeded; `tests/test_torch_adapter.py` fails once torch no
+longer needs it. Versions 2.11 to 2.13 have all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+# `replicate` on the code of `fully_shard`, for one mesh dimension: pytorch #152710, #158207.
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.distributed_c10d import _get_default_group as default_group
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.pipelining import _backward
+
+# A shard of a tensor that packs several, each cut for itself; `Shard` cuts the whole.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# Broadcasts in buckets by dtype, as DistributedDataParallel does.
+from torch.distributed.utils import _sync_params_and_buffers as broadcast_in_buckets
+
+# Sets an attribute by its dotted path.
+from torch.fx.graph_module import _assign_attr as assign_attribute
+
+# Base classes of norms that keep running statistics, and of dropouts.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+
+# `torch.func.functional_call` calls the module, whose forward is replaced here.
+from torch.nn.utils.stateless import _reparametrize_module as with_parameters
+
+__all__ = [
+    "BatchNorm",
+    "DropoutNd",
+    "NormBase",
+    "StridedShard",
+    "assign_attribute",
+    "broadcast_in_buckets",
+    "counted_losses",
+    "default_group",
+    "default_store",
+    "from_functional",
+    "functionalized",
+    "joined_parameter_groups",
+    "replicate",
+    "to_functional",
+    "with_parameters",
+    "without_mkldnn",
+]
+
+
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Keeps recurrent layers off mkldnn, which passes a workspace of unknown size from forward to backward.
+
+    `torch.backends.mkldnn.flags` does the same, and warns about settings of other hardware.
+    """
+    enabled: Any = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def functionalized() -> Iterator[None]:
+    """Runs code with writes in place recorded as new values.
+
+    `torch.func.functionalize` does so for a function, without its autograd.
+    """
+    torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._disable_functionalization()  # type: ignore[attr-defined]
+
+
+def to_functional(value: Tensor) -> Tensor:
+    """Wraps a tensor for `functionalized`."""
+    return torch._to_functional_tensor(value)  # type: ignore[attr-defined, no-any-return]
+
+
+def from_functional(value: Tensor) -> Tensor:
+    """The present value of a wrapped tensor; another one is returned as it is."""
+    if not torch._is_functional_tensor(value):  # type: ignore[attr-defined]
+        return value
+    torch._sync(value)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(value)  # type: ignore[attr-defined, no-any-return]
+
+
+@contextlib.contextmanager
+def counted_losses(counted: Callable[..., Tensor]) -> Iterator[None]:
+    """Sends every cross entropy and likelihood of a forward through a function; function modes do not see all of their calls.
+
+    Args:
+        counted: Called with torch's function and its arguments.
+    """
+    with contextlib.ExitStack() as inside:
+        for name in ("cross_entropy_loss", "nll_loss_nd"):
+            kernel = getattr(torch._C._nn, name)
+            inside.enter_context(mock.patch.object(torch._C._nn, name, partial(counted, kernel)))
+        yield
+
+
+@contextlib.contextmanager
+def joined_parameter_groups() -> Iterator[None]:
+    """Makes the second half of a split backward visit each weight once (pytorch #180952).
+
+    torch runs one backward per group of parameters. It joins parameters behind one node; a parameter behind nodes of two groups
+    (a table of positions that queries and values read) takes the first group's parameters into the second and leaves them in
+    the first, too: their gradients count twice, or their graph is freed before its second use.
+    """
+    before = _backward.get_param_groups
+
+    def joined(*arguments: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for group in before(*arguments):
+            for other in [one for one in found if not one["intermediates"].isdisjoint(group["intermediates"])]:
+                found.remove(other)
+                group = {key: group[key] | other[key] for key in group}
+            found.append(group)
+        return found
+
+    with mock.patch.object(_backward, "get_param_groups", joined):
+        yield

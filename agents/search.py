@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 import time
 from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import Looked, Policy, read_by
 from rlplace.envs.guide.draw import SHARES
-from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.instance import Instance
 from rlplace.placement.common.evaluate import Score
 from rlplace.placement.search import MoveMaker
+
+if TYPE_CHECKING:
+    from rlplace.agents.policies import Policy
 
 _SEEN = 1 << 18  # plans that are remembered
 _EMPTY = 50  # looks in a row that find no untried move, after which the search ends
@@ -112,7 +112,11 @@ class Search:
             progress = done
 
     def _scores(self, plan: NDArray[np.int32], count: int) -> NDArray[np.float32]:
-        """What the policy says of the first moves of the table."""
+        """Scores of the first moves of the table by the policy."""
+        import torch
+
+        from rlplace.agents.policies import Looked, read_by
+
         with torch.inference_mode():
             moves = read_by(self._policy, self._guide.table[:count])
             return self._policy.scores(Looked(self._guide, plan), moves).numpy()
@@ -140,9 +144,16 @@ class Search:
         return int(tried)
 
 
+class _Unranked(Search):
+    """A search without a policy, which needs no torch."""
+
+    def _scores(self, plan: NDArray[np.int32], count: int) -> NDArray[np.float32]:
+        return np.zeros(count, dtype=np.float32)
+
+
 @cache
 def warm_up() -> None:
-    """Compiles, or loads from the cache, the kernels of the search, so that time limits do not include it."""
+    """Compiles the kernels of the search, or loads them, so that time limits do not include it; needs no torch."""
     from rlplace.envs.instance import make_instance
     from rlplace.placement.annealing.annealing import warm_up as warm_up_searches
     from rlplace.problem.generate import random_problem
@@ -151,5 +162,4 @@ def warm_up() -> None:
     problem = random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2)
     plan = np.arange(problem.num_groups, dtype=np.int32) % 3
     instance = make_instance(problem, floor=plan, compute_floor=False)
-    search = Search(instance, PlacerNetwork(features=FEATURES), plan, seed=0)
-    search.run(calls=4)
+    _Unranked(instance, cast("Policy", None), plan, seed=0).run(calls=4)

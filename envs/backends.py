@@ -48,7 +48,7 @@ class Backend(Protocol):
 
 
 class SimulatedBackend:
-    """The simulator (docs/cost-model/executor.md).
+    """The simulator (`rlplace.simulator.reference`).
 
     Attributes:
         calls: Evaluations so far.

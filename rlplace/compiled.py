@@ -33,6 +33,10 @@ AHEAD = Path(__file__).with_name("kernels")
 """Where kernels lie that were compiled when the package was built."""
 
 
+ENTRIES: list[Any] = []
+"""Every kernel that Python calls, of the modules imported so far."""
+
+
 class Ahead(FunctionCache):
     """Kernels compiled when the package was built: known by what their file holds, not by its age."""
 
@@ -81,6 +85,7 @@ def entry(function: Any = None, *, nogil: bool = False) -> Any:
             return compile_now(signature)  # which first looks into the cache
 
     kernel.compile = compile_once
+    ENTRIES.append(kernel)
     return kernel
 
 

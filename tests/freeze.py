@@ -192,8 +192,8 @@ def environments() -> dict[str, str]:
             observation, info = env.reset(seed=seed)
             lines.append(f"reset {seed} {digest(observation)} {sorted(info)}")
             for _ in range(15):
-                mask = info.get("action_mask", observation.get("action_mask") if isinstance(observation, dict) else None)
-                legal = np.flatnonzero(mask) if mask is not None and np.ndim(mask) == 1 else None
+                mask = getattr(env.unwrapped, "action_masks", None)
+                legal = np.flatnonzero(mask()) if mask is not None else None
                 space: Any = env.action_space
                 action = int(draw.choice(legal)) if legal is not None and len(legal) else int(draw.integers(space.n))
                 observation, reward, terminated, truncated, info = env.step(action)
@@ -206,10 +206,8 @@ def environments() -> dict[str, str]:
             observations, _ = vector.reset(seed=0)
             lines.append(f"vector {digest(observations)}")
             for _ in range(5):
-                mask = observations.get("action_mask") if isinstance(observations, dict) else None
-                actions = np.array(
-                    [int(np.flatnonzero(row)[0]) if mask is not None else 0 for row in (mask if mask is not None else [0, 0])]
-                )
+                actions = vector.unwrapped.action_masks()[:, ::-1].argmax(axis=1)
+                actions = vector.single_action_space.n - 1 - actions  # the last legal one
                 observations, rewards, *_ = vector.step(actions)
                 lines.append(f"{actions} {digest(observations)} {rewards!r}")
             vector.close()
@@ -272,10 +270,12 @@ def speed() -> None:
     for name in ("Placement-v0", "Refinement-v0"):
         for count in (1, 64):
             env: Any = gymnasium.make_vec(f"rlplace/{name}", num_envs=count, vectorization_mode="vector_entry_point")
-            observations, _ = env.reset(seed=0)
+            env.reset(seed=0)
             began_s, steps = time.perf_counter(), 0
             while time.perf_counter() - began_s < 2:
-                observations, *_ = env.step(observations["action_mask"].argmax(axis=1))
+                legal = env.unwrapped.action_masks()
+                legal[:, 0] &= name == "Placement-v0" or ~legal[:, 1:].any(axis=1)  # 0 stops a refinement
+                env.step(legal.argmax(axis=1))
                 steps += count
             print(f"{steps / (time.perf_counter() - began_s):8.0f} decisions a second, {count} of {name}")
     assert rlplace.__all__

@@ -20,12 +20,13 @@ from numba.core.errors import TypingError
 
 from rlplace.agents import guided
 from rlplace.cluster.parse import parse
+from rlplace.compiled import AHEAD as FOLDER
 from rlplace.compiled import entry, inner, is_compiled, stamp_of
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import api, fast, loop, queues, records, simulate_many
 from rlplace.strategy.executor import evaluate
+from rlplace.strategy.executor import kernel as kernel_module
 from tests.strategy.random_costs import random_costs, random_draft
-from tools.kernels import SETS
 
 MODULE = """
 import sys
@@ -129,10 +130,26 @@ def test_what_the_build_compiles_is_what_planning_calls():
     evaluate.Evaluator(costs, cluster).score(random_draft(rng, cluster, 6))
     problem = random_problem(2, 12, 3, unlike=True)
     simulate_many(problem, np.zeros((2, problem.num_groups), dtype=np.int32))
-    for name, (module, kernels) in SETS.items():
-        assert name in ("rlplace.strategy.executor.evaluate", "rlplace.simulator.api")
-        for kernel in kernels:
-            assert len(getattr(import_module(module), kernel).signatures) == 1, kernel
+    for kernel in (kernel_module.evaluate_packed, kernel_module.moved_s, kernel_module.place_blocks, fast.simulate_plans):
+        assert len(kernel.signatures) == 1, kernel
+
+
+@pytest.mark.slow
+def test_a_first_placement_compiles_nothing(tmp_path):
+    """Where the kernels of an installation lie, whatever planner the default asks."""
+    if not FOLDER.is_dir():
+        pytest.skip("kernels were not compiled when the package was installed")
+    code = (
+        "import rlplace, rlplace.problem.generate as g; p = g.random_problem(3, num_groups=30, num_devices=3)\n"
+        "rlplace.place(p, calls=500, time_limit_s=None); rlplace.place(p, planner='best')\n"
+        "from rlplace.compiled import ENTRIES\n"
+        "print([k.py_func.__name__ for k in ENTRIES if sum(k.stats.cache_misses.values())])"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=600
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_compilation_that_fails_leaves_no_lock():

@@ -1,4 +1,4 @@
-"""Compiles ahead the kernels that every `rlplace place` needs, for any processor of this architecture, into rlplace/kernels.
+"""Compiles ahead the kernels that `rlplace place` needs, for any processor of this architecture, into rlplace/kernels.
 
     python tools/kernels.py        what the package's build does; kernels that lie there and have the same sources stay
 
@@ -14,13 +14,19 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+PATIENCE_S = 600.0
+"""Seconds for which a set waits for another one to save its kernels."""
+
 ROOT = Path(__file__).resolve().parents[1]
 
-SETS = {
-    "rlplace.strategy.executor.evaluate": ("rlplace.strategy.executor.kernel", ("evaluate_packed", "moved_s", "place_blocks")),
-    "rlplace.simulator.api": ("rlplace.simulator.fast", ("simulate_plans",)),
-}
-"""Modules with a function `warm_up`, where the kernels are that it compiles, and their names."""
+SETS = (
+    "rlplace.agents.search",
+    "rlplace.placement.search",
+    "rlplace.envs.vector.placement",
+    "rlplace.strategy.executor.evaluate",
+    "rlplace.simulator.api",
+)
+"""Modules with a function `warm_up` that compiles their kernels, those that take longest first."""
 
 
 def main() -> int:
@@ -35,16 +41,19 @@ def main() -> int:
 
 def compile_set(name: str) -> None:
     """Compiles a set where its kernels do not lie there yet, and keeps them."""
-    from rlplace.compiled import AHEAD, Ahead
+    from rlplace.compiled import AHEAD, ENTRIES, Ahead
+    from rlplace.files import locked
 
     AHEAD.mkdir(exist_ok=True)
     import_module(name).warm_up()
-    where, kernels = SETS[name]
-    for kernel in (getattr(import_module(where), one) for one in kernels):
-        ahead = Ahead(kernel.py_func)
-        for signature, compiled in kernel.overloads.items():
-            if kernel.stats.cache_misses[signature]:
-                ahead.save_overload(signature, compiled)
+    lock = Path("saving.lock")  # in the folder of this build
+    lock.touch()
+    with locked(lock, patience_s=PATIENCE_S):
+        for kernel in ENTRIES:
+            ahead = Ahead(kernel.py_func)
+            for signature, compiled in kernel.overloads.items():
+                if kernel.stats.cache_misses[signature]:
+                    ahead.save_overload(signature, compiled)
 
 
 def build() -> None:

@@ -1,1 +1,1 @@
-"""Hostile input: damaged, lying and oversized files for every loader of rlplace (docs/hostile.md)."""
+"""Hostile input: damaged, lying and oversized files for every loader of rlplace (docs/testing.md)."""

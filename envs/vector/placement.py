@@ -14,6 +14,11 @@ from rlplace.envs.vector.base import Infos, PlacerVectorEnv
 from rlplace.envs.vector.construct import ILLEGAL, RUNNING, STUCK, builds_for, construct, plots_of
 
 
+def warm_up() -> None:
+    """Compiles the kernel of construction, or loads it."""
+    PlacementVectorEnv(1, threads=1).reset(seed=0)
+
+
 class PlacementVectorEnv(PlacerVectorEnv):
     """N times `rlplace.envs.PlacementEnv`: a group of each is placed and the next one described in one compiled call."""
 

@@ -39,7 +39,7 @@ def fullest_share(peak_bytes: Iterable[float], devices: Iterable[Device]) -> flo
 
 TIGHT, FULL = 0.90, 0.97
 """Shares of a device's memory: from the first on a plan is tight, from the second on full. What the allocator holds beyond what
-was asked of it is a few per cent in most steps (docs/cost-model/memory.md)."""
+was asked of it is a few per cent in most steps (docs/cost-model/accuracy.md, Memory)."""
 
 
 def fullness(share: float | None) -> str:

@@ -12,7 +12,7 @@ which carries one transfer at a time, so capacity sharing is lowered to exclusiv
 * A lane in the middle of a path is dropped where another channel of the same paths already keeps its users apart.
 
 Sharing by max-min fairness would give two transfers half the rate each at the same time; one after the other, both end no
-later than the last would, and the mean is earlier. That is the price of channels (docs/cost-model/links.md).
+later than the last would, and the mean is earlier. That is the price of channels.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     time = launches * floor + max(roofline, factor * max(flops / (e peak g(flops)), bytes / (e_b bandwidth g_b(bytes))))
 
-per kernel (`rlplace.cost.calls`), summed over the kernels of an op; a measured shape replaces the sum. Sources and errors:
-docs/cost-model/op-times.md.
+per kernel (`rlplace.cost.calls`), summed over the kernels of an op; a measured shape replaces the sum. Sources of the
+coefficients are in `rlplace/cost/shipped.cost.json`, `rlplace.cost.scaled` and `rlplace/cluster/presets.toml`, errors in
+docs/cost-model/accuracy.md.
 
 Host time: a device op cannot start before the host has issued it.
 

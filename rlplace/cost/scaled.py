@@ -69,7 +69,7 @@ TF32_CLASSES = ("conv", "recurrent")
 
 RELATED: Mapping[str, str] = {"h100": "h200", "h200": "a100-80g"}
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
-budget. Leaving one device out (docs/cost-model/op-times.md) shows what that is worth; power-limited cards lend none."""
+budget. Leaving one device out (docs/cost-model/accuracy.md) shows what that is worth; power-limited cards lend none."""
 
 HALF_PRECISION_HALF_S = 16e-6
 """`gemm_half_s` of attention and convolutions in half precision. What fp32 kernels take to fill a device is longer, for its

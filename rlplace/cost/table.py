@@ -43,7 +43,7 @@ DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "
 EAGER_ISSUE_S = 25e-6
 """Host time to issue one kernel in eager mode, with what Python, autograd and the optimizer's loop do for it.
 
-Transformers on one H200 take 25 to 35 us where they wait for the host (docs/cost-model/op-times.md); 5 to 10 us is the bare
+Transformers on one H200 take 25 to 35 us where they wait for the host (docs/cost-model.md, Host time); 5 to 10 us is the bare
 dispatch of an op."""
 
 EAGER_VIEW_S = 2e-6

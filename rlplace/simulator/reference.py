@@ -1,14 +1,19 @@
-"""The reference simulator: the rules of docs/cost-model/executor.md in plain Python.
+"""The reference simulator: the rules of a step in plain Python.
 
 This file is the definition of step time and peak memory. `rlplace.simulator.fast` is its compiled twin and must agree bit
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.
 
-Rules, and where they live:
-    1. devices, readiness, priority         `ReferenceRun.start_ops`, `ranks`
-    2. transfers and channels               `ReferenceRun.enqueue`, `ReferenceRun.start_transfers`
-    3. order within an instant              `ReferenceRun.run`
-    4. memory                               `rlplace.simulator.ledger`
-    5. step time                            end of the last event
+Rules:
+    1. A device runs one op at a time and is never idle while an op is ready on it. An op is ready when all its inputs are on its
+       device. The ready op of highest priority starts; the default priority is the bottom level, the longest way to the end of
+       the step by mean op times. (`ReferenceRun.start_ops`, `ranks`)
+    2. A tensor goes once to every other device with a reader. A transfer waits for all its channels, in order of arrival, holds
+       them for latency + bytes / bandwidth, and occupies no device. (`ReferenceRun.enqueue`, `ReferenceRun.start_transfers`)
+    3. Within an instant all ending events come first, then starts of ops. (`ReferenceRun.run`)
+    4. Memory: resident and reserved bytes always; outputs and temporaries from the start of their op; copies from the start of
+       their transfer; everything is freed after its last use. Memory never delays anything; a plan whose peak exceeds a limit
+       is infeasible. (`rlplace.simulator.ledger`)
+    5. The step ends with its last event.
 
 Collectives: a collective joins the queue of waiting transfers when the last input of its last op is present; it starts when its
 channels are free, like a transfer, and holds them for the longest of its ops' times. Its ops take memory when it starts and end

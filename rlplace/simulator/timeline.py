@@ -14,7 +14,7 @@ from rlplace.problem import Problem
 from rlplace.simulator.records import TRANSFER
 
 EXECUTOR = "list"
-"""Name of the executor (docs/cost-model/executor.md); every table states it."""
+"""Name of the executor (`rlplace.simulator.reference`); every table states it."""
 
 
 @dataclass(frozen=True, eq=False)

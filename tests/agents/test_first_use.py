@@ -25,6 +25,11 @@ from rlplace.simulator import fast, simulate, simulate_many
 
 SCRIPT = """
 import subprocess
+from pathlib import Path
+
+from rlplace import compiled
+
+compiled.AHEAD = Path("nowhere")  # an installation without kernels
 
 from rlplace.agents.first_use import compile_ahead
 

@@ -1,4 +1,4 @@
-"""The block executor, plainly: step time of a draft, rule by rule as docs/cost-model/strategy.md states them.
+"""The block executor, plainly: step time of a draft, rule by rule as `rlplace.strategy.executor` states them.
 
 `rlplace.strategy.executor.kernel` is compiled and agrees to rounding. `reference_blocks` says what blocks take on their places,
 `reference_memory` has the rules for memory.

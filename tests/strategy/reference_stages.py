@@ -1,6 +1,6 @@
 """The block executor, plainly: what a step of one stage takes, and what an action of a pipeline's stage takes.
 
-The rules are those of docs/cost-model/strategy.md; `reference_executor` puts them together.
+The rules are those of `rlplace.strategy.executor`; `reference_executor` puts them together.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The idea of hardware that helps the compiler to adjust the split at run time is 
 Parallelism for Deep Neural Networks with Compiler and Hardware Support", arXiv 1906.08168, 2019. Of that paper only the
 abstract was at hand; the rules below are a reconstruction, not the paper's.
 
-The step runs under the rules of docs/cost-model/executor.md, at actual times. Each device has an assistant, which knows what
+The step runs under the rules of `rlplace.simulator.reference`, at actual times. Each device has an assistant, which knows what
 a device can know: the plan and its compile-time timeline, what is queued where, what has ended, what runs and since when, and
 which transfers are under way. It never sees an actual time before the task has ended. Transfers take what was planned.
 

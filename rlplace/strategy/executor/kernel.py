@@ -1,4 +1,4 @@
-"""The block executor: the rules of docs/cost-model/strategy.md on packed arrays, compiled.
+"""The block executor: the rules of `rlplace.strategy.executor` on packed arrays, compiled.
 
 `rlplace.strategy.executor.columns` says what the arrays hold, `rlplace.strategy.executor.packing` makes them. The functions
 follow by name those of tests/strategy/reference_executor.py and reference_memory.py, written for clarity alone.

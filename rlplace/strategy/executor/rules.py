@@ -1,6 +1,6 @@
 """Rules that the block executor's two forms share: numbers, names, and how communication and compute run side by side.
 
-docs/cost-model/strategy.md states every rule with its source. Compiled code runs the very functions that stand here.
+`rlplace.strategy.executor` states every rule. Compiled code runs these functions, too.
 """
 
 from __future__ import annotations

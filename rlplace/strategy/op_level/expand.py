@@ -6,7 +6,7 @@ micro-batch of its lane. Everything that devices tell each other is a collective
 `rlplace.strategy.executor.traffic`: collectives inside blocks, which their ops wait for; parameters that are gathered and
 gradients that
 are reduced, block by block beside compute as torch's `fully_shard` does it; buckets of DistributedDataParallel; what stages
-send each other; sums over ties. Where these start and what waits for them stands in docs/cost-model/strategy.md; compute beside
+send each other; sums over ties. Where these start and what waits for them is stated in `rlplace.strategy.executor`; compute beside
 them is slower by `rlplace.cluster.collectives.COMPUTE_SLOWDOWN`. Bytes that are held all step long are those of the block
 executor; activations, what runs again, gathered parameters and gradients are tensors with lifetimes.
 """

@@ -1,8 +1,7 @@
 """Limits on the size of input. Larger input is refused with one line, before memory is allocated for it.
 
 Chosen so that the largest inputs that are worth planning fit with room to spare: op graphs of a million ops, problems of
-204,000 ops, clusters of a thousand devices. The values below are all of them; docs/testing.md
-says what reading promises.
+204,000 ops, clusters of a thousand devices. docs/testing.md (Files from others) says what readers promise beside these limits.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ This file is the definition of step time and peak memory. `rlplace.simulator.fas
 for bit; when the two differ, this one is right. It is written to be read against the rules, not to be quick.
 
 Rules:
-    1. A device runs one op at a time and is never idle while an op is ready on it. An op is ready when all its inputs are on its
-       device. The ready op of highest priority starts; the default priority is the bottom level, the longest way to the end of
-       the step by mean op times. (`ReferenceRun.start_ops`, `ranks`)
+    1. A device runs one op at a time and is never idle while an op is ready on it. An op is ready when all its inputs are on
+       its device. The ready op of highest priority starts; the default priority is the bottom level, the longest way to the end
+       of the step by mean op times. (`ReferenceRun.start_ops`, `ranks`)
     2. A tensor goes once to every other device with a reader. A transfer waits for all its channels, in order of arrival, holds
        them for latency + bytes / bandwidth, and occupies no device. (`ReferenceRun.enqueue`, `ReferenceRun.start_transfers`)
     3. Within an instant all ending events come first, then starts of ops. (`ReferenceRun.run`)

@@ -23,9 +23,10 @@ One stage: forwards and backwards in sequence, then the update
     (s - 1) min(all buckets but the last, backward) / backward.
     Level 1: beside each block the first forward gathers the parameters of the block that runs next, and the last backward
     reduce-scatters the gradient of the block that ran before. Level 2: every backward does. Level 3: every forward gathers,
-    and beside each block every backward first reduces, then gathers the parameters of the block that runs next. Compute waits for a reduction before the next one starts
-    (torch, _fsdp_param_group.py). The first gather of a pass and the last reduction are exposed. A hybrid all-reduces its
-    shares over replicate on a stream of its own, within the backward. Levels 0 and 1 take the slowest lane's time.
+    and beside each block every backward first reduces, then gathers the parameters of the block that runs next. Compute waits
+    for a reduction before the next one starts (torch, _fsdp_param_group.py). The first gather of a pass and the last reduction
+    are exposed. A hybrid all-reduces its shares over replicate on a stream of its own, within the backward. Levels 0 and 1
+    take the slowest lane's time.
 
 Pipelines
     Places run the actions of `rlplace.plan.actions` in order; sends follow rule 2 of `rlplace.simulator.reference`, all devices

@@ -4,11 +4,10 @@ One device stands for all that do the same at the same time: those of one place 
 micro-batch in the order of its schedule, the ops of its stages as the tensor axis leaves them, slowest device kind and largest
 micro-batch of its lane. Everything that devices tell each other is a collective over all groups of its axis, with the time of
 `rlplace.strategy.executor.traffic`: collectives inside blocks, which their ops wait for; parameters that are gathered and
-gradients that
-are reduced, block by block beside compute as torch's `fully_shard` does it; buckets of DistributedDataParallel; what stages
-send each other; sums over ties. Where these start and what waits for them is stated in `rlplace.strategy.executor`; compute beside
-them is slower by `rlplace.cluster.collectives.COMPUTE_SLOWDOWN`. Bytes that are held all step long are those of the block
-executor; activations, what runs again, gathered parameters and gradients are tensors with lifetimes.
+gradients that are reduced, block by block beside compute as torch's `fully_shard` does it; buckets of DistributedDataParallel;
+what stages send each other; sums over ties. `rlplace.strategy.executor` states where these start and what waits for them;
+compute beside them is slower by `rlplace.cluster.collectives.COMPUTE_SLOWDOWN`. Bytes that are held all step long are those of
+the block executor; activations, what runs again, gathered parameters and gradients are tensors with lifetimes.
 """
 
 from __future__ import annotations

@@ -332,10 +332,10 @@ def test_splits_share_no_model_and_the_unseen_no_cluster():
 
 
 @pytest.mark.slow
-def test_questions_of_the_splits_that_need_no_transformers_have_moves():
-    for split in ("train", "branchy"):
-        env = StrategyEnv(strategy_questions(split))
-        assert len(env.boards) == 10
-        for number in range(len(env.boards)):
-            _, info = env.reset(seed=0, options={"problem": number})
-            assert info["vs_best_baseline"] >= 1.0 and env.action_masks().sum() > 4
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.long), "branchy"])
+def test_questions_of_the_splits_that_need_no_transformers_have_moves(split):
+    env = StrategyEnv(strategy_questions(split))
+    assert len(env.boards) == 10
+    for number in range(len(env.boards)):
+        _, info = env.reset(seed=0, options={"problem": number})
+        assert info["vs_best_baseline"] >= 1.0 and env.action_masks().sum() > 4

@@ -33,20 +33,18 @@ def test_the_default_answer_is_never_behind_a_planner_that_answers_at_once(seed:
     model, cluster, batch = rng.choice(MODELS), rng.choice(CLUSTERS), rng.choice((4, 8))
     loaded = load_model(model, batch=batch, seq=32)
 
-    def step_s(**options: object) -> float:
+    module = {"target": loaded.module, "example_inputs": loaded.example_inputs, "loss": loaded.loss}
+    graph = {"target": rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss)}
+
+    def step_s(model: dict[str, object], **options: object) -> float:
         try:
-            plan = rlplace.place(
-                loaded.module, cluster, batch=batch, example_inputs=loaded.example_inputs, loss=loaded.loss, time_limit_s=None,
-                **options,
-            )  # fmt: skip
+            plan = rlplace.place(cluster=cluster, batch=batch, time_limit_s=None, **model, **options)
         except RlplaceError:
             return float("inf")
         figures = plan.predicted if plan.strategy is not None else plan.predicted.op_level or plan.predicted
         return figures.step_s
 
-    answer_s = step_s(calls=300)
-    asked = {name: {} for name in (*ONE_SHOT, *NEEDS_SPLIT)} | {name: {"calls": 300} for name in OF_STRATEGIES}
-    behind = {
-        name: answer_s / found for name, options in asked.items() if (found := step_s(planner=name, **options)) < answer_s
-    }
+    answer_s = step_s(module, calls=300)
+    asked = dict.fromkeys((*ONE_SHOT, *NEEDS_SPLIT), graph) | {name: {**module, "calls": 300} for name in OF_STRATEGIES}
+    behind = {name: answer_s / found for name, given in asked.items() if (found := step_s(given, planner=name)) < answer_s}
     assert answer_s < float("inf") and all(ratio < 1 + 1e-9 for ratio in behind.values()), (model, cluster, batch, behind)

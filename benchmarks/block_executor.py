@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.random import Generator
-from random_costs import random_costs, random_draft
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor.evaluate import Evaluator
+from tests.strategy.random_costs import random_costs, random_draft
 
 SMALL = ("a100-80g:8", "h100:2x4,ib=400g", "a100-80g:4+t4:4")
 LARGE = "h100:128x8,ib=8x400g"

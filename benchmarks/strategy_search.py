@@ -25,9 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from brute_force import quicker, small_question
 from numpy.random import Generator
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
@@ -40,6 +38,8 @@ from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tried, Tries
 from rlplace.strategy.search.uniform import Options
+from tests.strategy.brute_force import quicker, small_question
+from tests.strategy.random_costs import random_costs
 
 KINDS = ("like devices", "unlike devices", "little memory", "unlike layers")
 LIKE = ("a100-80g:8", "h100:2x8,ib=400g", "a100-40g:4x8,ib=400g", "h100:8x8,ib=400g", "rtx4090:2x8,ib=100g", "l4:2x4,ib=100g")

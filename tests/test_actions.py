@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipeline_theory import bubble_s, in_flight
 
 from rlplace.errors import InputError
 from rlplace.plan.actions import Action, chain_actions, pipeline_actions
 from rlplace.plan.schedule import SCHEDULES
+from tests.pipeline_theory import bubble_s, in_flight
 
 STAGES = {
     "gpipe": (1,),

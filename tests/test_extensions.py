@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import plugin_site
 import pytest
 
 import rlplace
@@ -19,6 +18,7 @@ from rlplace.cost.foreign import own_costs
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.placement import get_planner, planner_names, run_planner
 from rlplace.problem.generate import random_problem
+from tests import plugin_site
 
 WRONG = """
 import numpy as np
@@ -160,7 +160,7 @@ def test_what_a_planner_returns_is_not_believed(wrong):
 
 
 def test_a_plan_that_does_not_fit_or_moves_what_is_fixed_is_refused(wrong):
-    from toys import memory_tight_pair
+    from tests.toys import memory_tight_pair
 
     with pytest.raises(InfeasibleError, match=r"planner 'all_on_last' of wrong-plugin 1.0: its plan is not feasible"):
         get_planner("all_on_last")(memory_tight_pair().problem)

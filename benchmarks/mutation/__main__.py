@@ -34,8 +34,8 @@ TARGETS = {
     },
     **{f"rlplace/cost/{name}.py": _MEMORY for name in ("lifetimes", "holdings", "footprint", "allocator", "allocator_heap")},
     "envs/instance.py": ["tests/envs"],
-    "rlplace/placement/common/repair.py": ["tests/planners/test_repair.py", "tests/planners/test_shortage.py"],
-    "rlplace/placement/common/shortage.py": ["tests/planners/test_shortage.py"],
+    "rlplace/placement/common/repair.py": ["tests/placement/test_repair.py", "tests/placement/test_shortage.py"],
+    "rlplace/placement/common/shortage.py": ["tests/placement/test_shortage.py"],
 }
 """Files and the tests that should notice."""
 

@@ -1,11 +1,10 @@
 """The table at the end of a training: the agent beside classical planners on given cases."""
 
-from toys import memory_tight_pair
-
 from rlplace.agents.cases import Case
 from rlplace.cli.compare_table import print_summaries
 from rlplace.explanation.compare.closing import compare_agent
 from rlplace.problem.generate import random_problem
+from tests.toys import memory_tight_pair
 
 
 def cases():

@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from toys import memory_tight_pair
 
 from rlplace.agents.cases import Case
 from rlplace.agents.gather import gather
@@ -16,6 +15,7 @@ from rlplace.envs.guide.guide import Guide
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.toys import memory_tight_pair
 
 
 def descent_s(problem, plan):

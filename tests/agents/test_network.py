@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from drawn import renumbered
 
 from rlplace.agents.network import HEURISTIC, STOP_LOGIT, PlacerNetwork
 from rlplace.envs import make_instance
@@ -13,6 +12,7 @@ from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.problem.generate import random_problem
+from tests.drawn import renumbered
 
 
 def logits_of(network, table, groups, context):

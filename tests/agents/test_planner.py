@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toys import TOYS, memory_tight_pair
 
 from rlplace.agents import planner
 from rlplace.agents.search import Search
@@ -18,6 +17,7 @@ from rlplace.plan.plan import make_plan
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.toys import TOYS, memory_tight_pair
 
 NAMES = ("refinement", "placement")
 

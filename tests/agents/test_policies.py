@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import plugin_site
 import pytest
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
+from tests import plugin_site
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from worlds import pool, question
 
 from benchmarks.runs_policy import RunsNetwork, load_runs, rule_of, train_runs
 from rlplace.envs.cluster import STAGE_FEATURES, ClusterEnv, Scenario
 from rlplace.measure.belief import Belief
 from rlplace.measure.session import gain_of
 from rlplace.measure.truths import Truth
+from tests.measure.worlds import pool, question
 
 
 def scenarios(count=6):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run
 
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.network import PlacerNetwork
@@ -21,6 +20,7 @@ from rlplace.plan import PlacementPlan, Prediction
 from rlplace.problem import Problem
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
+from tests.cli.command import run
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 

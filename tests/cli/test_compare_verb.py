@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 
-import command
 import pytest
 
 from rlplace.placement import get_planner
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.cli import command
 
 QUICK = ["--planners", "single,heft,annealing", "--calls", "16"]
 

@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
-from command import run as command
 
 from rlplace.measure.log import read_runs
 from rlplace.plan import PlacementPlan
+from tests.cli.command import run as command
 
 MODEL = "zoo:mlp,width=64,layers=4"
 WORKER = """

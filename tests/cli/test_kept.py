@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from command import run
 
 from rlplace.cli import kept as module
 from rlplace.cli.kept import kept
+from tests.cli.command import run
 
 TINY = "hf:gpt2,n_layer=3,n_embd=32,n_head=2,vocab_size=96"
 

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command import run
 
 from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
+from tests.cli.command import run
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
 PLACE = f"place {TINY} --cluster a100-80g:2 --planner balanced --batch 4 --seq 32"

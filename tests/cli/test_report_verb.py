@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from command import run
 
 from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
+from tests.cli.command import run
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from command import run
 
 import rlplace
 from rlplace.cli.main import main
@@ -14,6 +13,7 @@ from rlplace.cost.table import KindCosts
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
+from tests.cli.command import run
 
 
 def test_a_plan_for_one_batch_says_what_its_devices_bring(capsys, tmp_path):

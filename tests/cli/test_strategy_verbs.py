@@ -7,10 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from command import run
 
 import rlplace
 from rlplace.plan.strategy import uniform_words
+from tests.cli.command import run
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=512"
 ASKED = ["place", MODEL, "--cluster", "a100-80g:2", "--batch", "8", "--seq", "32", "--calls", "40"]

@@ -141,9 +141,8 @@ def run_verb(processes: int, words: list[str]) -> None:
     Raises:
         CalledProcessError: One did not end with 0.
     """
-    from launch import become_rank, own_store
-
     from rlplace.cli.main import main as rlplace_main
+    from tests.runtime.job.launch import become_rank, own_store
 
     store, children = own_store() if processes > 1 else None, []
     for rank in range(processes):

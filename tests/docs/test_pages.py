@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 
-import doc_pages as pages
 import pytest
 
 from rlplace.cli.main import build_parser
+from tests.docs import doc_pages as pages
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]

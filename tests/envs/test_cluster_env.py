@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as check_sb3
-from worlds import pool, question
 
 from rlplace.envs.cluster import ClusterEnv, Scenario
 from rlplace.errors import InputError
 from rlplace.measure.session import LOST, run_of
 from rlplace.measure.truths import Truth
+from tests.measure.worlds import pool, question
 
 
 def scenarios(count=4):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from drawn import renumbered
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from rlplace.errors import InputError
 from rlplace.placement.common.oparrays import by_rank, upward_rank
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
+from tests.drawn import renumbered
 
 
 def fork(**options):

@@ -14,7 +14,6 @@ from sb3_contrib import TRPO, MaskablePPO
 from stable_baselines3 import A2C
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
-from toys import fork_join, memory_tight_pair, two_device_chain
 
 import rlplace
 from rlplace.agents.network import HEURISTIC
@@ -23,6 +22,7 @@ from rlplace.envs import PlacementEnv, RefinementEnv, SimulatedBackend, make_ins
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.toys import fork_join, memory_tight_pair, two_device_chain
 
 IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")
 

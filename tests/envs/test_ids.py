@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
-from worlds import question
 
 import rlplace
 from rlplace.agents.problems import ids
@@ -17,6 +16,7 @@ from rlplace.errors import InputError
 from rlplace.placement import get_planner
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.measure.worlds import question
 
 IDS = sorted(name for name in gym.registry if name.startswith("rlplace/"))
 SPLIT = [name for name in IDS if name.count("-") == 2]

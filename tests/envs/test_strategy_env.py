@@ -8,9 +8,7 @@ import warnings
 import gymnasium
 import numpy as np
 import pytest
-from brute_force import quicker, small_question
 from gymnasium.utils.env_checker import check_env
-from random_costs import random_costs
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.env_checker import check_env as check_sb3
 
@@ -29,6 +27,8 @@ from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question
+from tests.strategy.brute_force import quicker, small_question
+from tests.strategy.random_costs import random_costs
 
 EVERY = 600
 """More moves than any strategy of these questions has."""

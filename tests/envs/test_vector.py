@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
-from toys import memory_tight_chain
 
 from rlplace.agents.gather import PlacerVecEnv
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
@@ -20,6 +19,7 @@ from rlplace.envs.vector import base
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.toys import memory_tight_chain
 
 KINDS = {"Placement": PlacementEnv, "Refinement": RefinementEnv}
 

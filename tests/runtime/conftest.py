@@ -5,7 +5,8 @@ the process, which another test may run.
 """
 
 import pytest
-from sim_device import setup, sim  # noqa: F401, the fixture
+
+from tests.runtime.sim_device import setup, sim  # noqa: F401, the fixture
 
 setup()
 

@@ -3,11 +3,8 @@
 import contextlib
 import copy
 
-import equality
 import numpy as np
 import pytest
-import sim_device
-import small_models
 import torch
 from torch import nn
 
@@ -15,6 +12,7 @@ import rlplace
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.placement import wire
 from rlplace.runtime.placement.apply import apply
+from tests.runtime import equality, sim_device, small_models
 
 
 def build(name, devices, sim, seed=0, double=True):

@@ -3,10 +3,7 @@
 import copy
 import inspect
 
-import equality
 import pytest
-import sim_device
-import small_models
 import torch
 from torch import nn
 
@@ -14,6 +11,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.plan.device_map import device_of_op
 from rlplace.runtime.placement.apply import apply
+from tests.runtime import equality, sim_device, small_models
 
 
 def place(name, devices, seed=3, **changes):

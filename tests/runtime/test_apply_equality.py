@@ -3,15 +3,13 @@
 import copy
 import functools
 
-import equality
 import pytest
-import sim_device
-import small_models
 import torch
 from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.runtime.placement.apply import apply
+from tests.runtime import equality, sim_device, small_models
 
 
 class Triple(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import equality
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,7 @@ import rlplace
 from rlplace.errors import InputError, MissingError
 from rlplace.plan.plan import make_plan
 from rlplace.runtime.placement.apply import apply
+from tests.runtime import equality
 
 
 def tiny():

@@ -5,10 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from drawn import training_problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from toys import fork_join, two_device_chain
 
 from rlplace.cluster.links import Links
 from rlplace.explanation.bounds import step_bounds
@@ -17,6 +15,8 @@ from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.path import CAUSES, CHANNEL, COLLECTIVE, COMPUTE, DEVICE, ORDER, TRANSFER, realised_path
 from rlplace.simulator.simulated_plan import run_plan
+from tests.drawn import training_problem
+from tests.toys import fork_join, two_device_chain
 
 
 def path_of(problem, devices, **fields):

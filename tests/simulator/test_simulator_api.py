@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import memory_tight_pair, two_branches
 
 from rlplace.errors import InputError
 from rlplace.plan import make_plan
@@ -20,6 +19,7 @@ from rlplace.problem import Problem
 from rlplace.problem.build import build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many, trace_events, write_trace
+from tests.toys import memory_tight_pair, two_branches
 
 
 @pytest.fixture

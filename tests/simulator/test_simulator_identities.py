@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import training_problem
-from toys import TOYS
 
 from rlplace.cluster.links import Links
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
@@ -23,6 +21,8 @@ from rlplace.problem.generate import random_problem
 from rlplace.simulator import Timeline, default_priority, reference, simulate, simulate_many
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
+from tests.drawn import training_problem
+from tests.toys import TOYS
 
 SEEDS = range(8)
 SHAPES = ("layered", "branchy", "chain")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import dense_problem, training_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import Generator
@@ -17,6 +16,7 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, Timeline, default_priority, simulate, simulate_many
 from rlplace.simulator.reference import STUCK, reference_priority, simulate_reference
+from tests.drawn import dense_problem, training_problem
 
 DRAWS = {"training": training_problem, "dense": dense_problem}
 QUICK = settings(max_examples=200, derandomize=True)

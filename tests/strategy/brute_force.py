@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
@@ -20,6 +19,7 @@ from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.tries import Question
+from tests.strategy.random_costs import random_costs
 
 CLUSTERS = (
     "a100-80g:2",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from random_costs import RandomCosts
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from rlplace.strategy.blocks.op_costs import PassOps, StepOps, TensorCollective
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, NONE, SELECTIVE, Cut
+from tests.strategy.random_costs import RandomCosts
 
 PIECES, SELECTED = 10, 2
 

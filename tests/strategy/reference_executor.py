@@ -10,10 +10,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from reference_blocks import Block, place_blocks
-from reference_memory import device_bytes, host_bytes
-from reference_stages import Work, exchange_s, single_stage, stage_action
-
 from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BlockCosts
@@ -21,6 +17,9 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import PARTS, Evaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
 from rlplace.strategy.executor.traffic import Traffic, Way, tie_exchanges
+from tests.strategy.reference_blocks import Block, place_blocks
+from tests.strategy.reference_memory import device_bytes, host_bytes
+from tests.strategy.reference_stages import Work, exchange_s, single_stage, stage_action
 
 
 def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reference_blocks import Block, received_bytes, static_bytes
-
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.meshes import Lane, stage_actions
 from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE
+from tests.strategy.reference_blocks import Block, received_bytes, static_bytes
 
 
 def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[Block], leaving: Sequence[float]) -> float:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reference_blocks import Block
-
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, Floats
 from rlplace.strategy.executor.rules import (
     BUCKET,
@@ -25,6 +23,7 @@ from rlplace.strategy.executor.rules import (
     wider,
 )
 from rlplace.strategy.executor.traffic import table_s
+from tests.strategy.reference_blocks import Block
 
 
 @dataclass

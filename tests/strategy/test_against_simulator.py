@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_costs import CLUSTERS, random_costs, random_draft
-from random_ops import RandomOps
 
 from rlplace.cluster import Cluster
 from rlplace.simulator import simulate
@@ -17,6 +15,8 @@ from rlplace.simulator.reference import simulate_reference
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.op_level import expand
 from rlplace.strategy.op_level.expand import expand_draft
+from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
+from tests.strategy.random_ops import RandomOps
 
 KINDS = ("one stage, level 0", "one stage, level 1", "one stage, level 2", "one stage, level 3", "pipelines", "unlike replicas")
 PRESETS = {name: Cluster.preset(name) for name in (*CLUSTERS, "a100-80g:4x1,eth=25g")}

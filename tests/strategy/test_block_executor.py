@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from pipeline_theory import bubble_s, in_flight
-from random_costs import CLUSTERS, random_costs, random_draft
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import COMPUTE_SLOWDOWN, collective_s
@@ -20,6 +18,8 @@ from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
+from tests.pipeline_theory import bubble_s, in_flight
+from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 
 RNG = np.random.default_rng
 

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from captured import MODELS as SPECS
-from captured import captured
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlplace.cluster.parse import as_cluster
@@ -25,6 +23,8 @@ from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.layouts.layouts import LayoutSearch
 from rlplace.strategy.layouts.tensor_layout import divided, tensor_parts
 from rlplace.strategy.search.op_level import evaluate_ops
+from tests.captured import MODELS as SPECS
+from tests.captured import captured
 
 CLUSTER = "a100-80g:1 + l4:1"
 MODELS = ("llama", "gpt2", "gpt2-untied", "bert", "vit", "t5", "resnet")

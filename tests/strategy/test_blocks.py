@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from captured import captured
 
 from rlplace.errors import InputError
 from rlplace.model.graph.opgraph import BACKWARD, FORWARD, PARAMETER, UPDATE
 from rlplace.strategy.blocks.blocks import find_blocks
+from tests.captured import captured
 
 
 def numbered(pattern, count):

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.explanation.compare.records import TASKS, Settings
@@ -14,6 +13,7 @@ from rlplace.explanation.compare.run import STRATEGIES, problem_info, strategy_r
 from rlplace.problem.generate import random_problem
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.tries import Question
+from tests.strategy.random_costs import random_costs
 
 PROBLEM = random_problem(0, 4, 4)
 INFO = problem_info(PROBLEM, "m", "c", view=TASKS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from captured import captured
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.model.graph.opgraph import UPDATE
@@ -17,6 +15,8 @@ from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question
+from tests.captured import captured
+from tests.strategy.random_costs import random_costs
 
 LAYER = 2
 HIDDEN = 4 * 32 * 64 * 4

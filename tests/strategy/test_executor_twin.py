@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_costs import CLUSTERS, random_costs, random_draft
-from reference_executor import evaluate_reference
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
@@ -18,6 +16,8 @@ from rlplace.strategy.drafts import Draft, Place
 from rlplace.strategy.executor import packing
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
+from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
+from tests.strategy.reference_executor import evaluate_reference
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
 PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}

@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from random_costs import random_costs
-from random_ops import RandomOps
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
@@ -15,6 +13,8 @@ from rlplace.simulator import simulate
 from rlplace.strategy.drafts import Place, plain_draft
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.op_level.expand import expand_draft
+from tests.strategy.random_costs import random_costs
+from tests.strategy.random_ops import RandomOps
 
 MIB = 1 << 20
 CLUSTER = Cluster.preset("a100-80g:4")

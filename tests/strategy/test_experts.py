@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from captured import captured
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
@@ -25,6 +23,8 @@ from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question
+from tests.captured import captured
+from tests.strategy.random_costs import random_costs
 
 CLUSTER = Cluster.preset("h100:8")
 EIGHT, LAYER = tuple(range(8)), 1

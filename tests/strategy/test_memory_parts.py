@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_costs import CLUSTERS, random_costs, random_draft
-from random_ops import RandomOps
 from torch import nn
 
 import rlplace
@@ -26,6 +24,8 @@ from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.remarks import PARTS, memory_parts
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Question
+from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
+from tests.strategy.random_ops import RandomOps
 
 TINY = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256"
 

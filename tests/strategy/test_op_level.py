@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from random_costs import random_costs
-from random_ops import RandomOps
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
@@ -17,6 +15,8 @@ from rlplace.strategy.search import op_level
 from rlplace.strategy.search.op_level import LEADERS, OpLevel, evaluate_ops
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import Question
+from tests.strategy.random_costs import random_costs
+from tests.strategy.random_ops import RandomOps
 
 
 @pytest.fixture(scope="module")

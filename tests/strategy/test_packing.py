@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from random_costs import random_costs, random_draft
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
@@ -18,6 +17,7 @@ from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import borders
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
+from tests.strategy.random_costs import random_costs, random_draft
 
 FOUR = Cluster.preset("a100-80g:4")
 MIXED = Cluster.preset("a100-80g:2+t4:2")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_costs import random_costs
 
 from benchmarks.papers.bipartition.profile import profile_chain, read_profile
 from rlplace.cluster import Cluster
@@ -15,6 +14,7 @@ from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.published import least_traffic, published_starts, replicated_stages
 from rlplace.strategy.search.tries import Question
+from tests.strategy.random_costs import random_costs
 
 
 def cuts(blocks: int, parts: int) -> list[tuple[int, ...]]:
@@ -48,7 +48,7 @@ def test_pipedream_is_the_best_of_all_stages(seed: int) -> None:
 
 def test_stages_of_pipedreams_own_vgg16() -> None:
     """Its repository runs VGG16 on four machines as node2..node18 on three and the rest on one (1 GB/s links)."""
-    chain = profile_chain(read_profile(Path(__file__).parents[1] / "planners/profiles/vgg16.txt"))
+    chain = profile_chain(read_profile(Path(__file__).parents[1] / "placement/profiles/vgg16.txt"))
     seconds, weights, sent = chain.forward_s + chain.backward_s, chain.weight_bytes / 1e9, chain.activation_bytes / 1e9
     bounds, replicas = replicated_stages(seconds, weights, sent, machines=4, degree=3)
     assert [chain.names[first] for first in bounds[:-1]] == ["node2", "node19"] and replicas == (3, 1)

@@ -8,11 +8,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from brute_force import quicker, small_question
-from captured import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_costs import random_costs
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
@@ -27,6 +24,9 @@ from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tries
 from rlplace.strategy.search.uniform import Options
+from tests.captured import captured
+from tests.strategy.brute_force import quicker, small_question
+from tests.strategy.random_costs import random_costs
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:

@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from random_costs import random_costs
-from random_ops import RandomOps
 
 import rlplace
 from rlplace.cli.strategy import show_strategy
@@ -25,6 +23,8 @@ from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.simpler import NEAR, simpler
 from rlplace.strategy.search.tries import Question, Tried
+from tests.strategy.random_costs import random_costs
+from tests.strategy.random_ops import RandomOps
 
 
 def spread(devices: int, **axes: int) -> Draft:

@@ -8,7 +8,7 @@ from benchmarks.papers.bipartition.profile import profile_chain, profile_problem
 from rlplace.errors import InputError
 from rlplace.placement.published.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
 
-PROFILES = Path(__file__).parents[2] / "planners" / "profiles"
+PROFILES = Path(__file__).parents[2] / "placement" / "profiles"
 
 # name: layers, backward / forward, layer-wise optimum over bi-partition optimum for 2, 3, 4 and 8 workers
 TABLE = {

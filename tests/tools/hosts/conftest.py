@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from host_checks import kernel_lacks, left_behind, links
 
+from tests.tools.hosts.host_checks import kernel_lacks, left_behind, links
 from tools.hosts.commands import why_not
 
 

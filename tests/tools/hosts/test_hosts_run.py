@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from host_checks import left_behind, running
 
 from rlplace.errors import InputError, MissingError, RlplaceError
+from tests.tools.hosts.host_checks import left_behind, running
 from tools.hosts import HostsSpec, cleanup, emulated_hosts, launch
 from tools.hosts.__main__ import main
 from tools.hosts.network import namespaces

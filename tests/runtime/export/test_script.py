@@ -1,0 +1,186 @@
+"""Exported scripts train as the plan does by rlplace: the same losses, on four processes."""
+
+import json
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import rlplace
+from rlplace.cli.main import main
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.strategy.why_not import minor_version
+from tests.runtime.export import export_worker
+from tests.runtime.job.launch import run, torchrun
+from tests.runtime.strategy.native_cases import chain, flat
+
+pytest.importorskip("transformers")
+
+GPT2 = "hf:gpt2,n_layer=2,n_embd=32,n_head=4,vocab_size=64,n_positions=32,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
+DEEPER = GPT2.replace("n_layer=2", "n_layer=4")
+WIDTHS = "hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4,vocab_size=64"
+LLAMA = f"hf:llama,num_hidden_layers=2,{WIDTHS}"
+HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
+BOTH, SHARED = {"shard": 2, "tensor": 2}, {"mesh": {"shard": 2}, "sharding": 1}
+
+CASES = {
+    "copies": (GPT2, flat("short", {"replicate": 4}, 0)),
+    "gathered again, recomputed": (GPT2, flat("short", {"shard": 4}, 3, recompute="full", offload="all")),
+    "hybrid, gathered once": (LLAMA, flat("short llama", {"replicate": 2, "shard": 2}, 1, recompute="selective")),
+    "tensor, sequence": (LLAMA, flat("short llama", BOTH, 3, sequence_parallel=True, recompute="full")),
+    "tensor alone": (LLAMA, flat("short llama", {"tensor": 4}, 0)),
+    "mixed precision": (LLAMA, flat("short llama", {"shard": 4}, 2), {"autocast": "bf16"}),
+    "stages, tied": (DEEPER, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
+    "stages, shared": (LLAMA, chain("short llama", HALVES, "1f1b", **SHARED)),
+    "v, tied in one process": (DEEPER, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
+    "stages, tensor": (LLAMA, chain("short llama", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
+}
+
+if minor_version(torch.__version__) < (2, 13):  # refused before
+    del CASES["v, tied in one process"]
+
+
+def plan_of(model, strategy, graph=None):
+    nothing = np.zeros(0, dtype=np.int32)
+    source = {
+        "graph": {
+            "model": model,
+            "batch": strategy["microbatch"][0],
+            "seq": 8,
+            "dtype": "fp32",
+            "optimizer": "sgd",
+            **(graph or {}),
+        }
+    }
+    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
+
+
+MORE = [pytest.mark.slow, pytest.mark.long]
+QUICK = ("copies", "hybrid, gathered once", "stages, tensor")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What all processes found of the quick cases, or of the others."""
+
+    @cache
+    def run_cases(quick):
+        folder, paths = tmp_path_factory.mktemp("scripts"), {}
+        for number, name in enumerate(name for name in CASES if (name in QUICK) == quick):
+            script, path = folder / f"script_{number}.py", folder / f"{number}.plan.json"
+            plan = plan_of(*CASES[name])
+            plan.save(path)
+            script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
+            paths[name] = str(script), str(path)
+        return run(4, export_worker.compare, paths)
+
+    return run_cases
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=MORE) for name in CASES])
+@pytest.mark.slow
+def test_a_script_trains_as_its_plan(name, results):
+    (printed, own), *others = (result[name] for result in results(name in QUICK))
+    assert [losses for losses, _ in others] == [[]] * 3
+    assert len(set(printed)) == 3
+    assert printed == pytest.approx(own, rel=2e-6)
+
+
+OWN = """import torch
+
+def net(batch=2, width=4):
+    layers = [torch.nn.Linear(width, width) for _ in range(2)]
+    return torch.nn.Sequential(*layers), torch.randn(batch, width), lambda y: y.square().mean()
+"""
+
+
+def test_copies_train_as_one_process_on_the_whole_batch(tmp_path):
+    """Two copies with two micro-batches each: the losses of steps on whole batches, so the gradients behind them, too."""
+    (tmp_path / "own.py").write_text(OWN)
+    stages = [{"blocks": ["0", "1"], "devices": [0, 1], "mesh": {"replicate": 2}}]
+    plan = plan_of(f"{tmp_path}/own.py:net", {"batch": 8, "microbatch": [2], "microbatches": [2], "stages": stages})
+    path = tmp_path / "train.py"
+    path.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
+    losses, others = run(2, export_worker.losses_of, str(path), timeout_s=120)
+    script = export_worker.load(path)
+    model, wanted = script.build_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(export_worker.STEPS):
+        loss = script.loss_of(model(**script.whole_batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5) and others == []
+
+
+def test_only_the_parts_that_are_needed_are_written():
+    text = rlplace.export(plan_of(*CASES["copies"]), "script")
+    assert "rlplace" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
+    assert not re.search(r"Shard|shard|Pipeline|Tensor\b|checkpoint", text)
+    assert len(text.splitlines()) < 85
+
+
+SMALL = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4"
+PATHS = ["embeddings", "encoder.layers.0", "encoder.layers.1", "final_layer_norm"]
+TOWER = {
+    "batch": 4, "microbatch": [2], "microbatches": [1],
+    "stages": [{"blocks": PATHS, "devices": [0, 1], "mesh": {"replicate": 2}}],
+}  # fmt: skip
+REFUSED = {
+    "a model of the zoo": (("zoo:mlp", flat("short", {"replicate": 4}, 0)), "zoo"),
+    "a loss of its outputs": ((f"hf:clip_text_model,{SMALL},vocab_size=64", TOWER), "computes no loss of its own"),
+    "packed weights": ((GPT2, flat("short", {"tensor": 4}, 0)), "c_attn' is no plain nn.Linear"),
+    "unlike micro-batches": (
+        (LLAMA, flat("short llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
+        "unlike micro-batches",
+    ),
+    "dropout between blocks": (
+        (DEEPER.replace("embd_pdrop=0.0", "embd_pdrop=0.1"), chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0)),
+        "dropout between blocks",
+    ),
+    "what nothing runs": ((LLAMA, flat("short llama", {"context": 4}, 0, microbatch=8)), "context is not run"),
+}
+
+
+def test_a_configuration_in_a_file_is_written_out(tmp_path):
+    options = dict(part.split("=") for part in f"num_hidden_layers=2,{WIDTHS}".split(","))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **{key: int(value) for key, value in options.items()}}))
+    strategy = flat("short llama", {"replicate": 4}, 0)
+    texts = [rlplace.export(plan_of(model, strategy), "script") for model in (LLAMA, f"hf:{path}")]
+    first, second = (next(line for line in text.splitlines() if "LlamaConfig(" in line) for text in texts)
+    assert all(f"{key}={value}" in first and f"{key}={value}" in second for key, value in options.items())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_script_cannot_say_is_refused(name):
+    case, reason = REFUSED[name]
+    with pytest.raises(InputError, match=reason):
+        rlplace.export(plan_of(*case), "script")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_verb_writes_what_torchrun_starts(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "import torch\n\ndef net(batch=2, width=8):\n"
+        "    layers = [torch.nn.Linear(width, width) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers), torch.randn(batch, width), lambda y: y.square().mean()\n"
+    )
+    blocks = [["0", "1"], ["2", "3"]]
+    stages = [{"blocks": held, "devices": [number]} for number, held in enumerate(blocks)]
+    strategy = {"batch": 4, "microbatch": [2], "microbatches": [2], "schedule": "gpipe", "stages": stages}
+    plan_of(f"{tmp_path}/own.py:net,width=4", strategy).save(tmp_path / "own.plan.json")
+    assert main(["export", f"{tmp_path}/own.plan.json", "--to", "script", "--out", f"{tmp_path}/train.py", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == (tmp_path / "train.py").read_text()
+    code, out, err = torchrun(2, tmp_path / "train.py", "3")
+    assert code == 0, err
+    script, losses = export_worker.load(tmp_path / "train.py"), re.findall(r"loss (\S+)", out)
+    model = script.build_model()
+    assert float(losses[0]) == pytest.approx(script.loss_of(model(**script.whole_batch(0))).item(), rel=1e-6)
+    assert len(losses) == 3

@@ -1,0 +1,263 @@
+"""What a training loop may do with a distributed model: everything here is done to the plain model as well, and compared."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rlplace.runtime.job.distribute import distribute
+from tests.runtime.job.equal import largest_difference
+from tests.runtime.job.launch import run
+from tests.runtime.job.plans import plan_of
+
+
+class Tied(nn.Module):
+    """Embeddings that are the head as well, two layers, and a loss."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(24, 8)
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.second = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("constant", torch.arange(7.0))
+
+    def forward(self, tokens, labels=None):
+        x = self.embed(tokens)
+        x = x + self.second(self.dropout(self.norm(self.first(x)).relu()))
+        logits = self.head(x)
+        output = {"logits": logits, "mask": tokens[0].ge(0), "constant": self.constant}
+        if labels is not None:
+            output = {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), **output}
+        return output
+
+
+def tied(double=True, dropout=0.0):
+    torch.manual_seed(0)
+    model = Tied(dropout)
+    tokens = torch.randint(0, 24, (4, 5))
+    return model.double() if double else model, {"tokens": tokens, "labels": tokens.flip(0)}, lambda output: output["loss"]
+
+
+class Pair:
+    """`Tied` distributed as `placed`, `plain` as it is, and `inputs` of a batch of 4."""
+
+    def __init__(self, places, *, double=True, change=lambda model: None):
+        self.plain, self.inputs, _ = tied(double)
+        change(self.plain)
+        plan = plan_of(self.plain, self.inputs, places, deal="chain")
+        self.placed = distribute(copy.deepcopy(self.plain), plan, self.inputs)
+
+    def batch(self, samples=4):
+        """Inputs of some samples, those of a batch over and over."""
+        return {key: value[torch.arange(samples) % 4] for key, value in self.inputs.items()}
+
+    def placed_loss(self, **inputs):
+        return self.placed(**inputs)["loss"]
+
+    def plain_step(self, inputs):
+        """Backward of a batch."""
+        loss = self.plain(**inputs)["loss"]
+        loss.backward()
+        return loss.item()
+
+    def check_gradients(self, what, tolerance=1e-12):
+        expected = dict(self.plain.named_parameters())
+        for name, parameter in self.placed.named_parameters():
+            theirs = expected[name].grad
+            assert (parameter.grad is None) == (theirs is None), (what, name)
+            assert largest_difference(parameter.grad, theirs) <= tolerance, (what, name)
+
+    def check_state(self, what, tolerance=1e-12):
+        expected = {**dict(self.plain.named_parameters()), **dict(self.plain.named_buffers())}
+        for name, value in self.placed.state_dict().items():
+            if name in expected:
+                assert largest_difference(value.double(), expected[name].double()) <= tolerance, (what, name)
+
+
+def gradients(pair):
+    """Accumulation, scaled losses, a loss that is dropped, gradients that are set to zero, regularisation, clipping."""
+    pair.placed_loss(**pair.batch())  # its gradients are never asked for
+    for samples, scale in ((4, 0.25), (3, 0.5), (1, 2.0)):
+        (pair.placed_loss(**pair.batch(samples)) * scale).backward()
+        for parameter in pair.plain.parameters():
+            parameter.before = None if parameter.grad is None else parameter.grad.clone()
+            parameter.grad = None
+        pair.plain_step(pair.batch(samples))
+        for parameter in pair.plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * scale + (0.0 if parameter.before is None else parameter.before)
+        pair.check_gradients("accumulated")
+    norm = pair.placed.clip_grad_norm_(1e9, norm_type=float("inf"))
+    expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1e9, norm_type=float("inf"))
+    assert torch.allclose(norm, expected.double(), rtol=1e-12)
+    norm, expected = pair.placed.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+    assert torch.allclose(norm, expected.double(), rtol=1e-12)
+    pair.check_gradients("clipped")
+    pair.placed.zero_grad(set_to_none=False)
+    pair.plain.zero_grad(set_to_none=False)
+    loss = pair.placed_loss(**pair.batch())
+    loss.backward()
+    pair.plain_step(pair.batch())
+    pair.check_gradients("after zeros")
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    pair.check_gradients("after a second backward")
+    for parameter in pair.placed.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        pair.placed.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    pair.placed.zero_grad()
+    pair.plain.zero_grad()
+
+
+def schedule(pair):
+    """Batches of different sizes, a learning rate that changes, weights that are changed by hand."""
+    loops = []
+    for model in (pair.placed, pair.plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        loops.append((optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))))
+    for samples in (4, 8, 3, 1, 4):
+        loss = pair.placed_loss(**pair.batch(samples))
+        loss.backward()
+        assert abs(loss.item() - pair.plain_step(pair.batch(samples))) < 1e-12
+        for optimizer, scheduler in loops:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        pair.check_state("scheduled")
+    for model in (pair.placed, pair.plain):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    evaluation(pair)
+    for model in (pair.placed, pair.plain):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.0 if model is pair.plain else parameter.data.mul_(1.0)
+    pair.check_state("by hand")
+
+
+def evaluation(pair):
+    """Outputs of the whole batch on every rank, in both modes."""
+    for mode in (False, True):
+        pair.placed.train(mode)
+        pair.plain.train(mode)
+        for samples in (4, 3, 1):
+            batch = pair.batch(samples)
+            with torch.no_grad():
+                found, expected = pair.placed(**batch), pair.plain(**batch)
+                assert found.keys() == expected.keys()
+                for key, value in expected.items():
+                    assert found[key].shape == value.shape and largest_difference(found[key].double(), value.double()) < 1e-12
+                found, expected = pair.placed(tokens=batch["tokens"]), pair.plain(tokens=batch["tokens"])
+                assert found.keys() == expected.keys() and torch.allclose(found["logits"], expected["logits"], rtol=1e-12)
+    pair.placed.eval()
+    output = pair.placed(**pair.batch())  # eval mode without no_grad
+    assert not output["loss"].requires_grad
+    pair.placed.train()
+
+
+def load(pair):
+    """A checkpoint of the plain model."""
+    state = {name: value + 0.125 if value.is_floating_point() else value for name, value in pair.plain.state_dict().items()}
+    own = pair.placed.state_dict()
+    assert set(own) <= set(state)
+    pair.plain.load_state_dict(state)
+    pair.placed.load_state_dict({name: state[name] for name in own})
+    pair.check_state("loaded")
+    evaluation(pair)
+
+
+def frozen(places):
+    """Only the head and the norm are trained."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("norm") or name.startswith("second"))
+
+    pair = Pair(places, change=freeze)
+    pair.placed_loss(**pair.batch()).backward()
+    pair.plain_step(pair.batch())
+    pair.check_gradients("frozen")
+
+
+def autocast(places):
+    """Mixed precision: bfloat16 crosses the wires, gradients are in single precision and close to the plain model's."""
+    pair = Pair(places, double=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pair.placed_loss(**pair.batch())
+        expected = pair.plain_step(pair.batch())
+    loss.backward()
+    assert abs(loss.item() - expected) < 1e-2 * expected
+    pair.check_gradients("autocast", 2e-2)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in pair.placed.parameters())
+    nodes = [node for engine in pair.placed._engines.values() for node in engine.placement.device_of]
+    assert torch.bfloat16 in {node.meta["val"].dtype for node in nodes if "val" in node.meta}
+
+
+def dropout(places):
+    """The masks of a step do not depend on the plan; those of another step differ."""
+    model, inputs, _ = tied(dropout=0.5)
+    losses = []
+    for deal in ("chain", "random"):
+        plan = plan_of(model, inputs, places, deal=deal)
+        placed = distribute(copy.deepcopy(model), plan, inputs, seed=7)
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            loss = placed(**inputs)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        again = distribute(copy.deepcopy(model), plan, inputs, seed=8)
+        losses.append([*found, again(**inputs)["loss"].item()])
+    assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-12), losses
+    assert len(set(losses[0])) == 4
+
+
+def summed(places):
+    """Sums instead of means, of a loss that is given to `distribute`."""
+    model, inputs, _ = tied()
+
+    def total(output, labels):
+        return F.cross_entropy(output["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+
+    tokens, labels = {"tokens": inputs["tokens"]}, inputs["labels"]
+    plan = plan_of(model, tokens, places, loss=total, target=labels)
+    placed = distribute(copy.deepcopy(model), plan, tokens, loss=total, example_target=labels, reduction="sum")
+    loss, expected = placed(**tokens, target=labels), total(model(**tokens), labels)
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    reference = dict(model.named_parameters())
+    for name, parameter in placed.named_parameters():
+        assert largest_difference(parameter.grad, reference[name].grad) < 1e-12, name
+    placed.eval()
+    with torch.no_grad():
+        assert torch.allclose(placed(**tokens, target=labels), total(model(**tokens), labels), rtol=1e-12)
+
+
+def everything(places):
+    pair = Pair(places)
+    gradients(pair)
+    evaluation(pair)
+    load(pair)
+    schedule(pair)
+    frozen(places)
+    autocast(places)
+    dropout(places)
+    summed(places)
+    return True
+
+
+@pytest.mark.slow
+def test_two_devices():
+    assert run(2, everything, 2) == [True] * 2

@@ -1,0 +1,188 @@
+"""What runs in the processes of the tests: small models under a strategy, compared with the plain model on the whole batch."""
+
+from __future__ import annotations
+
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.run import prepare
+from tests.runtime import small_models
+
+BATCH, LENGTH, VOCABULARY = 8, 6, 64
+LARGEST_NORM = 0.5
+
+
+class Doubled(torch.autograd.Function):
+    """Has a gradient of its own, which export would lose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Branching(torch.nn.Linear):
+    """Looks at values, which export cannot follow, and has a parameter without dimensions."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = torch.nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        x = super().forward(x) * self.gain
+        return Doubled.apply(x) if x.abs().max() > 0 else x.relu()
+
+
+class Lent(torch.nn.Module):
+    """Calls one of its blocks, and reads the weight of another that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.queries = torch.nn.Embedding(LENGTH, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.spare = torch.nn.Parameter(torch.zeros(0, 8))
+        self.head = torch.nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        x = self.embed(input_ids) + self.queries.weight.unsqueeze(0) + self.spare.sum()
+        for layer in self.layers:
+            x = layer(x).tanh() + x @ self.layers[0].weight
+        return CausalLMOutput(logits=self.head(x))
+
+
+class Own(torch.nn.Module):
+    """A model as users write them; a parameter is read between blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.layers = torch.nn.ModuleList(Branching(8, 8) for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.full((8,), 0.1))
+        self.temperature = torch.nn.Parameter(torch.tensor(1.3))
+        self.head = torch.nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids):
+        from transformers.modeling_outputs import CausalLMOutput
+
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x) + x
+        return CausalLMOutput(logits=self.head(x * self.scale) * self.temperature)
+
+
+MODELS = {
+    "llama": lambda: small_models.llama(layers=4, kv_heads=4)[0],
+    "gpt2": lambda: small_models.gpt2(n_layer=4, n_head=4)[0],
+    "short": lambda: small_models.gpt2(n_head=4)[0],
+    "t5": lambda: small_models.t5(layers=2, heads=4)[0],
+    "own": Own,
+    "lent": Lent,
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double().train()
+
+
+def batch(name):
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "decoder_input_ids": ids.flip(0)} if name == "t5" else {"input_ids": ids}
+
+
+def loss(output, part):
+    # The model's own loss computes in float32.
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), part["input_ids"][:, 1:].flatten())
+
+
+def plain_run(name, steps=3):
+    """Loss and gradients of the first step, parameters after `steps`."""
+    model = make(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(model(**batch(name)), batch(name))
+        value.backward()
+        if step == 0:
+            first = value.item(), {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False)}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+        optimizer.step()
+    return *first, norm, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor):
+    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def difference(own, wanted, times=1):
+    """Largest relative difference over tensors."""
+    largest = 0.0
+    for name, value in own.items():
+        other = times * wanted[name]
+        if value.numel():
+            largest = max(largest, ((value - other).abs().max() / other.abs().max().clamp_min(1e-12)).item())
+    return largest
+
+
+def own_gradients(native):
+    return {n: whole(p.grad) for n, p in native.named_parameters() if p.grad is not None}
+
+
+def run_case(name, strategy, plain, steps=3):
+    strategy = Strategy.from_dict(strategy)
+    native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch(name).items()})
+    optimizer = torch.optim.AdamW(native.parameter_groups(), lr=1e-2, foreach=name != "own", fused=name == "own")
+    value, gradients, last_norm, parameters = plain
+    result = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        own = native.step(batch(name), loss)
+        if step == 0:
+            result["loss"] = abs(own.item() - value) / abs(value)
+            result["missing"] = [n for n, p in native.named_parameters() if p.grad is None]
+            result["grad"] = difference(own_gradients(native), gradients)
+            native.step(batch(name), loss)
+            result["twice"] = difference(own_gradients(native), gradients, 2)
+            for parameter in native.parameters():
+                parameter.grad.mul_(0.5)
+            result["state"] = sorted(native.state_dict())
+            result["names"] = sorted(n for n, _ in native.named_parameters())
+        norm = native.clip_grad_norm_(LARGEST_NORM)
+        optimizer.step()
+    result["norm"] = abs(norm.item() - last_norm.item()) / last_norm.item()
+    result["param"] = difference({n: whole(p.detach()) for n, p in native.named_parameters()}, parameters)
+    return result
+
+
+def run_cases(cases):
+    """Results by case, or the traceback of the first that failed: a failed case leaves the others waiting."""
+    plain, results = {}, {}
+    for key, (name, strategy) in cases.items():
+        if name not in plain:
+            plain[name] = plain_run(name)
+        try:
+            start = time.process_time()
+            results[key] = run_case(name, strategy, plain[name])
+            results[key]["s"] = time.process_time() - start
+        except Exception:
+            results[key] = traceback.format_exc()
+            if dist.get_rank() == 0:
+                print(key, results[key], flush=True)
+            raise
+    return results

@@ -1,0 +1,88 @@
+"""Strategies on four processes give the loss, the gradients and the trained parameters of the plain model.
+
+A case is a model and a strategy, in double precision; the quick ones run in one launch, the others in another. They are
+strategies that the matrix has not, under foreach and fused optimizers. `test_native_matrix` runs cells of the matrix.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from rlplace.runtime.strategy.why_not import minor_version
+from tests.runtime.strategy import native_worker
+from tests.runtime.strategy.native_cases import GPT2, chain, flat, stage
+
+pytest.importorskip("transformers")
+
+HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
+SHARED, COPIES = {"mesh": {"shard": 2}, "sharding": 1}, {"mesh": {"replicate": 2}, "sharding": 0}
+ALONE = {"mesh": {}, "sharding": 0}
+THIRDS = [((0,), {}), ((1, 2), {"tensor": 2}), ((3,), {})]
+ENDS_ALONE = [
+    stage(blocks, devices, mesh, 0)
+    for blocks, (devices, mesh) in zip(
+        [GPT2[:2], *([block] for block in GPT2[2:6]), GPT2[6:]], [*THIRDS, *reversed(THIRDS)], strict=True
+    )
+]
+LOOP, TURN = HALVES * 2, [*HALVES, *reversed(HALVES)]
+
+PAIR, NARROW = [{"shard": 2}, {"tensor": 2}], {"mesh": [{"shard": 2}, {}, {}], "sharding": [1, 0, 0]}
+
+CASES = {
+    "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
+    "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
+    "1f1b, unlike micro-batches": ("llama", chain("llama", HALVES, "1f1b", **SHARED) | {"microbatches": [5, 3]}),
+    "breadth first, shared": ("gpt2", chain("gpt2", LOOP, "looped_bfs", **SHARED)),
+    "1f1b, tied three times": ("t5", chain("t5", HALVES, "1f1b", **SHARED)),
+    "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", **SHARED)),
+    "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "interleaved_zero_bubble", **COPIES)),
+    "unlike degrees, tied": ("gpt2", chain("gpt2", [(0, 1), (2,), (3,)], "1f1b", **NARROW)),
+    "unlike axes in a loop, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", mesh=PAIR * 2, sharding=[1, 0] * 2)),
+    "unlike axes in a v": ("llama", chain("llama", TURN, "zbv", mesh=[*PAIR, *PAIR[::-1]], sharding=[1, 0, 0, 1])),
+    "both ends of a v on one, tied": (
+        "gpt2", {"batch": 8, "microbatch": [1], "microbatches": [8], "schedule": "zbv", "stages": ENDS_ALONE},
+    ),
+    "gathered again, blocks that look at values": ("own", flat("own", {"replicate": 2, "shard": 2}, 3)),
+    "gathered again, blocks read from outside": ("lent", flat("lent", {"replicate": 2, "shard": 2}, 3)),
+    "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
+    "1f1b, copies of blocks that look at values": ("own", chain("own", HALVES, "1f1b", **COPIES)),
+    "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
+}  # fmt: skip
+
+FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ends of a v on one, tied", "both ways in a v, shared")
+"""Refused before: stages in a v, values without a gradient between stages."""
+
+if minor_version(torch.__version__) < (2, 13):
+    CASES = {name: case for name, case in CASES.items() if name not in FROM_2_13}
+
+QUICK = (
+    "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied",
+    "gathered again, blocks that look at values",
+)  # fmt: skip
+
+
+@cache
+def results_of(quick):
+    from tests.runtime.job.launch import run
+
+    cases = {name: case for name, case in CASES.items() if (name in QUICK) == quick}
+    return run(4, native_worker.run_cases, cases)
+
+
+@pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_equal(case):
+    model, results = CASES[case][0], results_of(case in QUICK)
+    names = set().union(*(result[case]["names"] for result in results))
+    plain = native_worker.make(model)
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    assert names <= set(parameters)
+    assert {id(parameters[name]) for name in names} == {id(parameter) for parameter in plain.parameters()}
+    assert set().union(*(result[case]["state"] for result in results)) == set(plain.state_dict())
+    for result in results:
+        assert not result[case]["missing"]
+        assert result[case]["loss"] < 1e-13
+        assert result[case]["grad"] < 1e-10
+        assert result[case]["twice"] < 1e-10
+        assert result[case]["norm"] < 1e-10
+        assert result[case]["param"] < 1e-9

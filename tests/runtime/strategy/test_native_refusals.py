@@ -1,0 +1,141 @@
+"""What only the model or the batch can tell is refused when it is known, in one line."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlplace.errors import InputError
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.batches import passes_of, share_of
+from rlplace.runtime.strategy.facts import examine
+from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import why_not
+from tests.runtime.strategy import native_cases, native_worker
+from tests.runtime.strategy.native_cases import flat
+
+IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def strategy(*args, **options):
+    return Strategy.from_dict(flat(*args, **options))
+
+
+def processes(count):
+    stage = {"blocks": ["0"], "devices": list(range(count)), "mesh": {"replicate": count}}
+    return Strategy.from_dict({"batch": 4 * count, "microbatch": [2], "microbatches": [2], "stages": [stage]})
+
+
+def test_facts_of_a_model():
+    pytest.importorskip("transformers")
+    facts = examine(native_worker.make("gpt2"), IDS)
+    assert facts.no_cut is facts.tensor.no_tensor is facts.tensor.no_sequence is None
+    assert facts.tensor.parts == 4
+    assert facts.tensor.layouts["transformer.h.0.attn.c_attn"] == "column"
+    assert facts.tensor.layouts["transformer.h.3.mlp.c_proj"] == "row"
+    assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "column"}), facts) is None
+    assert "column is" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "row"}), facts)
+
+
+def test_blocks_stand_in_the_order_of_the_forward():
+    from tests.runtime import small_models
+
+    model, inputs, _ = small_models.inception()
+    facts = examine(model, inputs)
+    assert facts.no_cut is None
+    assert facts.batch_norm
+    assert facts.blocks.index("mix.0.0") < facts.blocks.index("blocks.1.0.0")
+
+
+def test_position_bias_leaves_attention_whole():
+    pytest.importorskip("transformers")
+    facts = examine(native_worker.make("t5"), IDS | {"decoder_input_ids": IDS["input_ids"]})
+    assert facts.tensor.no_tensor is None
+    assert {path.rpartition(".")[2] for path in facts.tensor.layouts} == {"wi", "wo"}
+    assert "may mix positions" in facts.tensor.no_sequence
+
+
+class Alternating(nn.Module):
+    """Draws numbers for a whole value while it works on parts that it draws numbers for, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        inner = self.up(x)
+        noise = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        return noise * self.down(nn.functional.dropout(inner, 0.5, self.training))
+
+
+def test_numbers_drawn_for_a_whole_value_inside_of_a_region_leave_it_whole():
+    facts = examine(nn.Sequential(Alternating(), nn.Linear(8, 8)).eval(), {"input": torch.zeros(2, 8)})
+    assert "where parts and whole values are worked on by turns" in facts.tensor.no_tensor
+
+
+def test_positions_that_do_not_divide_are_refused():
+    pytest.importorskip("transformers")
+    inputs = {"input_ids": torch.zeros(2, 7, dtype=torch.long)}
+    with pytest.raises(InputError, match="7 positions cannot be split over 2"):
+        prepare(native_worker.make("gpt2"), strategy("gpt2", {"tensor": 2, "replicate": 2}, 0, sequence_parallel=True), inputs)
+
+
+def test_a_batch_norm_is_refused_over_replicas():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InputError, match="SyncBatchNorm"):
+        prepare(model, processes(4), {"input": torch.ones(2, 4)})
+
+
+def test_a_job_of_another_size_is_refused(alone):
+    with pytest.raises(InputError, match="4 devices, the job 1 processes"):
+        prepare(nn.Sequential(nn.Linear(4, 4)), processes(4), {"input": torch.ones(1, 4)})
+
+
+def test_a_model_without_values_is_refused(alone):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(InputError, match="on the meta device"):
+        prepare(model, processes(1), {"input": torch.ones(1, 4)})
+
+
+def test_one_process_runs_micro_batches(alone):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    batch = {"input": torch.randn(4, 4), "target": torch.randn(4, 4)}
+    wanted = (model(batch["input"]) - batch["target"]).square().mean()
+    gradient = torch.autograd.grad(wanted, model[0].weight)[0]
+    native = prepare(model, processes(1), {"input": torch.ones(2, 4)})
+    made = native.step(batch, lambda output, part: (output - part["target"]).square().mean())
+    torch.testing.assert_close(made.item(), wanted.item())
+    torch.testing.assert_close(model[0].weight.grad, gradient)
+    with pytest.raises(InputError, match="no input, which example_inputs had"):
+        native.step({"target": batch["target"]}, lambda output, part: output.mean())
+
+
+def test_a_short_last_batch_is_refused():
+    share = share_of(strategy("llama", {"shard": 4}, 3), 1)
+    whole = {"input_ids": torch.arange(8)[:, None]}
+    passes = passes_of(whole, share, ["input_ids"], (), torch.device("cpu"))
+    assert [one.inputs["input_ids"].tolist() for one in passes] == [[[2]], [[3]]]
+    with pytest.raises(InputError, match=r"drop a short last batch \(drop_last=True\)"):
+        passes_of({"input_ids": torch.zeros(1, 6)}, share, (), (), torch.device("cpu"))
+
+
+def test_a_batch_of_another_size_is_dealt_out_evenly():
+    four = strategy("llama", {"shard": 4}, 3)  # two passes of one sample on each of four replicas
+    shares = [share_of(four, replica, 11) for replica in range(4)]
+    assert [share.sizes for share in shares] == [(2, 1), (2, 1), (2, 1), (1, 1)]
+    assert [share.first for share in shares] == [0, 3, 6, 9]
+    assert sum(sum(share.weights) for share in shares) / 4 == pytest.approx(1.0)
+    assert shares[0].weights[0] == pytest.approx(2 * 4 / 11)
+    with pytest.raises(InputError, match="3 samples for 4 replicas"):
+        share_of(four, 0, 3)
+    chain = Strategy.from_dict(native_cases.chain("gpt2", [(0,), (1,)], "1f1b", mesh={}, sharding=0, batch=8, microbatch=2))
+    assert share_of(chain, 0, 6).sizes == (2, 2, 2) and share_of(chain, 0, 5).sizes == (5,)

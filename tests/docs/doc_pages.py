@@ -165,7 +165,7 @@ def run_verb(processes: int, words: list[str]) -> None:
 def main(arguments: list[str]) -> None:
     """Forks a process for every PAGE FOLDER pair and says how it ended."""
     names: dict[str, object] = {"__name__": "__page__"}
-    sys.path.append(str(ROOT / "tests/runtime/distributed"))
+    sys.path.append(str(ROOT))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     exec(compile(GIVEN, "given", "exec"), names)
     for page, folder in zip(map(Path, arguments[::2]), map(Path, arguments[1::2]), strict=True):

@@ -14,7 +14,7 @@ version = release = rlplace.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "generated_pages"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "_ext", "generated/verbs.md"]
+exclude_patterns = ["_build", "_ext", "generated/verbs.md", "generated/format_*.md"]
 default_role = "literal"  # docstrings write `name`
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]

@@ -29,7 +29,15 @@ _SOURCES = ("graph", "cluster", "cost", "problem", "zoo", "simulator", "planners
 
 
 class _Entry(Record, frozen=True):
-    """A case as the index has it; its problem by fingerprint."""
+    """A case as the index has it.
+
+    Attributes:
+        name: Unique, of letters, digits, ``.``, ``_`` and ``-``; the problem is in ``NAME.problem.json``.
+        family: Model that it comes from.
+        problem: Fingerprint of the problem; another file under that name is refused.
+        branchy: Whether its graph has branches.
+        unseen_cluster: Whether its cluster is kept from training.
+    """
 
     name: str
     family: str
@@ -39,7 +47,12 @@ class _Entry(Record, frozen=True):
 
 
 class _Index(Record, frozen=True):
-    """``cases.json``."""
+    """``cases.json``.
+
+    Attributes:
+        made_by: Versions that made the cases, for people and caches.
+        cases: All cases.
+    """
 
     made_by: dict[str, str]
     cases: tuple[_Entry, ...]

@@ -1,8 +1,10 @@
-"""Pages that are made from the code before Sphinx reads the sources: an environment each, and the command line."""
+"""Pages that are made from the code before Sphinx reads the sources: an environment each, the command line, file formats."""
 
 import argparse
 import inspect
 from pathlib import Path
+
+import format_tables
 
 from rlplace.cli.main import build_parser
 from rlplace.envs import PlacementEnv, RefinementEnv
@@ -15,7 +17,7 @@ def write_pages(app):
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
     pages = {f"{name}.md": _environment(*found) for name, found in _ENVIRONMENTS.items()}
-    pages["verbs.md"] = _verbs()
+    pages |= {"verbs.md": _verbs(), **format_tables.pages()}
     for name, text in pages.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:

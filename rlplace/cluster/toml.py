@@ -32,7 +32,13 @@ _KIND_KEYS = {item.name for item in structs.fields(DeviceKind)}
 
 
 class _Links(Record, frozen=True):
-    """The table ``[links]``: a row of each matrix per sender."""
+    """The table ``[links]``.
+
+    Attributes:
+        bandwidth_bytes_per_s: Devices by devices, a row per sender; 0: no link.
+        latency_s: Devices by devices.
+        channels: By ordered pair the numbers of the resources that a transfer holds; None: every pair has its own.
+    """
 
     bandwidth_bytes_per_s: _Matrix
     latency_s: _Matrix
@@ -40,14 +46,27 @@ class _Links(Record, frozen=True):
 
 
 class _Interconnect(Record, frozen=True):
-    """The table ``[interconnect]``: other links than the kinds' makers ship."""
+    """The table ``[interconnect]``: other links than the kinds' makers ship.
+
+    Attributes:
+        inside: Fabric of every host; None: what its kinds have.
+        network: Network cards of every host, ``"eth=25g"``, ``"ib=200g"`` or ``"ib=8x200g"``; None: that of the kind.
+    """
 
     inside: Literal["nvlink", "pcie"] | None = None
     network: Text | None = None
 
 
 class _Device(Record, frozen=True):
-    """A ``[[device]]`` without the numbers of a kind that it has of its own."""
+    """A ``[[device]]``; any key of a kind replaces that number for this device alone.
+
+    Attributes:
+        name: Unique.
+        kind: A preset or a ``[[kind]]`` of the file; None: the device has all numbers of a kind itself.
+        host: Number of its host.
+        memory_bytes: Capacity; None: that of the kind.
+        reserved_bytes: Always in use; None: the kind's context, and communication buffers if there are several accelerators.
+    """
 
     name: Text
     kind: Text | None = None
@@ -57,7 +76,17 @@ class _Device(Record, frozen=True):
 
 
 class _File(Record, frozen=True):
-    """A cluster file; kinds and devices stand on the kinds that they name, so they are read one after the other."""
+    """A cluster file; kinds and devices build on the kinds that they name, so they are read one after the other.
+
+    Attributes:
+        device: The devices, in the order of their numbers.
+        name: For people; not part of the fingerprint.
+        kind: Device kinds; those of presets are replaced for this file.
+        links: Bandwidths and latencies of all pairs.
+        interconnect: Changes of the links that kinds imply; excludes `links` and `topology`.
+        topology: Resources and paths, from which links are computed; excludes `links`.
+        fabric: Devices with one interconnect and the times of their collectives; None: those of the kinds.
+    """
 
     device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_DEVICES)]
     name: Text | None = None

@@ -21,7 +21,14 @@ _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class _Resources(Record, frozen=True):
-    """A ``[[topology.resource]]``: one, or one for each of the devices in `each`."""
+    """A ``[[topology.resource]]``: one, or one for each of the devices in `each`.
+
+    Attributes:
+        name: Unique; ``{device}`` stands for the names in `each`.
+        bytes_per_s: Capacity; inf never limits (a non-blocking switch).
+        latency_s: Added to every transfer that crosses it.
+        each: ``"*"`` for all devices, or a list of names; None: a single resource.
+    """
 
     name: Text
     bytes_per_s: Annotated[float, Meta(ge=1e-3, le=1e18)] = math.inf
@@ -30,7 +37,15 @@ class _Resources(Record, frozen=True):
 
 
 class _Paths(Record, frozen=True):
-    """A ``[[topology.path]]``: those of all pairs of the senders and receivers."""
+    """A ``[[topology.path]]``: those of all pairs of the senders and receivers; later ones replace earlier ones of a pair.
+
+    Attributes:
+        senders: A name, a list of names, or ``"*"``.
+        receivers: Likewise.
+        over: Resources in order, with ``{from}`` and ``{to}`` for the names; one that is named twice is crossed twice.
+        latency_s: Launch and handshake.
+        efficiency: Fraction of the slowest resource that is reached; 0.5 where data is stored in between.
+    """
 
     senders: str | list[str] = field(name="from")
     receivers: str | list[str] = field(name="to")
@@ -40,7 +55,12 @@ class _Paths(Record, frozen=True):
 
 
 class TopologyTable(Record, frozen=True):
-    """The table ``[topology]``."""
+    """The table ``[topology]``.
+
+    Attributes:
+        resource: Ports, buses, switches and cards.
+        path: What a transfer of each pair crosses; a pair without a path has no link.
+    """
 
     resource: list[_Resources]
     path: list[_Paths]

@@ -143,7 +143,15 @@ class Environment(Record, frozen=True):
 
 
 class MeasuredModel(Record, frozen=True):
-    """The model that was measured: its MODEL text and options."""
+    """The model that was measured.
+
+    Attributes:
+        model: MODEL text.
+        batch: Samples of a step.
+        seq: Sequence length.
+        dtype: Precision option.
+        optimizer: Optimizer option.
+    """
 
     model: str
     batch: int

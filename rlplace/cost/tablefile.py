@@ -39,7 +39,13 @@ _NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "layer_issue_s"
 
 
 class _CurveEntry(Curve, frozen=True, kw_only=True):
-    """A curve with its key, as it stands in a file."""
+    """A curve with its key, as it stands in a file.
+
+    Attributes:
+        op: Op class.
+        dtype: Precision; memory-bound classes have float32.
+        direction: Part of the step; `backward_weight` is priced by `backward` where it is missing.
+    """
 
     op: OpKind
     dtype: Precision
@@ -48,7 +54,14 @@ class _CurveEntry(Curve, frozen=True, kw_only=True):
 
 
 class _ShapesEntry(Record, frozen=True):
-    """Measured shapes with their key."""
+    """Measured shapes with their key.
+
+    Attributes:
+        op: Op class.
+        dtype: Precision.
+        direction: Part of the step.
+        shapes: The timings.
+    """
 
     op: OpKind
     dtype: Precision
@@ -57,7 +70,15 @@ class _ShapesEntry(Record, frozen=True):
 
 
 class _TargetEntry(Curve, frozen=True, kw_only=True):
-    """Costs of whole ops with their key."""
+    """Costs of whole ops with their key; they replace all that the op's class has, in eager mode.
+
+    Attributes:
+        target: Forward op as torch knows it, also for its backward, with ``+dropout``, ``+groups`` or ``+depthwise`` where that
+            applies; the optimizer's name for updates.
+        dtype: Of its tensors.
+        direction: Part of the step.
+        shapes: Timed shapes, which override the curve.
+    """
 
     target: Text
     dtype: Text
@@ -67,7 +88,18 @@ class _TargetEntry(Curve, frozen=True, kw_only=True):
 
 
 class _Kind(Record, frozen=True):
-    """Costs of one device kind."""
+    """Costs of one device kind.
+
+    Attributes:
+        curves: By op class, precision and direction, each once.
+        measured: Timed shapes, which override curves.
+        targets: Whole ops as `rlplace calibrate` fits them.
+        eager_issue_s: Host time to issue one kernel in eager mode.
+        eager_view_s: Host time of an op that launches nothing.
+        compiled_issue_s: Host time to issue one kernel of a compiled graph.
+        layer_issue_s: Host time of a layer's forward and backward, in place of its kernels'; 0: theirs.
+        step_factor: Multiplies every op time.
+    """
 
     curves: tuple[_CurveEntry, ...] = ()
     measured: tuple[_ShapesEntry, ...] = ()
@@ -80,7 +112,13 @@ class _Kind(Record, frozen=True):
 
 
 class _Table(Record, frozen=True):
-    """What a cost file holds."""
+    """What a cost file holds.
+
+    Attributes:
+        kinds: Costs by device kind; ``NAME/device`` of a cluster file takes those of ``NAME``.
+        name: For people; not part of the fingerprint.
+        source: For people: where the numbers come from.
+    """
 
     kinds: dict[Text, _Kind]
     name: str | None = None

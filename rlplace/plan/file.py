@@ -28,7 +28,13 @@ _Nothing: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
 class _Group(Record, frozen=True):
-    """The part of the model that a group holds."""
+    """The part of the model that a group holds.
+
+    Attributes:
+        name: The group.
+        modules: Paths of its modules.
+        ops: Names of its ops.
+    """
 
     name: str
     modules: list[str] = msgspec.field(default_factory=list)
@@ -36,7 +42,14 @@ class _Group(Record, frozen=True):
 
 
 class _Placement(Record, frozen=True):
-    """Devices of groups."""
+    """Devices of groups.
+
+    Attributes:
+        problem: Fingerprint of the problem that it solves; any other is refused.
+        device_of_group: Coordinate on the axis `branch` by group.
+        priority: By op; the ready op with the highest runs first.
+        order: By device its op numbers in order, without ops of collectives; excludes `priority`.
+    """
 
     problem: str
     device_of_group: list[_Device]
@@ -61,7 +74,18 @@ class _Around(Record, frozen=True):
 
 
 class _Plan(Record, frozen=True):
-    """A plan file; strategy and prediction have readers of their own."""
+    """A plan file; strategy and prediction have readers of their own.
+
+    Attributes:
+        planner: Name of the planner.
+        seed: Its seed.
+        strategy: Replicas, sharding, stages; of a placement plan one stage without blocks, with the axis `branch`.
+        question: Hash of graph, cluster, costs, batch and precision; a placement plan has `placement.problem` instead.
+        placement: Devices of groups.
+        groups: What the groups of a placement hold.
+        source: How to build the model and problem again.
+        predicted: Step time, memory, rivals.
+    """
 
     planner: str
     seed: _Entry

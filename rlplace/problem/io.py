@@ -132,7 +132,14 @@ _Matrix = list[list[float]]
 
 
 class _DeviceEntry(Record, frozen=True):
-    """A device of a problem file."""
+    """A device of a problem file.
+
+    Attributes:
+        name: Unique.
+        memory_bytes: Capacity; null: no limit.
+        reserved_bytes: Always in use.
+        kind: Name of its kind, for display.
+    """
 
     name: str
     memory_bytes: WideInt | None
@@ -141,7 +148,14 @@ class _DeviceEntry(Record, frozen=True):
 
 
 class _LinksEntry(Record, frozen=True):
-    """Links of a problem file; fabrics are read by `rlplace.cluster.fabric`."""
+    """Links of a problem file; fabrics are read by `rlplace.cluster.fabric`.
+
+    Attributes:
+        bandwidth_bytes_per_s: Devices by devices, a row per sender; 0: no link.
+        latency_s: Devices by devices.
+        channels: By ordered pair the numbers of the resources that a transfer holds; null: every pair has its own.
+        fabrics: As ``[[fabric]]`` of a cluster file.
+    """
 
     bandwidth_bytes_per_s: _Matrix
     latency_s: _Matrix
@@ -150,7 +164,16 @@ class _LinksEntry(Record, frozen=True):
 
 
 class _GroupEntry(Record, frozen=True, gc=False):
-    """A group of a problem file."""
+    """A group of a problem file.
+
+    Attributes:
+        name: Unique.
+        resident_bytes: Held on its device all step long: weights, gradients, optimizer state.
+        weight_bytes: The weights' part of it; null where unknown.
+        gradient_bytes: The gradients' part.
+        optimizer_bytes: The optimizer state's part.
+        device: The only device that it may be placed on.
+    """
 
     written: ClassVar[tuple[str, ...]] = ("resident_bytes",)
 
@@ -163,7 +186,17 @@ class _GroupEntry(Record, frozen=True, gc=False):
 
 
 class _OpEntry(Record, frozen=True, gc=False, omit_defaults=True):
-    """An op of a problem file."""
+    """An op of a problem file.
+
+    Attributes:
+        name: Unique.
+        group: Number of its group.
+        phase: Part of the step.
+        time_s: One number, or one per device; null where it cannot run.
+        temporary_bytes: Held while it runs.
+        kind: Op class, for display; ``"collective"`` for ops of `collectives`.
+        dims: Sizes by name.
+    """
 
     name: str
     group: Index
@@ -175,7 +208,15 @@ class _OpEntry(Record, frozen=True, gc=False, omit_defaults=True):
 
 
 class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=True):
-    """A tensor of a problem file."""
+    """A tensor of a problem file; it has a producer or an owner.
+
+    Attributes:
+        producer: Op that makes it.
+        owner: Group whose parameter it is, read by other groups.
+        size_bytes: Size; 0 is an ordering edge.
+        consumers: Ops that read it.
+        transfer_s: Devices by devices, in place of latency + bytes / bandwidth.
+    """
 
     producer: Index | None = None
     owner: Index | None = None
@@ -185,7 +226,19 @@ class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=Tr
 
 
 class _ProblemEntry(Record, frozen=True):
-    """What a problem file holds."""
+    """What a problem file holds.
+
+    Attributes:
+        devices: Up to 4,096.
+        links: Communication between them.
+        groups: Parts of the model that share a device.
+        ops: Of one pass of one batch: forward, backward and updates.
+        tensors: What ops hand to each other.
+        name: For display; not part of the fingerprint.
+        samples_per_microbatch: Samples of the pass.
+        source: What it was built from; not part of the fingerprint.
+        collectives: Ops that communicate as one.
+    """
 
     devices: list[_DeviceEntry]
     links: _LinksEntry

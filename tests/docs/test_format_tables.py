@@ -1,5 +1,6 @@
-"""Tables of file formats: every key of every record has its meaning, and types and ranges are in words."""
+"""The page of file formats: every key of every record has its meaning, types are in words, and examples are read."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +9,11 @@ import msgspec.inspect
 import pytest
 from msgspec import Meta
 
+import rlplace
+from rlplace.cost import CostTable
 from rlplace.records import Record
+from rlplace.strategy.search.efficiency import BatchCurve
+from tests.docs import doc_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs/_ext"))
 import format_tables
@@ -48,3 +53,28 @@ def test_a_key_without_a_meaning_is_an_error(monkeypatch):
 )
 def test_types_in_words(kind, text):
     assert format_tables.words(msgspec.inspect.type_info(kind)) == text
+
+
+READERS = {
+    "rlplace.problem": rlplace.Problem.load,
+    "rlplace.graph": rlplace.OpGraph.load,
+    "rlplace.cost": CostTable.load,
+    "rlplace.batch_curve": BatchCurve.load,
+}
+
+
+def test_the_examples_of_the_page_are_read(tmp_path):
+    blocks = doc_pages.blocks(doc_pages.ROOT / "docs/formats.md")
+    shortest, *tables = [block.text for block in blocks if block.language == "toml"]
+    devices = "".join(f'[[device]]\nname = "gpu{number}"\nkind = "a100-80g"\n' for number in range(4))
+    for text, count in ((shortest, 2), ("".join(('format = "rlplace.cluster"\nversion = 1\n', devices, *tables)), 4)):
+        (tmp_path / "cluster.toml").write_text(text)
+        assert rlplace.Cluster.load(tmp_path / "cluster.toml").num_devices == count
+    seen = set()
+    for text in (block.text for block in blocks if block.language == "json"):
+        for example in [text] if text.count('"format"') == 1 else text.splitlines():
+            kind = json.loads(example)["format"]
+            (tmp_path / "example.json").write_text(example)
+            READERS[kind](tmp_path / "example.json")
+            seen.add(kind)
+    assert seen == set(READERS)

@@ -110,7 +110,15 @@ class ReportData:
         return count
 
     def to_dict(self) -> dict[str, Any]:
-        """The page's data as columns of small numbers; docs/formats.md has the keys."""
+        """The page's data as columns of small numbers, for the page's JavaScript alone.
+
+        Keys: `tick_s` and `memory_unit_bytes` are what times and sizes count. Names of `ops` and `groups` are `shared`
+        (characters in common with the name before, in UTF-16 units) and `rest`. `modules` is a tree: `parent` (-1: the root),
+        `label`; `own` are nodes for groups outside of a module's children. `edges` are between groups. `boxes` stand one row
+        after the other: ticks of `gap` since the end of the one before and of `length`, `op` (-1: a parameter), `microbatch`.
+        `transfers` are the boxes on links. `memory` has by device ticks and units since the point before. `links` counts all
+        links, also where only the busiest are rows.
+        """
         unit = max(1, int(max(curve.peak_bytes for curve in self.memory)) // 100_000)
         step = self.timeline.step_time_s
         tick = ticks_of(step or 0.0)

@@ -31,28 +31,52 @@ _Plain = bool | str | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | _N
 
 
 class Random(Record, frozen=True):
-    """Where the streams of random ops continue."""
+    """Where the streams of random ops continue.
+
+    Attributes:
+        seed: Of all streams.
+        step: Next training step.
+    """
 
     seed: _Natural
     step: _Natural
 
 
 class Group(Record, frozen=True):
-    """A group of an optimizer."""
+    """A group of an optimizer.
+
+    Attributes:
+        settings: Learning rate and others by name.
+        parameters: Names of its parameters.
+    """
 
     settings: dict[str, Any]
     parameters: list[str]
 
 
 class Optimizer(Record, frozen=True):
-    """What of one rank's optimizer is no tensor."""
+    """What of one rank's optimizer is no tensor.
+
+    Attributes:
+        groups: Parameter groups.
+        numbers: State that is no tensor, by parameter and key.
+    """
 
     groups: list[Group] = msgspec.field(default_factory=list)
     numbers: dict[str, dict[str, _Plain]] = msgspec.field(default_factory=dict)
 
 
 class Facts(Record, frozen=True):
-    """What ``rlplace.json`` holds."""
+    """What ``rlplace.json`` holds.
+
+    Attributes:
+        step: Training steps done.
+        torch: Version that wrote it.
+        random: Streams of dropout and other random ops; null for a plain model.
+        scheduler: State of the learning rate schedule.
+        extra: What the program saved with it.
+        optimizers: By rank.
+    """
 
     step: _Natural
     torch: Any

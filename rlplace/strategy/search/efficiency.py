@@ -131,7 +131,18 @@ class BatchCurve:
 
 
 class _File(Record, frozen=True):
-    """A curve in one of its `_FORMS`; a critical batch of None is none."""
+    """A curve in one of its `_FORMS`.
+
+    Attributes:
+        name: For people.
+        points: Pairs of batch and epochs, every batch once; straight lines on logarithmic axes between them, the first point's
+            epochs below, the last two points' line above (level if it falls).
+        min_epochs: E(B) = min_epochs (1 + B / critical_batch).
+        critical_batch: Its batch; None: epochs never rise.
+        updates_floor: Updates(B) = updates_floor + updates_samples / B.
+        updates_samples: Its samples.
+        samples_per_epoch: Epochs are updates times B over this.
+    """
 
     name: str = ""
     points: Annotated[tuple[tuple[_Positive, _Positive], ...], Meta(min_length=1)] = ()

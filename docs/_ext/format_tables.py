@@ -48,6 +48,8 @@ FORMATS = {
         "placement": plan_file._Placement,
         "groups[]": plan_file._Group,
         "predicted": prediction.Prediction,
+        "predicted.strategies[]": prediction.Rival,
+        "predicted.memory[] of a strategy": prediction.HeldMemory,
     },
     "cost": {
         "": tablefile._Table,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,14 @@ def test_types_of_transformers():
     assert page == types_table.page(rows, int(known), version)
     changed = {**rows, "bert": {**rows["bert"], "runs": {"shares": "no", "stages": "no"}}}
     assert page != types_table.page(changed, int(known), version)
+
+
+def test_trials():
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/trials.rows.jsonl").read_text().splitlines()]
+    count = Counter(row["status"] for row in rows)
+    cells = [len({row["model"] for row in rows}), f"{len(rows):,}", *map(count.pop, ("equal", "noted", "random", "refused"))]
+    assert not count  # none late, none WRONG
+    assert f"| {' | '.join(map(str, cells))} | 0 | 0 |" in (ROOT / "docs/testing.md").read_text()
 
 
 @pytest.mark.parametrize("made", [runs.table, runs.ratios])

@@ -28,9 +28,7 @@ from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
-from rlplace.envs.vector.base import PlacerVectorEnv
-from rlplace.envs.vector.placement import PlacementVectorEnv
-from rlplace.envs.vector.refinement import RefinementVectorEnv
+from rlplace.envs.vector.base import PlacementVectorEnv, PlacerVectorEnv, RefinementVectorEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50

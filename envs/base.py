@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
-from typing import Any, TypedDict
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +19,12 @@ from rlplace.errors import InputError, show
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 from rlplace.text import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from rlplace.envs.vector.batch import Batch
+
+_ONE = np.zeros(1, dtype=np.int64)
+"""The one environment of a single one's batch."""
 
 
 def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
@@ -142,9 +148,48 @@ class PlacerEnv(NumberedEnv):
         """The instance of the current episode."""
         return self.instances[self._index]
 
-    def _draw_instance(self, options: dict[str, Any] | None) -> None:
+    def batch_of(self, count: int, threads: int = 1) -> Batch:
+        """Episodes of `count` environments by the rules of this one."""
+        raise TypeError(f"{type(self).__name__} must define batch_of")
+
+    @cached_property
+    def batch(self) -> Any:
+        """The episode of this environment: a batch of one."""
+        return self.batch_of(1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+        """Starts an episode.
+
+        Args:
+            seed: Seed of the random numbers; None goes on with those of before.
+            options: ``problem`` chooses the problem by its number; see the environment for others.
+        """
+        super().reset(seed=seed)
         self._done = True  # until the reset is through
-        self._index = self.draw_index(self.np_random, options)
+        self._index = self.batch.index[0] = self.draw_index(self.np_random, options)
+        self.batch.begin(_ONE, [self.np_random], options or {})
+        self._done = False
+        return self._observe(), {"problem": self._index}
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Takes an action."""
+        rewards = np.zeros(1)
+        closing = self.batch.advance(_ONE, np.array([self._check_action(action)]), rewards)
+        self._done = bool(closing)
+        return self._observe(), float(rewards[0]), self._done, False, closing.get(0, {"problem": self._index})
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Bool [number of actions], True where the action is legal; never all False."""
+        masks: NDArray[np.bool_] = self.batch.legal[0].copy()
+        return masks
+
+    def current_plan(self) -> NDArray[np.int32]:
+        """int32 [G], the plan so far; -1 where a group is not placed yet."""
+        plan: NDArray[np.int32] = self.batch.plan[0, : self.instance.problem.num_groups]
+        return plan
+
+    def _observe(self) -> Observation:
+        return {name: values[0] for name, values in self.batch.observe().items()}
 
     def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments stack."""
@@ -174,32 +219,6 @@ class PlacerEnv(NumberedEnv):
         if result.feasible:
             info["vs_best_baseline"] = result.step_time_s / instance.reference_step_time_s
         return info
-
-    def _assemble(
-        self,
-        device_of_group: NDArray[np.int32],
-        candidates: NDArray[np.float32],
-        candidate_group: NDArray[np.int32],
-        context: Sequence[float],
-    ) -> Observation:
-        observation: Observation = {
-            "graph": np.array([self._index], dtype=np.int32),
-            "device_of_group": self._padded(device_of_group),
-            "candidates": candidates.flatten(),
-            "candidate_group": candidate_group,
-            "context": context_vector(self.instance, context),
-        }
-        if self.full is not None:
-            observation.update({key: value.copy() for key, value in self.full[self._index].items()})
-        return observation
-
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [number of actions], True where the action is legal; never all False."""
-        raise TypeError(f"{type(self).__name__} must define action_masks")
-
-    def current_plan(self) -> NDArray[np.int32]:
-        """int32 [G], the plan so far; -1 where a group is not placed yet."""
-        raise TypeError(f"{type(self).__name__} must define current_plan")
 
     def render(self) -> Any:
         """Device loads as text, or a picture of the timeline as uint8 [height, width, 3]."""

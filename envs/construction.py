@@ -1,4 +1,4 @@
-"""A plan that is being built group by group, and the list-scheduling features of the devices for the next group, compiled.
+"""List-scheduling features of the devices for the next group of a plan that is built group by group, compiled.
 
 Times are divided by the instance's `ideal_s`, bytes by the memory limit of the device, and everything is clipped to
 [-`CLIP`, `CLIP`]. Axes: D devices, G groups.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rlplace.compiled import entry, inner
+from rlplace.compiled import inner
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
 from rlplace.envs.observation import memory_pressure
@@ -38,100 +37,6 @@ CONSTRUCTION_FEATURES = (
     "plan_side_by_side",  # whether branches are placed beside one another, not one after another
 )
 NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
-
-
-class Construction:
-    """Groups placed so far, in the instance's order.
-
-    Attributes:
-        instance: The instance.
-        plan: int32 [G], -1 where not placed yet.
-        placed: Number of placed groups.
-        load_s: float64 [D], work on each device.
-        pinned_bytes: float64 [D], provable bytes on each device.
-    """
-
-    def __init__(self, instance: Instance) -> None:
-        problem = instance.problem
-        devices, groups = problem.num_devices, problem.num_groups
-        self.instance = instance
-        self.plan = np.full(groups, -1, dtype=np.int32)
-        self.placed = 0
-        self.load_s, self.pinned_bytes = np.zeros(devices), np.zeros(devices)
-        self._made = np.zeros(devices)
-        self._resident_bytes = problem.resident_bytes.astype(np.float64)
-        self._resident, self._footprint = np.zeros(devices), np.zeros(devices)
-        self._free_s = np.zeros(devices)  # when each device has finished the forward work placed so far
-        self._finish_s = np.zeros(groups)
-        self._limit = np.maximum(instance.limit_bytes, 1.0)
-        self._table = np.zeros((devices, NUM_CONSTRUCTION), dtype=np.float32)
-        self._finish = np.zeros(devices)  # of the current group
-        self._static = np.array(static_features(instance))
-        self._describe()
-
-    @property
-    def done(self) -> bool:
-        """Whether all groups are placed."""
-        return self.placed == len(self.plan)
-
-    @property
-    def group(self) -> int:
-        """The group that is placed next; the last one when all are placed."""
-        return int(self.instance.order[min(self.placed, len(self.plan) - 1)])
-
-    @property
-    def largest_load(self) -> float:
-        """Largest load of a device over the ideal step time."""
-        return float(self.load_s.max()) / self.instance.ideal_s
-
-    def table(self) -> NDArray[np.float32]:
-        """float32 [D, F], the features of every device for the current group; a buffer."""
-        return self._table
-
-    def need_bytes(self) -> NDArray[np.float64]:
-        """float64 [D], provable bytes on every device with the current group; see `rlplace.envs.instance`."""
-        group, instance = self.group, self.instance
-        largest = np.maximum(self._footprint, instance.footprint_bytes[group])
-        bare = self._resident + self._resident_bytes[group] + largest
-        return np.maximum(self.pinned_bytes + instance.pinned_bytes[group], bare)
-
-    def legal(self) -> NDArray[np.bool_]:
-        """Bool [D], devices where the current group is allowed and where its provable bytes fit."""
-        if self.done:
-            return np.ones(len(self.load_s), dtype=bool)
-        return self.instance.allowed[self.group] & (self.need_bytes() <= self.instance.limit_bytes)
-
-    def overflow(self, device: int) -> float:
-        """Provable bytes over the limit of a device with the current group, relative to the limit; 1 for no device."""
-        if device >= len(self.load_s):
-            return 1.0
-        limit = float(self.instance.limit_bytes[device])
-        need = float(self.need_bytes()[device])
-        return max(0.0, need - limit) / limit if math.isfinite(limit) and limit > 0 else 0.0
-
-    def place(self, device: int) -> None:
-        """Puts the current group on a device."""
-        group, instance = self.group, self.instance
-        self._free_s[device] = self._finish_s[group] = self._finish[device]
-        self.plan[group] = device
-        self.load_s[device] += instance.graph.time_s[group, device]
-        self.pinned_bytes[device] += instance.pinned_bytes[group]
-        self._made[device] += instance.made_bytes[group]
-        self._resident[device] += self._resident_bytes[group]
-        self._footprint[device] = max(self._footprint[device], instance.footprint_bytes[group])
-        self.placed += 1
-        if not self.done:
-            self._describe()
-
-    def _describe(self) -> None:
-        instance, graph = self.instance, self.instance.graph
-        device_features(
-            self.group, self.plan, self.load_s, self._free_s, self._finish_s, self.need_bytes(), self._made,
-            instance.made_bytes, self._limit,
-            instance.allowed, graph.time_s, graph.mean_time_s, graph.neighbor_ptr, graph.neighbor, instance.neighbor_bytes,
-            instance.seconds_per_byte, instance.latency_s, instance.criticality, instance.depth, instance.ideal_s,
-            self.placed / len(self.plan), self._static, self._finish, self._table,
-        )  # fmt: skip
 
 
 def static_features(instance: Instance) -> list[float]:
@@ -206,9 +111,3 @@ def describe(  # type: ignore[no-untyped-def]
         row[14:19] = static[:5]
         for f in range(len(row)):
             row[f] = min(max(row[f], -CLIP), CLIP)
-
-
-@entry
-def device_features(*arguments):  # type: ignore[no-untyped-def]
-    """`describe`, called from Python."""
-    describe(*arguments)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.envs.backends import SimulatedBackend
-from rlplace.envs.base import Common, Observation, PlacerEnv, greedy_fit
-from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, Construction
+from rlplace.envs.base import Common, PlacerEnv, greedy_fit
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio
 from rlplace.placement.common.repair import repair
 from rlplace.problem import Problem
+
+if TYPE_CHECKING:
+    from rlplace.envs.vector.batch import PlacementBatch
 
 
 class PlacementEnv(PlacerEnv):
@@ -77,48 +80,16 @@ class PlacementEnv(PlacerEnv):
         self._make_spaces(self.max_devices, NUM_CONSTRUCTION)
         self._repairer = SimulatedBackend()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
-        """Starts an episode; ``options={"problem": i}`` chooses the problem."""
-        super().reset(seed=seed)
-        self._draw_instance(options)
-        self._construction = Construction(self.instance)
-        self._plan = self._construction.plan
-        self._done = False
-        return self._observe(), {"problem": self._index}
+    def batch_of(self, count: int, threads: int = 1) -> PlacementBatch:
+        """Episodes of `count` environments by the rules of this one."""
+        from rlplace.envs.vector.batch import PlacementBatch
 
-    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Places the current group on device `action`."""
-        device, state = self._check_action(action), self._construction
-        if not self.action_masks()[device]:
-            self._done = True
-            overflow = state.overflow(device)
-            info = {"problem": self._index, "feasible": False, "illegal": True, "relative_overflow": overflow}
-            return self._observe(), infeasible_reward(overflow), True, False, info
-        state.place(device)
-        stuck = not state.done and not state.legal().any()
-        if not (state.done or stuck):
-            return self._observe(), 0.0, False, False, {"problem": self._index}
-        self._done = True
-        self._plan, reward, info = self.finish(self._index, self._plan, stuck=stuck)
-        return self._observe(), reward, True, False, info
-
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [max_devices]; when nothing is legal at the start, the allowed devices (the episode then ends infeasible)."""
-        mask = np.zeros(self.max_devices, dtype=bool)
-        legal = self._construction.legal()
-        if not legal.any():
-            legal = self.instance.allowed[self.current_group]
-        mask[: len(legal)] = legal
-        return mask
-
-    def current_plan(self) -> NDArray[np.int32]:
-        """int32 [G], -1 where a group is not placed yet."""
-        return self._plan
+        return PlacementBatch(self, count, threads)
 
     @property
     def current_group(self) -> int:
         """The group that the next action places."""
-        return self._construction.group
+        return int(self.instance.order[min(int(self.batch.builds.placed[0]), self.instance.problem.num_groups - 1)])
 
     def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, dict[str, Any]]:
         """The plan at the end of an episode, its reward and its info.
@@ -141,13 +112,3 @@ class PlacementEnv(PlacerEnv):
             reward = self._reward(result.step_time_s, instance.reference_step_time_s)
         info = self.closing_info(index, result.step_time_s, result.relative_overflow, plan)
         return plan, reward, {**info, "repaired": repaired}
-
-    def _observe(self) -> Observation:
-        state, devices = self._construction, self.instance.problem.num_devices
-        table = np.zeros((self.max_devices, NUM_CONSTRUCTION), dtype=np.float32)
-        groups = np.full(self.max_devices, -1, dtype=np.int32)
-        if not self._done:
-            table[:devices] = state.table()
-            groups[:devices] = state.group
-        progress = state.placed / len(state.plan)
-        return self._assemble(self._plan, table, groups, [progress, state.largest_load])

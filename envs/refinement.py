@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import Evaluation, SimulatedBackend
-from rlplace.envs.base import Common, Observation, PlacerEnv, check_moves, greedy_fit
+from rlplace.envs.base import Common, PlacerEnv, check_moves, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
-from rlplace.envs.guide.guide import Guide, blind_view
 from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio, score
 from rlplace.errors import InputError
 from rlplace.problem import Problem
@@ -21,8 +18,8 @@ from rlplace.simulator.records import check_devices
 STARTS = ("best", "mixed", "greedy")
 KEEPS = ("always", "better")
 
-_PINNED = FEATURES.index("pinned_target")
-_GUIDES = 32  # instances whose buffers are kept; with more, those that were not used for longest are made again
+if TYPE_CHECKING:
+    from rlplace.envs.vector.batch import RefinementBatch
 
 
 class RefinementEnv(PlacerEnv):
@@ -95,77 +92,17 @@ class RefinementEnv(PlacerEnv):
         self.choosy = keep == "better"
         self._reward, self.plain = reward, reward is log_ratio
         self._make_spaces(moves, NUM_FEATURES)
-        self._guide_of = lru_cache(_GUIDES)(lambda instance: Guide(instance, moves - 1, 0))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
-        """Starts an episode; options: ``problem`` (a number), ``plan`` (a device per group)."""
-        super().reset(seed=seed)
-        self._draw_instance(options)
-        self._guide = self._guide_of(self.instance)
-        self._unit_s = self.instance.ideal_s
-        self._guide.state[0] = self.np_random.integers(1 << 64, dtype=np.uint64)
-        self._plan, moves = self.starting_plan(self.instance, self.np_random, (options or {}).get("plan"))
-        for _ in range(moves):
-            self._read(*self._guide.simulator.evaluate(self._plan))
-            self._offer()
-            legal = np.flatnonzero(self._legal)
-            choice = int(legal[self.np_random.integers(len(legal))])
-            if choice > 0:
-                self._plan = self._guide.moved(self._plan, choice - 1)
-        self._left = self.max_moves
-        self._best_result, simulated = self._evaluate()
-        self._read(*simulated)
-        self._best_plan = self._plan.copy()
-        self._score = self._best_score = self._score_of(self._best_result)
-        self._offer()
-        self._done = False
-        return self._observe(), {"problem": self._index}
+    def batch_of(self, count: int, threads: int = 1) -> RefinementBatch:
+        """Episodes of `count` environments by the rules of this one."""
+        from rlplace.envs.vector.batch import RefinementBatch
 
-    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Makes move `action`, or stops at 0."""
-        choice = self._check_action(action)
-        if choice == 0:
-            return self._end(0.0)
-        if not self._legal[choice]:
-            overflow = max(0.0, float(self._table[choice, _PINNED]) - 1.0)
-            return self._end(infeasible_reward(overflow), illegal=True)
-        before, standing = self._plan, self._score
-        self._plan = self._guide.moved(before, choice - 1)
-        result, simulated = self._evaluate()
-        self._score = self._score_of(result)
-        gain = max(0.0, self._best_score - self._score)
-        if gain > 0:
-            if not self.plain:
-                was = self._best_result
-                pairs = (was.step_time_s, was.relative_overflow), (result.step_time_s, result.relative_overflow)
-                gain = self.gain(self.instance, *pairs)
-            self._best_score, self._best_plan, self._best_result = self._score, self._plan.copy(), result
-        self._left -= 1
-        kept = not self.choosy or self._score < standing
-        if kept:
-            self._read(*simulated)
-        else:
-            self._plan, self._score = before, standing
-            self._table[choice], self._first[choice], self._legal[choice] = 0.0, -1, False
-        if self._left == 0:
-            return self._end(gain)
-        if kept or not self._legal[1:].any():
-            self._offer()
-        return self._observe(), gain, False, False, {"problem": self._index}
+        return RefinementBatch(self, count, threads)
 
     def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The groups that an offered move changes and the device each of them goes to, int32 [n] both; none for stop."""
-        if not 1 <= action <= self._guide.count:
-            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
-        return self._guide.move(action - 1)
-
-    def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [K]; stop is always legal."""
-        return self._legal.copy()
-
-    def current_plan(self) -> NDArray[np.int32]:
-        """int32 [G], the plan after the last move."""
-        return self._plan
+        groups, devices = self.batch.move(0, action) if 0 <= action < self.moves else self.batch.move(0, 0)
+        return groups.copy(), devices.copy()
 
     def move_scores(self) -> NDArray[np.float64]:
         """float64 [K], how much each legal move would lower the score (stop: 0; others -inf).
@@ -174,14 +111,12 @@ class RefinementEnv(PlacerEnv):
         """
         gains = np.full(self.moves, -np.inf)
         gains[0] = 0.0
-        which = np.flatnonzero(self._legal[1:])
-        if type(self.backend) is SimulatedBackend:
-            self.backend.calls += len(which)
-            results = [Evaluation(*pair) for pair in zip(*self._guide.price(self._plan, which), strict=True)]
-        else:
-            results = [self.backend.evaluate(self.instance, self._guide.moved(self._plan, int(k))) for k in which]
-        for k, result in zip(which, results, strict=True):
-            gains[k + 1] = self._score - self._score_of(result)
+        which = np.flatnonzero(self.action_masks()[1:]) + 1
+        plans = [self.batch.moved(0, int(action)) for action in which]
+        results = [self.backend.evaluate(self.instance, plan) for plan in plans]
+        score_now = float(self.batch.state.score[0])
+        for action, found in zip(which, results, strict=True):
+            gains[action] = score_now - score(found.step_time_s, found.relative_overflow, self.instance.reference_step_time_s)
         return gains
 
     def starting_plan(self, instance: Instance, random: np.random.Generator, devices: Any) -> tuple[NDArray[np.int32], int]:
@@ -217,53 +152,3 @@ class RefinementEnv(PlacerEnv):
             for step_s, overflow in (was, now)
         )
         return after - before
-
-    def _score_of(self, result: Evaluation) -> float:
-        return score(result.step_time_s, result.relative_overflow, self.instance.reference_step_time_s)
-
-    def _evaluate(self) -> tuple[Evaluation, tuple[float, float]]:
-        """The result of the current plan by a call of the backend, and the simulator's step time and overflow."""
-        simulated = self._guide.simulator.evaluate(self._plan)
-        if type(self.backend) is SimulatedBackend:  # which would simulate the plan again
-            self.backend.calls += 1
-            return Evaluation(*simulated), simulated
-        return self.backend.evaluate(self.instance, self._plan), simulated
-
-    def _read(self, step_s: float, overflow: float) -> None:
-        """Analyses the timeline of the current plan, which was simulated last; one that cannot complete has none."""
-        if step_s == np.inf:
-            blind_view(self._guide, self._plan)
-        else:
-            self._guide.read(self._plan, step_s, overflow)
-
-    def _offer(self) -> None:
-        """Draws moves of the plan that was looked at last."""
-        guide = self._guide
-        count = guide.draw(self._plan)
-        self._clear()
-        self._table[1 : count + 1] = guide.table[:count]
-        self._first[1 : count + 1] = guide.groups[guide.ptr[:count]]
-        filling = np.where(np.isfinite(guide.facts.limit), guide.view.pinned / guide.facts.limit, 0.0)
-        self._legal[1 : count + 1] = guide.table[:count, _PINNED] <= np.float32(max(1.0, filling.max()))
-
-    def _clear(self) -> None:
-        self._table = np.zeros((self.moves, NUM_FEATURES), dtype=np.float32)
-        self._first = np.full(self.moves, -1, dtype=np.int32)
-        self._legal = np.zeros(self.moves, dtype=bool)
-        self._legal[0] = True
-
-    def _end(self, reward: float, *, illegal: bool = False) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        self._done = True
-        self._clear()
-        best = self._best_result
-        info = self.closing_info(self._index, best.step_time_s, best.relative_overflow, self._best_plan)
-        return self._observe(), reward, True, False, {**info, "illegal": illegal}
-
-    def _observe(self) -> Observation:
-        context = [
-            self._left / self.max_moves,
-            self._score,
-            self._best_score,
-            float(self._guide.view.load.max()) / self._unit_s,
-        ]
-        return self._assemble(self._plan, self._table, self._first, context)

@@ -1,10 +1,9 @@
-"""The common base of both vector environments: seeds, autoreset, threads and infos as in `gymnasium.vector.SyncVectorEnv`."""
+"""Vector environments: seeds, autoreset and infos as in `gymnasium.vector.SyncVectorEnv`, episodes of a `Batch`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,10 @@ from numpy.typing import NDArray
 
 from rlplace.envs.base import Observation, PlacerEnv
 from rlplace.envs.instance import Instance
+from rlplace.envs.placement import PlacementEnv
+from rlplace.envs.refinement import RefinementEnv
+from rlplace.envs.vector.batch import Batch, Infos
 from rlplace.errors import InputError, show
-
-APART = 64
-"""Environments from which two threads step them; fewer are stepped sooner by one."""
-
-Infos = dict[str, Any]
 
 
 class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
@@ -30,6 +27,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
 
     Attributes:
         single: A single environment of the same arguments: spaces, instances, rules.
+        batch: The episodes.
     """
 
     kind: type[PlacerEnv]
@@ -71,9 +69,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self._taken = np.zeros(num_envs, dtype=np.int64)
         self._over = np.ones(num_envs, dtype=bool)  # no episode has begun
         self._random = [seeding.np_random(None) for _ in range(num_envs)]
-        self._index = np.zeros(num_envs, dtype=np.int64)
-        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
-        self._threads = threads
+        self.batch: Batch = single.batch_of(num_envs, threads)
 
     @property
     def instances(self) -> Sequence[Instance]:
@@ -108,7 +104,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             if seeds[e] is not None:
                 self._random[e] = seeding.np_random(seeds[e])
         self._restart(rows, options)
-        return self._observe(), self._numbers(mask)
+        return self.batch.observe(), self._numbers(mask)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Infos]:
         """One step of every environment; the autoreset mode says what becomes of those whose episode is over."""
@@ -122,7 +118,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             raise RuntimeError(f"the episodes of environments {begin.tolist()} are over; call reset()")
         rows = np.flatnonzero(~self._over)
         rewards, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, dtype=bool)
-        closing = self._advance(rows, chosen.astype(np.int64), rewards)
+        closing = self.batch.advance(rows, chosen.astype(np.int64), rewards)
         terminated[list(closing)] = True
         self._taken[rows] += 1
         truncated = ~self._over & (self._taken >= self._limit)
@@ -131,64 +127,51 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         over = terminated | truncated
         infos = self._numbers(np.ones(self.num_envs, dtype=bool))
         if mode is AutoresetMode.SAME_STEP and over.any():
-            last, numbers = self._observe(), self._index.copy()
+            last, numbers = self.batch.observe(), self.batch.index.copy()
             for e in np.flatnonzero(over).tolist():
                 final = {"problem": int(numbers[e]), **closing.get(e, {})}
                 seen = {name: values[e] for name, values in last.items()}
                 infos = self._add_info(infos, {"final_obs": seen, "final_info": final}, e)
             self._restart(np.flatnonzero(over), {})
-            infos["problem"] = self._index.copy()
+            infos["problem"] = self.batch.index.copy()
         else:
             for e, info in closing.items():
                 infos = self._add_info(infos, info, e)
             self._over = over
-        return self._observe(), rewards, terminated, truncated, infos
+        return self.batch.observe(), rewards, terminated, truncated, infos
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Bool [N, actions], True where an action is legal; never all False in a row."""
-        raise NotImplementedError
+        return self.batch.legal.copy()
 
     def _restart(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
         """Begins the episodes of some environments."""
         for e in rows.tolist():
-            self._index[e] = self.single.draw_index(self._random[e][0], options)
+            self.batch.index[e] = self.single.draw_index(self._random[e][0], options)
         self._over[rows], self._taken[rows] = False, 0
-        self._begin(rows, options)
-
-    def _begin(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _advance(self, rows: NDArray[np.int64], actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
-        """Steps environments and fills their rewards; returns the closing infos of those that ended."""
-        raise NotImplementedError
-
-    def _observe(self) -> Observation:
-        raise NotImplementedError
+        self.batch.begin(rows, self.np_random, options)
 
     def _numbers(self, mask: NDArray[np.bool_]) -> Infos:
         """What every info has: the number of the problem."""
-        return {"problem": np.where(mask, self._index, 0), "_problem": mask.copy()}
-
-    def _graph(self) -> Observation:
-        """The constant part of an observation."""
-        named = {"graph": self._index.astype(np.int32)[:, None]}
-        full = self.single.full
-        if full is None:
-            return named
-        return {**named, **{key: np.stack([full[i][key] for i in self._index.tolist()]) for key in full[0]}}
-
-    def _spread(self, call: Callable[[NDArray[np.int64], int], object], rows: NDArray[np.int64]) -> None:
-        """Calls ``call(rows, thread)`` for parts of the rows, which run at the same time."""
-        if self._pool is None or len(rows) < APART:
-            call(rows, 0)
-            return
-        parts = np.array_split(rows, self._threads)
-        others = [self._pool.submit(call, part, number + 1) for number, part in enumerate(parts[1:])]
-        call(parts[0], 0)
-        for other in others:
-            other.result()
+        return {"problem": np.where(mask, self.batch.index, 0), "_problem": mask.copy()}
 
     def close_extras(self, **_: Any) -> None:
         """Ends the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self.batch.close()
+
+
+class PlacementVectorEnv(PlacerVectorEnv):
+    """N times `rlplace.envs.PlacementEnv`, for ``gymnasium.make_vec("rlplace/Placement-v0", num_envs=N)``."""
+
+    kind = PlacementEnv
+
+
+class RefinementVectorEnv(PlacerVectorEnv):
+    """N times `rlplace.envs.RefinementEnv`, for ``gymnasium.make_vec("rlplace/Refinement-v0", num_envs=N)``."""
+
+    kind = RefinementEnv
+
+
+def warm_up() -> None:
+    """Compiles the kernel of construction, or loads it."""
+    PlacementVectorEnv(1, threads=1).reset(seed=0)

@@ -100,6 +100,7 @@ class State(NamedTuple):
     reward: Any  # float64 [N]
     status: Any  # int8 [N], see RUNNING
     loads_s: Any  # float64 [N], the largest load of a device
+    measured: Any  # float64 [N, 2], step time and overflow of the plan by another backend than the simulator; NaN: simulated
 
 
 def known_of(instances: Sequence[Instance]) -> Known:
@@ -147,6 +148,7 @@ def state_for(number: int, moves: int, groups: int) -> State:
         np.zeros((number, moves - 1), dtype=np.int8), np.zeros((number, moves * NUM_FEATURES), dtype=np.float32),
         np.full((number, moves), -1, dtype=np.int32), np.zeros((number, moves), dtype=np.bool_),
         np.zeros((number, NUM_CONTEXT), dtype=np.float32), seconds[4], np.zeros(number, dtype=np.int8), seconds[5],
+        np.full((number, 2), np.nan),
     )  # fmt: skip
 
 
@@ -274,14 +276,17 @@ def _compile(stamp):
             ranks = cut(k.ranks[0], k.ranks_at, 0, i)
             ranks = ranks.reshape((2, len(ranks) // 2))
             step_s, overflow = _simulate(t, s, e, graph, work, ranks, groups, devices)
-            before, s.score[e] = s.score[e], _score(step_s, overflow, k.reference_s[i])
+            worth_s, excess = step_s, overflow
+            if mode != LOOK and not np.isnan(s.measured[e, 0]):
+                worth_s, excess = s.measured[e, 0], s.measured[e, 1]
+            before, s.score[e] = s.score[e], _score(worth_s, excess, k.reference_s[i])
             kept = mode != STEP or not choosy or s.score[e] < before
             if kept:
                 _read(k, t, s, e, facts_, view_, work, groups, devices, step_s, overflow)
                 s.loads_s[e] = view_[0].max()
             gain = max(0.0, s.best_score[e] - s.score[e])
             if (gain > 0.0 and mode == STEP) or mode == BEGIN:
-                s.best_score[e], s.best_s[e], s.best_overflow[e] = s.score[e], step_s, overflow
+                s.best_score[e], s.best_s[e], s.best_overflow[e] = s.score[e], worth_s, excess
                 s.best_plan[e] = s.plan[e]
             if mode == STEP:
                 s.reward[e] = gain

@@ -15,7 +15,7 @@ from rlplace.agents.gather import PlacerVecEnv
 from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
 from rlplace.agents.problems.training import limit_memory
 from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, make_instance
-from rlplace.envs.vector import base
+from rlplace.envs.vector import batch
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -97,7 +97,7 @@ def test_plans_that_are_mended_are_the_same(bank):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_nothing(bank, kind, monkeypatch):
-    monkeypatch.setattr(base, "APART", 2)
+    monkeypatch.setattr(batch, "APART", 2)
     runs = []
     for threads in (1, 2, 3):
         envs, rng, seen = vector(kind, 9, problems=bank, threads=threads), np.random.default_rng(0), []

@@ -53,8 +53,9 @@ class Stage(Record, frozen=True):
         expert: Expert-parallel degree; it divides shard x context x tensor.
         recompute: By block what runs again; blocks that are left out keep everything.
         offload: By block what is in host memory; blocks that are left out keep everything on their device.
-        tensor: Layout over `tensor` by module path or name of a captured op; anything left out has the block's standard
-            layout.
+        tensor: Layout over `tensor` by module path, as it is priced: "column", "row"; "packed column": several matrices in
+            one, each cut; "gathered column": its output is gathered; "embedding": rows of a table; "sequence": works on a part
+            of the sequence. What is left out is whole; without any, as in older files, the runtime takes its own layout.
     """
 
     blocks: tuple[Text, ...]
@@ -65,7 +66,7 @@ class Stage(Record, frozen=True):
     expert: Count = 1
     recompute: dict[str, Recompute] = msgspec.field(default_factory=dict)
     offload: dict[str, Offload] = msgspec.field(default_factory=dict)
-    tensor: dict[str, Any] = msgspec.field(default_factory=dict)
+    tensor: dict[str, str] = msgspec.field(default_factory=dict)
 
     def axis(self, name: str) -> int:
         """Size of an axis of the mesh."""

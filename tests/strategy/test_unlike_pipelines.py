@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategy.test_executor_twin import FIELDS
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
@@ -22,6 +21,7 @@ from rlplace.strategy.search.tries import Question
 from rlplace.strategy.search.unlike import other_shares
 from tests.strategy.random_costs import random_costs, random_draft
 from tests.strategy.reference_executor import evaluate_reference
+from tests.strategy.test_executor_twin import FIELDS
 
 EIGHT = Cluster.preset("a100-80g:4+t4:4")
 

@@ -49,15 +49,17 @@ class Asked:
 
         strategy = strategy or self.strategy
         names = self.question.costs.names
-        if any(stage.tensor for stage in strategy.stages):
-            raise InputError("strategy: tensor layouts of its own have no price; leave them out for the standard ones")
         named = [block for stage in strategy.pipelines[0].stages for block in stage.blocks]
         strange = next((block for block in named if block not in names), None)
         if strange is not None:
             raise InputError(f"strategy: the model has no block {show(strange)}; its blocks are {', '.join(names)}")
         if tuple(named) != names:
             raise InputError(f"strategy: it must name the model's blocks once each, in this order: {', '.join(names)}")
-        return draft_of_strategy(strategy, names)
+        draft = draft_of_strategy(strategy, names)
+        priced = [stage.tensor for stage in self.question.strategy(draft).stages]
+        if any(stage.tensor and stage.tensor != own for stage, own in zip(strategy.stages, priced, strict=True)):
+            raise InputError("strategy: its tensor layouts are not those that are priced; leave them out, or plan again")
+        return draft
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
         """Step time and memory of a strategy (None: the plan's), op by op where the number of ops allows it."""

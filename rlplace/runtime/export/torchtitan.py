@@ -170,7 +170,7 @@ def _lacks(plan: PlacementPlan, pipeline: Pipeline) -> Iterator[str]:
         yield "splits the sequence wherever it is tensor-parallel (sequence_parallel)"
     if first.sharding == 1 and not several and pipeline.microbatches[0] > 1:
         yield "reduces gradients after every micro-batch (level 2 or 3, or one micro-batch)"
-    if any(s.tensor for s in pipeline.stages):
+    if any(word == "local" or "packed" in word for s in pipeline.stages for word in s.tensor.values()):
         yield "has tensor layouts of its own"
     devices = list(chain(*pipeline.device_sets))
     if devices != sorted(devices):

@@ -43,6 +43,11 @@ class TensorFacts:
     vocabulary: tuple[str, ...] = ()
     positions: int = 0
 
+    @property
+    def words(self) -> Mapping[str, str]:
+        """By module path how its weights are cut: ``column``, ``row`` or ``vocabulary``."""
+        return {**self.layouts, **dict.fromkeys(self.vocabulary, "vocabulary")}
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -120,8 +125,8 @@ def why_not(
 
 def judge(
     facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None
-) -> tuple[Callable[[Strategy], str | None], frozenset[str] | None]:
-    """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group may cut.
+) -> tuple[Callable[[Strategy], str | None], Mapping[str, str] | None]:
+    """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group cuts, and how.
 
     Args:
         facts: Of the model; None asks about strategies alone.
@@ -132,7 +137,7 @@ def judge(
         The modules are None where all may be cut.
     """
     tensor = TensorFacts() if facts is None else facts.tensor
-    cut = frozenset({*tensor.layouts, *tensor.vocabulary}) if tensor.layouts else None
+    cut = tensor.words if tensor.layouts else None
     return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers), cut
 
 
@@ -225,10 +230,15 @@ def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
             yield f"no tensor-parallel layout: {tensor.no_tensor}"
         if tensor.parts % degree:
             yield f"the tensor degree {degree} does not divide {tensor.parts}, what heads and widths have in common"
-    given = {path: layout for stage in pipeline.stages for path, layout in stage.tensor.items()}
-    for path, layout in given.items():
-        if tensor.layouts.get(path, layout) != layout or layout not in ("column", "row"):
-            yield f"the layout {layout!r} of {path} is not run: {tensor.layouts.get(path, 'column or row')} is; leave it out"
+    for path, word in {path: word for stage in pipeline.stages for path, word in stage.tensor.items()}.items():
+        own = tensor.words.get(path, "none")
+        plain = "vocabulary" if word == "embedding" or "gathered" in word else word.rpartition(" ")[2]
+        if plain not in (own, "sequence") and (tensor.layouts or plain not in ("column", "row", "vocabulary")):
+            yield f"the plan lays {path} out as {word!r}, this runtime as {own}; plan again with this model"
+    for stage in (stage for stage in pipeline.stages if stage.tensor):
+        for path in tensor.layouts:
+            if path not in stage.tensor and any(path.startswith(f"{block}.") or path == block for block in stage.blocks):
+                yield f"the plan leaves {path} whole, this runtime cuts it as {tensor.layouts[path]}; plan this model again"
     for degree in sorted({stage.axis("tensor") for stage in pipeline.stages if stage.sequence_parallel}):
         if tensor.no_sequence is not None:
             yield f"no sequence parallelism: {tensor.no_sequence}"

@@ -7,7 +7,7 @@ batch size and for any device kind; what is known of a cut is kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -40,7 +40,7 @@ from rlplace.strategy.blocks.op_costs import (
 )
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.layouts.layouts import LayoutSearch
-from rlplace.strategy.layouts.tensor_layout import TensorLayout, moved_by, shares, tensor_parts
+from rlplace.strategy.layouts.tensor_layout import VOCABULARY, TensorLayout, moved_by, plain_word, shares, tensor_parts
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class PricedBlocks:
         cluster: Cluster | str,
         other: OpGraph | None = None,
         *,
-        only: Collection[str] | None = None,
+        only: Mapping[str, str] | None = None,
         costs: CostTable | str | Path | None = None,
         host: str = "eager",
     ) -> None:
@@ -100,7 +100,8 @@ class PricedBlocks:
             cluster: Its devices say which kinds there are.
             other: The same model captured at another batch size: both together give all sizes (`rlplace.model.graph.rescale`).
                 None: there is this one only.
-            only: Paths of modules whose weights a tensor group may cut; None: all.
+            only: By path of module the layout in which a runtime cuts its weights over a tensor group (`plain_word`); others
+                stay whole. None: all may be cut.
             costs: See `rlplace.price`; so is `host`.
             host: See `costs`.
         """
@@ -133,7 +134,29 @@ class PricedBlocks:
             self._at(cut)
         except InputError as error:
             return str(error)
+        return None if self._only is None or cut.tensor == 1 else self._why_unlike(cut, self._only)
+
+    def _why_unlike(self, cut: Cut, runs: Mapping[str, str]) -> str | None:
+        """Why the layout that is priced is not the one that the runtime has; None where it is."""
+        layout = self._layout(cut)
+        priced = {path: plain_word(word) for path, word in (layout.modules if layout is not None else {}).items()}
+        for path in [*priced, *(path for path in runs if path not in priced)]:
+            word, own = priced.get(path, "whole"), runs.get(path, "whole")
+            # Where the degree does not divide a vocabulary, or another name of the table is laid out, both leave it whole.
+            if word != own and word != "sequence" and not (word == "whole" and own == VOCABULARY):
+                return f"{path} would be priced as {word} and run as {own}; plan with tensor=1"
         return None
+
+    def modules(self, cut: Cut) -> Mapping[str, Mapping[str, str]]:
+        """The layout word of each module that a tensor group cuts, by name of its block."""
+        return self._once(("modules", cut.tensor, cut.sequence_parallel), lambda: self._modules(cut))
+
+    def _modules(self, cut: Cut) -> dict[str, dict[str, str]]:
+        layout, found = self._layout(cut), dict[str, dict[str, str]]()
+        block_of = dict(zip(self.graph.op_module, self.blocks.of_op.tolist(), strict=True))
+        for path, word in () if layout is None else layout.modules.items():
+            found.setdefault(self.names[block_of[path]], {})[path] = word
+        return found
 
     def passes(self, kind: int, cut: Cut) -> PassCosts:
         """A pass on a device of that kind.

@@ -16,6 +16,13 @@ from rlplace.strategy.layouts.cut_block import BlockCut, FoundBlock
 from rlplace.strategy.layouts.cut_moves import ROW, WHOLE, CutOp
 from rlplace.strategy.layouts.forward_ops import TABLE, ForwardOps
 
+VOCABULARY = "vocabulary"
+
+
+def plain_word(word: str) -> str:
+    """Drops from a word of `TensorLayout.modules` what is packed or gathered: column, row, vocabulary, sequence or local."""
+    return VOCABULARY if word == "embedding" or "gathered" in word else word.rpartition(" ")[2]
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ def plan_strategy(
     time_limit_s: float | None = None,
     began_s: float | None = None,
     seed: int = 0,
-    only: Collection[str] | None = None,
+    only: Mapping[str, str] | None = None,
     costs: CostTable | str | Path | None = None,
     host: str = "eager",
     curve: BatchCurve | None = None,
@@ -78,7 +79,7 @@ def plan_strategy(
             least `LEAST_PART` of them, and nothing is answered that was not checked.
         began_s: When they began, by `time.monotonic`; None: now.
         seed: Written into the plan; the search draws nothing.
-        only: Paths of modules whose weights a tensor group may cut; None: all.
+        only: Modules whose weights a tensor group may cut, with the layouts that a runtime has for them; None: all, any.
         costs: See `rlplace.price`; so is `host`.
         host: See `costs`.
         curve: Epochs by batch: `batch` is then the smallest of those from which one is chosen
@@ -155,7 +156,9 @@ def ask(
     blocks = PricedBlocks(graph, cluster, **pricing)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
-    return Question(Evaluator(blocks, cluster), batch, space or Space(), excluded, settings=settings or {})
+    return Question(
+        Evaluator(blocks, cluster), batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules
+    )
 
 
 def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) -> Prediction:
@@ -221,8 +224,8 @@ def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
 
 
 def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any]:
-    """A strategy as plans list it."""
-    strategy = question.strategy(tried.draft)
+    """A strategy as plans list it, without its tensor layouts, which the answer has."""
+    strategy = dataclasses.replace(question, layouts=None).strategy(tried.draft)
     return {
         "kind": kind_of(tried.draft),
         "words": uniform_words(strategy),

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
-from rlplace.plan.strategy import Strategy
-from rlplace.strategy.costs import BlockCosts
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import Evaluator
 from rlplace.strategy.search.space import Space
@@ -37,6 +37,7 @@ class Question:
         space: What may be chosen.
         devices: Which devices may be used; None: all.
         settings: Fields of a strategy that drafts do not have: how its parts make up the loss of a batch.
+        layouts: For a cut over a tensor group the layout word of each module, by block, as it is priced; None: not written.
         why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
@@ -47,10 +48,24 @@ class Question:
     why_not: Callable[[Draft], str | None] | None = None
     devices: tuple[int, ...] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    layouts: Callable[[Cut], Mapping[str, Mapping[str, str]]] | None = None
 
     def strategy(self, draft: Draft) -> Strategy:
-        """A draft as a strategy for this model, checked."""
-        return replace(draft.strategy(self.costs.names), **self.settings)
+        """Makes a draft a strategy for this model, with the tensor layouts that are priced, and checks it."""
+        strategy = replace(draft.strategy(self.costs.names), **self.settings)
+        if self.layouts is None or all(place.tensor == 1 for place in draft.places):
+            return strategy
+        return replace(strategy, pipelines=tuple(map(self._laid_out, strategy.pipelines, draft.pipelines)))
+
+    def _laid_out(self, pipeline: Pipeline, draft: Draft) -> Pipeline:
+        """The pipeline of a draft with the layout words of its tensor-parallel stages."""
+        assert self.layouts is not None
+        stages = []
+        for stage, place in zip(pipeline.stages, map(draft.places.__getitem__, draft.place_of_stage), strict=True):
+            words = self.layouts(place.cut(draft.microbatch[0])) if place.tensor > 1 else {}
+            own = {path: word for block in stage.blocks for path, word in words.get(block, {}).items()}
+            stages.append(replace(stage, tensor=own))
+        return replace(pipeline, stages=tuple(stages))
 
     @property
     def costs(self) -> BlockCosts:

@@ -5,10 +5,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.runtime.export.test_script import plan_of
 
 import rlplace
 from rlplace.errors import InputError
+from tests.runtime.export.test_script import plan_of
 from tests.runtime.strategy import native_cases
 from tests.runtime.strategy.native_cases import LLAMA, chain, flat
 

@@ -40,8 +40,12 @@ def test_facts_of_a_model():
     assert facts.tensor.parts == 4
     assert facts.tensor.layouts["transformer.h.0.attn.c_attn"] == "column"
     assert facts.tensor.layouts["transformer.h.3.mlp.c_proj"] == "row"
-    assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "column"}), facts) is None
-    assert "column is" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor={"transformer.h.0.mlp.c_fc": "row"}), facts)
+    layouts = dict(facts.tensor.layouts)
+    assert why_not(strategy("gpt2", {"tensor": 4}, 0, tensor=layouts), facts) is None
+    turned = {**layouts, "transformer.h.0.mlp.c_fc": "row"}
+    assert "out as 'row', this runtime as column" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor=turned), facts)
+    del layouts["transformer.h.0.mlp.c_fc"]
+    assert "leaves transformer.h.0.mlp.c_fc whole" in why_not(strategy("gpt2", {"tensor": 4}, 0, tensor=layouts), facts)
 
 
 def test_blocks_stand_in_the_order_of_the_forward():

@@ -1,4 +1,4 @@
-"""Every registered planner on models x clusters; writes the tables between the matrix markers of docs/results.md.
+"""Every registered planner on models x clusters; writes the tables between the matrix markers of benchmarks/RESULTS.md.
 
 Usage: python benchmarks/matrix.py [--out DIR] [--only TEXT] [--planners a,b] [--calls 1024] [--time-limit 3] [--write]
 
@@ -25,7 +25,7 @@ from rlplace.placement.ask import OK
 from rlplace.problem import Problem
 from rlplace.stats import geometric_mean
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results.md"
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
 MODELS = (
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1024, help="simulator calls of a search after the floor (1024)")
     parser.add_argument("--time-limit", type=float, default=3.0, help="seconds for every other planner (3)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of random planners (3)")
-    parser.add_argument("--write", action="store_true", help="write docs/results.md")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     names = options.planners.split(",")
@@ -97,7 +97,7 @@ def priced(graph: Callable[[], OpGraph], cluster: str, groups: int) -> Problem:
 
 
 def report(found: Comparison, options: argparse.Namespace) -> str:
-    """The block for docs/results.md."""
+    """The block for benchmarks/RESULTS.md."""
     models = len(dict.fromkeys(info.model for info in found.problems))
     whole = sum(info.view == TASKS for info in found.problems)
     crowded = sum(row.planner == "single" and row.status != OK and row.view == TASKS for row in found.rows)

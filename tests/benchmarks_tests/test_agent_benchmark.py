@@ -283,7 +283,7 @@ def test_the_published_tables_of_the_agent_are_those_of_the_rows(tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(gzip.decompress((ROOT / "benchmarks/agent/rows.jsonl.gz").read_bytes()))
     store = Store({}, path, report=True)
-    page = (ROOT / "docs/results.md").read_text()
+    page = (ROOT / "benchmarks/RESULTS.md").read_text()
     assert tables.rival_tables(store, ["1 s", "5 s"])[0] in page
     whole, *parts = tables.rival_tables(store, ["64 calls", "256 calls", "1024 calls", "4096 calls"])
     assert whole in page

@@ -34,7 +34,7 @@ def test_trials():
 
 @pytest.mark.parametrize("made", [runs.table, runs.ratios])
 def test_rules_for_the_next_run(made):
-    page = (ROOT / "docs/results.md").read_text()
+    page = (ROOT / "benchmarks/RESULTS.md").read_text()
     assert made(runs.ROWS, "test") in page
 
 
@@ -76,7 +76,7 @@ def test_rules_on_emulated_hosts():
     from benchmarks import runs_emulated
 
     rows = [json.loads(line) for line in runs_emulated.ROWS.read_text().splitlines()]
-    assert runs_emulated.table() in (ROOT / "docs/results.md").read_text()
+    assert runs_emulated.table() in (ROOT / "benchmarks/RESULTS.md").read_text()
     for row in rows:  # the least of a cell is that of a run
         assert min(row["over"]) >= 1 and row["over"] == sorted(row["over"], reverse=True)
         assert row["least_s"] <= min(np.median(run["step_s"]) for run in row["runs"] if run["step_s"]) + 1e-4  # rounded

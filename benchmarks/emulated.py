@@ -2,7 +2,7 @@
 
     sudo python benchmarks/emulated.py                     all rows, about an hour; rows that stand there are not run again
     sudo python benchmarks/emulated.py --models llama --rates 200mbit
-    python benchmarks/emulated.py --table                  the table of docs/runtime/hosts.md from the rows
+    python benchmarks/emulated.py --table                  the table of tools/hosts/README.md from the rows
 
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
 buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the

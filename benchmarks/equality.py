@@ -48,7 +48,7 @@ TIMES = (1, 1, 2)
 """How often each step runs the batch before its optimizer's step."""
 
 ROWS = Path(__file__).with_suffix(".jsonl")
-PAGE = Path(__file__).parents[1] / "docs/runtime/equality.md"
+PAGE = Path(__file__).parents[1] / "benchmarks/EQUALITY.md"
 MOST = {"loss": 1e-12, "gradient": 1e-9, "norm": 1e-9, "trained": 1e-8}
 """Differences that count as equal."""
 

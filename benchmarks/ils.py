@@ -25,7 +25,7 @@ from rlplace.placement.search import MoveMaker, Search
 
 @dataclass(frozen=True)
 class IlsSettings:
-    """Parameters of the search, tuned on the validation split; see docs/agent-benchmark.md.
+    """Parameters of the search, tuned on the validation split; see benchmarks/agent/README.md.
 
     Attributes:
         tries, random_tries: Guided and random moves tried from a plan before it counts as a local optimum.

@@ -29,7 +29,7 @@ _starts: dict[str, list[Answer]] = {}
 
 @dataclass(frozen=True)
 class RaceSettings:
-    """Parameters of the race, tuned on the validation split; see docs/agent-benchmark.md.
+    """Parameters of the race, tuned on the validation split; see benchmarks/agent/README.md.
 
     Attributes:
         most: Plans that it begins with.

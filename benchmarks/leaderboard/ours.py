@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_HEURISTICS = "docs/planners/heuristics.md"
+_HEURISTICS = "docs/planners.md"
 _FLOOR = "It starts from the plan of best, whose own simulations and time are in no budget."
 
 
@@ -90,7 +90,7 @@ OURS = {
         "together, and a placement is one pass, which gains nothing from a pipeline. So its answers on the split problem "
         "are projected: both passes go where the forward pass is, or where the backward pass is, with displaced layers "
         "and without; the simulator picks, and what does not fit is repaired.",
-        "docs/planners/bipartition.md",
+        "docs/planners.md",
     ),
     "annealing": Ours(
         "search", f"Simulated annealing of the simulated step time over random moves of groups. {_FLOOR}", _HEURISTICS

@@ -27,7 +27,7 @@ from rlplace.placement.search import MoveMaker, Search
 
 @dataclass(frozen=True)
 class LocalSearchSettings:
-    """Parameters of the search, tuned on the validation split; see docs/planners/heuristics.md.
+    """Parameters of the search, tuned on the validation split; see docs/planners.md.
 
     Attributes:
         tries: Guided moves tried from one assignment before random ones.

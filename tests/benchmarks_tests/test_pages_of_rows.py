@@ -48,7 +48,7 @@ def test_the_page_of_the_compiler_partition_is_that_of_its_rows(capsys):
     unseen.table()
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     table = [words[1:] for words in said if words and words[0] in ("one", "metis", "cut", "balance")]
-    page = (ROOT / "docs/planners/compiler.md").read_text()
+    page = (ROOT / "benchmarks/papers/compiler.md").read_text()
     cells = [line.strip("| ").split(" | ")[2:] for line in page.splitlines() if re.match(r"\| [18] \| ", line)]
     assert table == cells
     make = dict(unseen.graphs())["chain 100 groups, training"]

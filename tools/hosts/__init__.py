@@ -1,4 +1,4 @@
-"""Emulated hosts: real processes on one machine, joined by real links of a chosen speed; docs/runtime/hosts.md."""
+"""Emulated hosts: real processes on one machine, joined by real links of a chosen speed; tools/hosts/README.md."""
 
 from tools.hosts.cluster import cluster_of, measure_cluster
 from tools.hosts.emulate import Host, Hosts, cleanup, emulated_hosts

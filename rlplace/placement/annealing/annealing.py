@@ -65,7 +65,7 @@ SETTINGS = AnnealingSettings
 
 
 def default_temperature(calls: float, groups: int) -> float:
-    """Start temperature for a budget of calls, tuned on the validation split; see docs/planners/heuristics.md."""
+    """Start temperature for a budget of calls, tuned on the validation split; see docs/planners.md."""
     return min(0.02, 0.01 * (calls / (64 * groups)) ** 1.2)
 
 

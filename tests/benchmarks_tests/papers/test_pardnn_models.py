@@ -137,7 +137,7 @@ def test_the_page_is_that_of_the_rows(capsys):
     assert {(row["model"], row["larger"]) for row in rows} == {(name, larger) for name in MODELS for larger in (False, True)}
     study.table()
     said = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    page = (Path(__file__).resolve().parents[3] / "docs/planners/pardnn.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "benchmarks/papers/pardnn.md").read_text()
     names = {name + end for name in MODELS for end in ("", "-2")}
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if line.startswith("| ")]
     assert [row for row in said if row[0] in names] == [row for row in cells if row[0] in names]

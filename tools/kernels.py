@@ -33,7 +33,9 @@ def main() -> int:
     """Each set in a process of its own; returns the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         any_processor = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": folder}
-        environment = {**os.environ, **any_processor, "PYTHONPATH": str(ROOT)}
+        # What pip has for a build alone, numba for one, is found by the PYTHONPATH that it gives.
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **any_processor, "PYTHONPATH": path}
         command = [sys.executable, "-P", str(Path(__file__).resolve())]
         jobs = [subprocess.Popen([*command, name], env=environment, cwd=folder) for name in SETS]
         return max(job.wait() for job in jobs)

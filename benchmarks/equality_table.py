@@ -17,7 +17,7 @@ In {clipped} cells the third step also accumulates two gradients and clips them.
 A figure is the largest difference of a gradient / a trained parameter or buffer, relative to the largest element of its tensor;
 gradients that are nothing but rounding are compared with 1e-8 of the model's largest, what they train with the learning rate.
 Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2, distilbert and t5 have tied weights; resnet has
-GroupNorm ([why](native.md#what-is-refused)); there is no dropout; a batch is eight samples of eight positions.
+GroupNorm ([why](../docs/runtime.md#what-is-refused)); there is no dropout; a batch is eight samples of eight positions.
 
 {summary}
 

@@ -1,6 +1,6 @@
 """Trains the model of train_plain.py with accelerate, on as many devices as a plan says, with gradient accumulation.
 
-train_accelerate.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime/examples.md.
+train_accelerate.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime.md.
 """
 
 import torch

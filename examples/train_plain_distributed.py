@@ -1,6 +1,6 @@
 """Trains a small language model on made-up text, on as many devices as a plan says.
 
-train_plain.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime/examples.md.
+train_plain.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime.md.
 """
 
 import torch

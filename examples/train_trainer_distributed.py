@@ -1,6 +1,6 @@
 """Trains a small GPT-2 on made-up text with the transformers Trainer, on as many devices as a plan says.
 
-train_trainer.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime/examples.md.
+train_trainer.py is the same script on one device. Started with `torchrun --nproc-per-node N`, see docs/runtime.md.
 """
 
 import torch

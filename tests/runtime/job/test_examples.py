@@ -43,7 +43,7 @@ def test_at_most_five_lines_make_a_script_distributed(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_documentation_shows_the_difference(name):
-    page = (ROOT / "docs/runtime/examples.md").read_text()
+    page = (ROOT / "docs/runtime.md").read_text()
     for before, after in changes(name):
         for line in [f"-{line}" for line in before] + [f"+{line}" for line in after]:
             assert line in page

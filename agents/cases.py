@@ -34,6 +34,6 @@ class Case:
 
 
 def is_branchy(problem: Problem) -> bool:
-    """Whether the mean work is at least `BRANCHY` times its critical path without communication."""
+    """Returns whether the mean work is at least `BRANCHY` times its critical path without communication."""
     work = float(np.nanmean(problem.time_s, axis=1).sum())
     return work >= BRANCHY * float(default_priority(problem).max())

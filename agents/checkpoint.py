@@ -64,7 +64,7 @@ def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that determine a training."""
+    """Returns versions of the packages that determine a training."""
     return {
         "rlplace": rlplace.__version__,
         "python": platform.python_version(),
@@ -176,7 +176,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
 
 
 def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) -> Callable[[], Policy]:
-    """A function that makes the policy of these settings; nothing is made yet.
+    """Returns a function that makes the policy of these settings; nothing is made yet.
 
     Raises:
         InputError: The policy is unknown, or the settings are not plain data by name.

@@ -70,13 +70,13 @@ class TrainConfig(Record, frozen=True):
     processes: _Steps = 0
 
     def settings_of(self) -> dict[str, Any]:
-        """The settings of the policy."""
+        """Returns the settings of the policy."""
         sizes = {"hidden": self.hidden, "second": self.second} if self.policy in BUILT_IN else {}
         return {**sizes, **self.settings}
 
     @staticmethod
     def load(**changes: Any) -> TrainConfig:
-        """The shipped hyperparameters, with changes (None leaves a value)."""
+        """Returns the shipped hyperparameters, with changes (None leaves a value)."""
         environment = policy_class(changes.get("policy") or BUILT_IN[0]).environment
         name = f"{environment.removeprefix('rlplace/').partition('-')[0].lower()}.toml"
         text = (files("rlplace.agents") / "hyperparams" / name).read_text(encoding="utf-8")

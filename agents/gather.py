@@ -138,7 +138,7 @@ def _tell(count: int, wanted: int, begin_s: float, moves: int, report: Callable[
 
 
 def _file(folder: Path, number: int, ending: str = "safetensors") -> Path:
-    """The labels of a case; with the ending ``none`` it stands for a case that has none."""
+    """Returns the labels of a case; with the ending ``none`` it stands for a case that has none."""
     return folder / f"{number:05d}.{ending}"
 
 
@@ -202,7 +202,7 @@ class PlacerVecEnv(VecEnv):
         self.envs.close()
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """An attribute, the same for each."""
+        """Returns an attribute, the same for each."""
         if attr_name == "action_masks":
             return [lambda e=e: self.envs.action_masks()[e] for e in self._chosen(indices)]
         return [
@@ -214,7 +214,7 @@ class PlacerVecEnv(VecEnv):
         raise InputError(f"{attr_name} cannot be set: these environments share what they are; make others")
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
-        """Rows of a method of the vector environment, such as ``action_masks``."""
+        """Returns rows of a method of the vector environment, such as ``action_masks``."""
         rows = getattr(self.envs, method_name)(*method_args, **method_kwargs)
         return list(rows) if indices is None else [rows[e] for e in self._chosen(indices)]
 

@@ -124,7 +124,9 @@ class GraphNetwork(Policy):
         self._places = torch.tensor([places[id(graph)] for graph in graphs])
 
     def _groups(self) -> tuple[_Graphs, Tensor, Tensor]:
-        """All known graphs, the vectors of their groups and the mean vector of each; kept while weights and graphs stay."""
+        """Returns all known graphs, the vectors of their groups and the mean vector of each; kept while weights and graphs
+        stay.
+        """
         version = sum(weight._version for weight in self._weights)
         if torch.is_grad_enabled() or self._kept[0] != version:
             graphs = _Graphs(self._known)
@@ -136,7 +138,7 @@ class GraphNetwork(Policy):
         return found
 
     def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits [B, D] and values [B, 1]."""
+        """Returns logits [B, D] and values [B, 1]."""
         devices, number = observation["candidate_group"], self._places[observation["graph"][:, 0].long()]
         graphs, groups, means = self._groups()
         rows = groups[graphs.first[number] + devices.amax(dim=1).long().clamp(min=0)]

@@ -79,7 +79,7 @@ class Decisions:
 
 
 def collect_decisions(case: Case, *, states: int, moves: int, seed: int) -> Decisions | None:
-    """The decisions of one case; None when it has one device, or no plan is known that fits.
+    """Returns the decisions of one case; None when it has one device, or no plan is known that fits.
 
     Args:
         case: The case.
@@ -97,7 +97,9 @@ def collect_decisions(case: Case, *, states: int, moves: int, seed: int) -> Deci
 
 
 def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
-    """int32 [G], the best plan that fits of the planners that take milliseconds; None where there is none, or one device."""
+    """Returns int32 [G], the best plan that fits of the planners that take milliseconds; None where there is none, or one
+    device.
+    """
     try:
         check_possible(problem)
     except InfeasibleError:
@@ -112,7 +114,7 @@ def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
 
 
 def decisions_of(instance: Instance, plan: NDArray[np.int32]) -> Decisions:
-    """The decisions that build a plan that fits: a branch at a time, and branches side by side."""
+    """Returns the decisions that build a plan that fits: a branch at a time, and branches side by side."""
     both = (instance, side_by_side(instance))
     plots, builds = tuple(plots_of(both)), builds_for(2, *instance.allowed.shape)
     builds.instance[:] = (0, 1)

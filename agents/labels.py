@@ -167,7 +167,7 @@ def walk(guide: Guide, start: NDArray[np.int32], states: int, rng: Generator) ->
 
 
 def choose(change: NDArray[np.float64], rng: Generator) -> int | None:
-    """The next move of a descent: mostly one that gains, sometimes any that costs little.
+    """Returns the next move of a descent: mostly one that gains, sometimes any that costs little.
 
     Args:
         change: float64 [M], log of the step time after each move over that before; infinite where it cannot complete.

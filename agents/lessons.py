@@ -94,7 +94,7 @@ def descend(network: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> 
 
 
 def _window(files: Sequence[Path], step: int, seed: int, size: int) -> list[Path]:
-    """The files that a step may read; a quarter of them changes every `_TURN` steps."""
+    """Returns the files that a step may read; a quarter of them changes every `_TURN` steps."""
     if len(files) <= size:
         return list(files)
     turn, part = step // _TURN, size // 4

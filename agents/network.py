@@ -91,7 +91,7 @@ class PlacerNetwork(Policy):
         return torch.relu(self.second(torch.relu(before)))
 
     def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
-        """Logits [..., K] of moves [..., K, F]; the plan does not matter."""
+        """Returns logits [..., K] of moves [..., K, F]; the plan does not matter."""
         return self._logits(moves, self.described(moves))
 
     def _logits(self, candidates: Tensor, described: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Agent:
     def _best_built(
         self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, left_s: float
     ) -> tuple[NDArray[np.int32], int]:
-        """The best of the plan that is known and of some that the builder makes, and the simulations that took."""
+        """Returns the best of the plan that is known and of some that the builder makes, and the simulations that took."""
         most = int(_BUILT_CALLS * calls) if calls is not None else _BUILT * (1 + _MENDING)
         if most < 2 or self.builder is None:
             return devices, 0
@@ -155,7 +155,7 @@ class Agent:
 
 
 def _simulation_s(problem: Problem) -> float:
-    """Seconds that a simulation takes."""
+    """Returns seconds that a simulation takes."""
     simulator, devices = Simulator(problem), np.arange(problem.num_groups, dtype=np.int32) % problem.num_devices
     begin_s = time.perf_counter()
     simulator.evaluate(legalize(problem, devices))

@@ -134,13 +134,13 @@ def columns_of(features: Sequence[str], known: Sequence[str]) -> NDArray[np.int6
 
 
 def read_by(policy: Policy, table: NDArray[Any]) -> Tensor:
-    """float32 [..., F], the columns of a table of moves [..., `FEATURES`] that a policy reads."""
+    """Returns float32 [..., F], the columns of a table of moves [..., `FEATURES`] that a policy reads."""
     columns = columns_of(policy.features, FEATURES)
     return torch.from_numpy(np.asarray(table if columns is None else table[..., columns], dtype=np.float32))
 
 
 def narrowed(observation: Mapping[str, Tensor], features: Sequence[str], known: Sequence[str]) -> Mapping[str, Tensor]:
-    """An observation whose candidates have `known` columns, with `features` of them alone."""
+    """Returns an observation whose candidates have `known` columns, with `features` of them alone."""
     columns = columns_of(features, known)
     if columns is None:
         return observation
@@ -149,7 +149,7 @@ def narrowed(observation: Mapping[str, Tensor], features: Sequence[str], known: 
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class of policies of this name.
+    """Returns the class of policies of this name.
 
     Raises:
         InputError: No built-in policy and no installed package has the name, or what has it is no policy.
@@ -171,7 +171,7 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def policy_name(policy: Policy) -> str:
-    """The name by which a checkpoint finds the class of a policy again.
+    """Returns the name by which a checkpoint finds the class of a policy again.
 
     Raises:
         InputError: No name leads to it.

@@ -100,7 +100,7 @@ def instances_of(source: CaseSource, first: int, count: int, *, quick: bool = Fa
 
 
 def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
-    """A `MaskablePPO` whose policy holds a copy of the network."""
+    """Returns a `MaskablePPO` whose policy holds a copy of the network."""
     games: PlacerVectorEnv
     graphs: list[GraphArrays] = []
     if network.environment == PLACEMENT:
@@ -144,7 +144,7 @@ def run_part(
     logs: Path,
     tick: Callable[[int], object],
 ) -> tuple[Part, dict[str, Any]]:
-    """One part of PPO; changes the network.
+    """Returns one part of PPO; changes the network.
 
     Args:
         network: The network, trained in place.

@@ -54,7 +54,9 @@ def learned(network: Policy, files: Sequence[Path]) -> str:
 
 
 def captured_gain(network: Policy, files: Sequence[Path]) -> dict[int, float]:
-    """Share of the best move's gain that the best of the 1, 4 and 16 highest scored moves has, over all states with a gain."""
+    """Returns share of the best move's gain that the best of the 1, 4 and 16 highest scored moves has, over all states with a
+    gain.
+    """
     captured, best = np.zeros(len(_RANKS)), 0.0
     for path in files:
         labels = _labels(path)
@@ -69,7 +71,7 @@ def captured_gain(network: Policy, files: Sequence[Path]) -> dict[int, float]:
 
 
 def ranking(network: Policy, files: Sequence[Path], rng: Generator) -> Tensor:
-    """The loss of a batch that is drawn from some files."""
+    """Returns the loss of a batch that is drawn from some files."""
     chosen = [_labels(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
     rows = [rng.choice(len(labels.change), min(STATES, len(labels.change)), replace=False) for labels in chosen]
     features = np.concatenate([labels.features[row] for labels, row in zip(chosen, rows, strict=True)])

@@ -122,7 +122,7 @@ class Search:
             return self._policy.scores(Looked(self._guide, plan), moves).numpy()
 
     def _round(self, calls: int, progress: float, slope: float) -> int:
-        """One look at the plan and some tries, `calls` simulations at most; returns the tries."""
+        """Returns one look at the plan and some tries, `calls` simulations at most; returns the tries."""
         from rlplace.agents.guided import CALLS, attempt, look
 
         g, counts = self._guide, self._counts

@@ -159,7 +159,7 @@ class _Run:
         self._moments = None
 
     def _labelling(self) -> dict[str, int]:
-        """The settings that determine the labels of a case."""
+        """Returns the settings that determine the labels of a case."""
         return {"states": self.config.states, "moves": self.config.moves, "seed": self.config.seed * 1_000_000}
 
     def practise(self) -> None:

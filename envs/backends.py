@@ -43,7 +43,7 @@ class Backend(Protocol):
     calls: int
 
     def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
-        """Step time and memory overflow of one plan; counts one call."""
+        """Returns step time and memory overflow of one plan; counts one call."""
         ...
 
 

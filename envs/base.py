@@ -28,7 +28,7 @@ _ONE = np.zeros(1, dtype=np.int64)
 
 
 def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
-    """One line per device: groups, work, provable memory, and a bar of the work."""
+    """Returns one line per device: groups, work, provable memory, and a bar of the work."""
     load, pinned = load_and_pinned(instance, device_of_group)
     largest = max(float(load.max()), 1e-30)
     lines = []
@@ -42,7 +42,7 @@ def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
 
 
 def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
+    """Returns uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
     from rlplace.explanation.report.lanes import empty_image, lanes_of, paint
 
     if (device_of_group < 0).any():
@@ -82,7 +82,7 @@ class NumberedEnv(gym.Env[Observation, np.int64]):
         return int(action)
 
     def draw_index(self, random: np.random.Generator, options: dict[str, Any] | None) -> int:
-        """The number of the problem of the next episode: ``options["problem"]``, or drawn.
+        """Returns the number of the problem of the next episode: ``options["problem"]``, or drawn.
 
         Raises:
             InputError: The options name no problem.
@@ -149,7 +149,7 @@ class PlacerEnv(NumberedEnv):
         return self.instances[self._index]
 
     def batch_of(self, count: int, threads: int = 1) -> Batch:
-        """Episodes of `count` environments by the rules of this one."""
+        """Returns episodes of `count` environments by the rules of this one."""
         raise TypeError(f"{type(self).__name__} must define batch_of")
 
     @cached_property
@@ -179,12 +179,12 @@ class PlacerEnv(NumberedEnv):
         return self._observe(), float(rewards[0]), self._done, False, closing.get(0, {"problem": self._index})
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [number of actions], True where the action is legal; never all False."""
+        """Returns bool [number of actions], True where the action is legal; never all False."""
         masks: NDArray[np.bool_] = self.batch.legal[0].copy()
         return masks
 
     def current_plan(self) -> NDArray[np.int32]:
-        """int32 [G], the plan so far; -1 where a group is not placed yet."""
+        """Returns int32 [G], the plan so far; -1 where a group is not placed yet."""
         plan: NDArray[np.int32] = self.batch.plan[0, : self.instance.problem.num_groups]
         return plan
 
@@ -192,13 +192,15 @@ class PlacerEnv(NumberedEnv):
         return {name: values[0] for name, values in self.batch.observe().items()}
 
     def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
-        """int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments stack."""
+        """Returns int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments
+        stack.
+        """
         padded = np.full(self.max_groups, -1, dtype=np.int32)
         padded[: len(device_of_group)] = device_of_group
         return padded
 
     def closing_info(self, index: int, step_time_s: float, relative_overflow: float, plan: NDArray[np.int32]) -> dict[str, Any]:
-        """The entries of the last info of an episode about its plan.
+        """Returns the entries of the last info of an episode about its plan.
 
         Args:
             index: Number of the problem.
@@ -221,7 +223,7 @@ class PlacerEnv(NumberedEnv):
         return info
 
     def render(self) -> Any:
-        """Device loads as text, or a picture of the timeline as uint8 [height, width, 3]."""
+        """Returns device loads as text, or a picture of the timeline as uint8 [height, width, 3]."""
         if self.render_mode == "ansi":
             return render_ansi(self.instance, self.current_plan())
         if self.render_mode == "rgb_array":
@@ -253,13 +255,13 @@ def _problem_list(problems: Any) -> list[Problem | Instance]:
 
 
 def static_context(instance: Instance) -> list[float]:
-    """The first entries of `context`: devices, groups and memory pressure."""
+    """Returns the first entries of `context`: devices, groups and memory pressure."""
     problem = instance.problem
     return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
 
 
 def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.float32]:
-    """The `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
+    """Returns the `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
 
     Args:
         instance: The instance.
@@ -280,7 +282,9 @@ def default_instances() -> tuple[Instance, ...]:
 
 
 def greedy_fit(instance: Instance) -> NDArray[np.int32]:
-    """A plan made for memory alone: largest groups first, each to the allowed device with the lowest filling after it."""
+    """Returns a plan made for memory alone: largest groups first, each to the allowed device with the lowest filling
+    after it.
+    """
     devices = instance.problem.num_devices
     plan = np.zeros(instance.problem.num_groups, dtype=np.int32)
     used = np.zeros(devices)

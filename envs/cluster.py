@@ -65,7 +65,7 @@ class Scenario:
 
     @staticmethod
     def of(pool: Pool, truth: Truth) -> Scenario:
-        """A truth for all candidates."""
+        """Returns a truth for all candidates."""
         step_s = np.array([truth.step_s(draft) for draft in pool.drafts])
         share = np.array([truth.share(draft) for draft in pool.drafts])
         busy_s = tuple(truth.stage_busy_s(draft) for draft in pool.drafts)
@@ -106,7 +106,9 @@ class Scenario:
 
 @cache
 def default_questions() -> tuple[Question, ...]:
-    """A perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two T4s."""
+    """Returns a perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two
+    T4s.
+    """
     from rlplace.cluster.parse import parse
     from rlplace.model.capture.capture import capture
     from rlplace.model.zoo import load_model
@@ -119,7 +121,7 @@ def default_questions() -> tuple[Question, ...]:
 
 @cache
 def default_scenarios() -> tuple[Scenario, ...]:
-    """The first of these questions, and sixteen truths."""
+    """Returns the first of these questions, and sixteen truths."""
     question = default_questions()[0]
     pool = first_pool(question, calls=100)
     made = (Scenario.of(pool, Truth.drawn(question, seed)) for seed in range(16))
@@ -140,7 +142,7 @@ over 3; share of its blocks that are recomputed; share of the memory of its full
 
 
 def stages_of(draft: Draft, said: Evaluation, cluster: Cluster) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """A plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
+    """Returns a plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
     rows: list[list[float]] = []
     held: list[int] = []
     blocks, first = len(draft.recompute), 0
@@ -162,7 +164,9 @@ def stages_of(draft: Draft, said: Evaluation, cluster: Cluster) -> tuple[NDArray
 
 
 def plan_graphs(pool: Pool, candidates: int, stages: int) -> dict[str, NDArray[Any]]:
-    """The part of an observation that stays: float32 ``stages`` [(K + 1) S F], and int32 ``place`` [(K + 1) S] (-1: none)."""
+    """Returns the part of an observation that stays: float32 ``stages`` [(K + 1) S F], and int32 ``place`` [(K + 1) S] (-1:
+    none).
+    """
     table = np.zeros((candidates + 1, stages, len(STAGE_FEATURES)), dtype=np.float32)
     place = np.full((candidates + 1, stages), -1, dtype=np.int32)
     for number in range(len(pool.drafts)):
@@ -312,14 +316,14 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         return max(-LOST, self._reward(float(self.scenario.step_s[done].min()), self.scenario.least_s)) if done else -LOST
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [K + 1]: what has not run yet, and to stop once something has."""
+        """Returns bool [K + 1]: what has not run yet, and to stop once something has."""
         mask = np.zeros(self.candidates + 1, dtype=bool)
         mask[: len(self.belief.pool.drafts)] = self.belief.left
         mask[-1] = self.belief.best is not None or not mask.any()
         return mask
 
     def render(self) -> str | None:
-        """The runs so far, one a line."""
+        """Returns the runs so far, one a line."""
         if self.render_mode is None:
             return None
         lines = [

@@ -40,7 +40,7 @@ NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
 
 
 def static_features(instance: Instance) -> list[float]:
-    """The last of `CONSTRUCTION_FEATURES`, and the bytes of parameters and tensors."""
+    """Returns the last of `CONSTRUCTION_FEATURES`, and the bytes of parameters and tensors."""
     devices, groups, memory = instance.problem.num_devices, instance.problem.num_groups, float(instance.limit_bytes.sum())
     made_bytes = float(instance.made_bytes.sum())
     tensors = made_bytes / memory if 0 < memory < math.inf else 0.0

@@ -127,14 +127,16 @@ def make_instance(
 
 
 def side_by_side(instance: Instance) -> Instance:
-    """The same instance, whose groups construction places by falling upward rank, as `heft` does: branches side by side."""
+    """Returns the same instance, whose groups construction places by falling upward rank, as `heft` does: branches side by
+    side.
+    """
     rank = np.full(instance.problem.num_groups, -np.inf)
     np.maximum.at(rank, instance.problem.op_group, upward_rank(instance.problem, communication=True))
     return dataclasses.replace(instance, order=np.argsort(-rank, kind="stable").astype(np.int32))
 
 
 def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Per group the longest path through one of its ops and the earliest start of one, without communication."""
+    """Returns per group the longest path through one of its ops and the earliest start of one, without communication."""
     bottom = default_priority(problem)
     top = np.array(longest_ways(problem, np.nanmean(problem.time_s, axis=1).tolist(), backwards=False), dtype=np.float64)
     through, start = np.zeros(problem.num_groups), np.full(problem.num_groups, np.inf)
@@ -144,7 +146,7 @@ def _paths(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def group_made_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], resident bytes and bytes of all tensors that a group produces."""
+    """Returns float64 [G], resident bytes and bytes of all tensors that a group produces."""
     made = problem.resident_bytes.astype(np.float64)
     is_output = problem.tensor_producer >= 0
     np.add.at(made, problem.op_group[problem.tensor_producer[is_output]], problem.tensor_bytes[is_output])
@@ -155,7 +157,7 @@ _PIVOT_CANDIDATES = 4
 
 
 def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], fact (2) at the pivot that gives the largest total."""
+    """Returns float64 [G], fact (2) at the pivot that gives the largest total."""
     tensor = problem.edge_tensor
     producer = problem.tensor_producer[tensor]
     inner = (producer >= 0) & (problem.op_group[np.maximum(producer, 0)] == problem.op_group[problem.consumers])
@@ -174,12 +176,12 @@ def group_saved_bytes(problem: Problem) -> NDArray[np.float64]:
 
 
 def group_pinned_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], resident bytes plus `group_saved_bytes`."""
+    """Returns float64 [G], resident bytes plus `group_saved_bytes`."""
     return problem.resident_bytes + group_saved_bytes(problem)
 
 
 def _pivots(problem: Problem) -> list[int]:
-    """Last forward and first backward ops in topological order: where most saved activations are live."""
+    """Returns last forward and first backward ops in topological order: where most saved activations are live."""
     phase = problem.op_phase[problem.topological_order]
     forward = problem.topological_order[phase == FORWARD][-_PIVOT_CANDIDATES:]
     backward = problem.topological_order[phase == BACKWARD][:_PIVOT_CANDIDATES]
@@ -197,7 +199,7 @@ FinalReward = Callable[[float, float], float]
 
 
 def score(step_time_s: float, relative_overflow: float, reference_step_time_s: float) -> float:
-    """The objective of refinement: the order of `objective_s` on a scale that is the same for all problems.
+    """Returns the objective of refinement: the order of `objective_s` on a scale that is the same for all problems.
 
     log(step time / reference) of a plan that fits; of any other `UNFIT` plus log(1 + overflow), the overflow cut at 10 so that
     one bad episode does not drown the others; four times `UNFIT` where the step cannot complete.
@@ -214,5 +216,5 @@ def log_ratio(step_time_s: float, reference_step_time_s: float) -> float:
 
 
 def infeasible_reward(relative_overflow: float) -> float:
-    """The reward of a plan that does not fit or of an illegal action: below that of any plan that fits."""
+    """Returns the reward of a plan that does not fit or of an illegal action: below that of any plan that fits."""
     return -score(UNFIT_S, relative_overflow, 1.0)

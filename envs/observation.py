@@ -37,7 +37,7 @@ MAX_PROBLEMS = 1 << 20
 
 
 def observation_space(max_groups: int, candidates: int, features: int, full: bool) -> spaces.Dict:
-    """The flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends.
+    """Returns the flat Dict of Box that both environments observe; tables are flattened row by row, as SB3 recommends.
 
     Args:
         max_groups: G, number of groups in the spaces.
@@ -77,7 +77,7 @@ def memory_pressure(instance: Instance) -> float:
 
 
 def node_features(instance: Instance) -> NDArray[np.float32]:
-    """float32 [G, `NUM_NODE_FEATURES`], static facts of every group, free of units."""
+    """Returns float32 [G, `NUM_NODE_FEATURES`], static facts of every group, free of units."""
     problem = instance.problem
     scale = max(float(instance.graph.mean_time_s.sum()), 1e-30)
     groups = problem.num_groups
@@ -103,7 +103,7 @@ def node_features(instance: Instance) -> NDArray[np.float32]:
 
 
 def edge_features(instance: Instance) -> NDArray[np.float32]:
-    """float32 [E, 2], transfer time over a mean link: over the ideal step time, and over the producer's own time."""
+    """Returns float32 [E, 2], transfer time over a mean link: over the ideal step time, and over the producer's own time."""
     seconds = instance.graph.edge_bytes * _mean_seconds_per_byte(instance)
     own = np.maximum(instance.graph.mean_time_s[instance.graph.source], 1e-12)
     pair = np.stack([np.log1p(seconds / instance.ideal_s * 50.0), np.log1p(seconds / own)], axis=1)
@@ -126,7 +126,7 @@ class GraphArrays(NamedTuple):
 
 
 def graph_arrays(instance: Instance) -> GraphArrays:
-    """The arrays of an instance."""
+    """Returns the arrays of an instance."""
     graph = instance.graph
     source, target = graph.source.astype(np.int64), graph.target.astype(np.int64)
     return GraphArrays(node_features(instance), source, target, edge_features(instance))

@@ -81,7 +81,7 @@ class PlacementEnv(PlacerEnv):
         self._repairer = SimulatedBackend()
 
     def batch_of(self, count: int, threads: int = 1) -> PlacementBatch:
-        """Episodes of `count` environments by the rules of this one."""
+        """Returns episodes of `count` environments by the rules of this one."""
         from rlplace.envs.vector.batch import PlacementBatch
 
         return PlacementBatch(self, count, threads)
@@ -92,7 +92,7 @@ class PlacementEnv(PlacerEnv):
         return int(self.instance.order[min(int(self.batch.builds.placed[0]), self.instance.problem.num_groups - 1)])
 
     def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, dict[str, Any]]:
-        """The plan at the end of an episode, its reward and its info.
+        """Returns the plan at the end of an episode, its reward and its info.
 
         Args:
             index: Number of the problem.

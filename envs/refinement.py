@@ -94,18 +94,20 @@ class RefinementEnv(PlacerEnv):
         self._make_spaces(moves, NUM_FEATURES)
 
     def batch_of(self, count: int, threads: int = 1) -> RefinementBatch:
-        """Episodes of `count` environments by the rules of this one."""
+        """Returns episodes of `count` environments by the rules of this one."""
         from rlplace.envs.vector.batch import RefinementBatch
 
         return RefinementBatch(self, count, threads)
 
     def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The groups that an offered move changes and the device each of them goes to, int32 [n] both; none for stop."""
+        """Returns the groups that an offered move changes and the device each of them goes to, int32 [n] both; none for
+        stop.
+        """
         groups, devices = self.batch.move(0, action) if 0 <= action < self.moves else self.batch.move(0, 0)
         return groups.copy(), devices.copy()
 
     def move_scores(self) -> NDArray[np.float64]:
-        """float64 [K], how much each legal move would lower the score (stop: 0; others -inf).
+        """Returns float64 [K], how much each legal move would lower the score (stop: 0; others -inf).
 
         These are the labels of the warm start: every simulator call labels a move.
         """
@@ -120,7 +122,7 @@ class RefinementEnv(PlacerEnv):
         return gains
 
     def starting_plan(self, instance: Instance, random: np.random.Generator, devices: Any) -> tuple[NDArray[np.int32], int]:
-        """A plan to start from, and how many random moves of it are made first.
+        """Returns a plan to start from, and how many random moves of it are made first.
 
         Args:
             instance: The instance.

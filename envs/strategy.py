@@ -135,11 +135,11 @@ class StrategyEnv(NumberedEnv):
         return self._observe(), gain, False, False, self._info(self.now)
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [K]; stop is always legal."""
+        """Returns bool [K]; stop is always legal."""
         return self.move_scores() > -np.inf
 
     def move_scores(self) -> NDArray[np.float64]:
-        """float64 [K], how much each legal move would lower the score (stop: 0; others -inf)."""
+        """Returns float64 [K], how much each legal move would lower the score (stop: 0; others -inf)."""
         lowers = np.full(self.moves, -np.inf)
         lowers[0] = 0.0
         for action, (*_, after) in enumerate(self.offered, 1):
@@ -148,7 +148,7 @@ class StrategyEnv(NumberedEnv):
         return lowers
 
     def current_strategy(self) -> Strategy:
-        """The strategy after the last move."""
+        """Returns the strategy after the last move."""
         return self.now.draft.strategy(self.question.costs.names)
 
     def _end(self, reward: float, *, illegal: bool = False) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

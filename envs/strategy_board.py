@@ -96,7 +96,7 @@ class Board:
         return (self._answer.uniform if start == "uniform" else None) or self.floor
 
     def given(self, strategy: Strategy) -> Tried:
-        """A strategy to start from; InputError where it is none of the question, cannot run or does not fit."""
+        """Returns a strategy to start from; InputError where it is none of the question, cannot run or does not fit."""
         names, batch, why = tuple(self.question.costs.names), self.question.batch, "this one has others"
         if strategy.batch == batch and tuple(name for stage in strategy.stages for name in stage.blocks) == names:
             tried = self._tries.score(draft_of_strategy(strategy, names))
@@ -116,7 +116,9 @@ class Board:
         return [(kind, other, self.fits(kind, other)) for other, kind in found.items() if kind]
 
     def stages(self, draft: Draft, room: int) -> dict[str, NDArray[Any]]:
-        """A strategy as a graph, with room for S stages: float32 ``stages`` [S F], and int32 ``place`` [S] (-1: none)."""
+        """Returns a strategy as a graph, with room for S stages: float32 ``stages`` [S F], and int32 ``place`` [S] (-1:
+        none).
+        """
         said, parts = self._said(draft)
         table, place = np.zeros((room, len(STAGE_FEATURES)), dtype=np.float32), np.full(room, -1, dtype=np.int32)
         rows, held = cluster.stages_of(draft, said, self.question.cluster)
@@ -140,7 +142,7 @@ class Board:
         return {**found, "peak_memory_bytes": peaks}
 
     def _by_kind(self, draft: Draft) -> dict[str, list[Iterable[Draft]]]:
-        """Every move of every kind, in parts that are made when they are asked for."""
+        """Returns every move of every kind, in parts that are made when they are asked for."""
         found: dict[str, list[Iterable[Draft]]] = {kind: [] for kind in KINDS}
         for kind, part in self._moves.of_kinds(draft, self._said(draft)[0]):
             found[kind].append(part)

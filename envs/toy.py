@@ -45,7 +45,7 @@ def toy_problem(number: int) -> Problem:
 
 
 def optimum(problem: Problem) -> tuple[NDArray[np.int32], float]:
-    """The quickest plan that fits, and its step time, by trying all ``D ** G`` plans; inf where none fits."""
+    """Returns the quickest plan that fits, and its step time, by trying all ``D ** G`` plans; inf where none fits."""
     best, best_s = np.zeros(problem.num_groups, dtype=np.int32), np.inf
     plans = product(range(problem.num_devices), repeat=problem.num_groups)
     while block := [plan for _, plan in zip(range(_BLOCK), plans, strict=False)]:
@@ -59,7 +59,7 @@ def optimum(problem: Problem) -> tuple[NDArray[np.int32], float]:
 
 @lru_cache(4)
 def toy_instances(first: int = 0, count: int = COUNT) -> tuple[Instance, ...]:
-    """The first `count` problems from number `first` on that have a plan; their floor and reference are the optimum.
+    """Returns the first `count` problems from number `first` on that have a plan; their floor and reference are the optimum.
 
     Args:
         first: Number of the first problem.
@@ -77,7 +77,7 @@ def toy_instances(first: int = 0, count: int = COUNT) -> tuple[Instance, ...]:
 
 
 def toy_vector(num_envs: int = 1, **options: Any) -> PlacementVectorEnv:
-    """The same as a vector environment."""
+    """Returns the same as a vector environment."""
     return PlacementVectorEnv(num_envs, **{"problems": toy_instances(), **options})
 
 

@@ -184,7 +184,7 @@ def _one_pass(options: Collection[str], reason: str) -> None:
 
 
 def why_placement(planner: str, space: Space | str | None, only: Collection[str] = ()) -> str | None:
-    """Why placements are asked for; None where whole strategies are.
+    """Explains why placements are asked for; None where whole strategies are.
 
     Args:
         planner: Name of the planner.
@@ -229,7 +229,7 @@ class Captured:
     why_not_placed: Callable[[], str | None] | None = None
 
     def why_no_placement(self) -> str | None:
-        """Why the engine of placements cannot run this model; None where nothing is known against it."""
+        """Explains why the engine of placements cannot run this model; None where nothing is known against it."""
         if self.why_not_placed is None:
             return None
         facts = None if self.facts is None else self.facts()
@@ -284,7 +284,7 @@ def answer(
     memory: bool = False,
     **limits: Any,
 ) -> Answer:
-    """The whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
+    """Returns the whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
 
     Args:
         captured: The model.
@@ -328,7 +328,7 @@ def answer(
 
 
 def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
-    """The plan with notes on what its parts mean for the loss and the buffers of the model."""
+    """Returns the plan with notes on what its parts mean for the loss and the buffers of the model."""
     from rlplace.runtime.strategy.facts import notes_of
 
     assert plan.strategy is not None
@@ -348,7 +348,7 @@ def what_may_be(
     couple: str | None = None,
     buffers: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `answer`."""
+    """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `answer`."""
     from rlplace.model.graph.rescale import two_captures
     from rlplace.runtime.base.conduct import Conduct
     from rlplace.runtime.strategy.why_not import judge
@@ -368,12 +368,12 @@ def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:
 
 
 def answers(planner: str) -> str:
-    """The planner that answers where one of `STRATEGY_PLANNERS` is asked for."""
+    """Returns the planner that answers where one of `STRATEGY_PLANNERS` is asked for."""
     return planner if planner in OF_STRATEGIES else CLASSICAL
 
 
 def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: str = CLASSICAL) -> Space:
-    """The space of `place`, restricted by fixed options and by the space of the planner.
+    """Returns the space of `place`, restricted by fixed options and by the space of the planner.
 
     Raises:
         InputError: The arguments cannot be read, or contradict each other.
@@ -391,7 +391,7 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
 
 
 def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]) -> Captured:
-    """A module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
+    """Returns a module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.model.capture.capture import capture
     from rlplace.model.graph.opgraph import FORWARD, OpGraph
 

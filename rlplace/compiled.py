@@ -123,6 +123,8 @@ def stamp_of(*modules: ModuleType) -> int:
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Whether an entry was compiled, ahead or by any process of this machine, for any arguments, since its file changed."""
+    """Returns whether an entry was compiled, ahead or by any process of this machine, for any arguments, since its file
+    changed.
+    """
     here = kernel.signatures or kernel._cache._cache_file._load_index()
     return bool(here or Ahead(kernel.py_func)._cache_file._load_index())

@@ -71,7 +71,9 @@ def one_line(text: str) -> str:
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """Any value for a message: short, on one line, and safe for nested data and integers beyond Python's digit limit."""
+    """Returns any value for a message: short, on one line, and safe for nested data and integers beyond Python's digit
+    limit.
+    """
     try:
         text = _REPR.repr(value)
     except Exception:
@@ -80,7 +82,7 @@ def show(value: Any, limit: int = 80) -> str:
 
 
 def whole_number(value: Any, what: str, least: int = 0, most: int | None = None) -> int:
-    """A whole number within a range, also numpy's; truth values are refused.
+    """Returns a whole number within a range, also numpy's; truth values are refused.
 
     Args:
         value: The value to check.

@@ -197,7 +197,9 @@ def check_keys(data: Any, required: Collection[str], optional: Collection[str], 
 
 
 def finite_number(value: Any, where: str) -> float:
-    """A number of parsed JSON or TOML as a finite float; truth values, text, integers too large for a float are refused."""
+    """Returns a number of parsed JSON or TOML as a finite float; truth values, text, integers too large for a float are
+    refused.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{where}: expected a number, found {show(value)}")
     try:

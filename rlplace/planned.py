@@ -82,12 +82,12 @@ def recipe_of(plan: PlacementPlan) -> Recipe:
 
 
 def source_of(made: PlacementPlan | Problem) -> Source:
-    """The `source` of a plan or problem."""
+    """Returns the `source` of a plan or problem."""
     return build(Source, plain(made.source or {}), "plan: source")
 
 
 def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
-    """The cluster that a plan was made for, or the one that is given when it is the same.
+    """Returns the cluster that a plan was made for, or the one that is given when it is the same.
 
     Raises:
         InputError: It cannot be found again, or has another fingerprint than the plan was made for.
@@ -112,7 +112,7 @@ def cluster_of_plan(plan: PlacementPlan, given: str | None = None) -> Cluster:
 
 
 def problem_of_plan(plan: PlacementPlan, cluster: str | None = None) -> Problem:
-    """The plan's problem, captured and priced again and found to be the same; see `cluster_of_plan` for `cluster`.
+    """Returns the plan's problem, captured and priced again and found to be the same; see `cluster_of_plan` for `cluster`.
 
     Raises:
         InputError: It is not what the plan's source gives today; with both fingerprints, and what most likely changed.
@@ -159,7 +159,7 @@ def _check_same(kind: str, then: str, from_what: str, now: str, reason: str) -> 
 
 
 def _another_graph(source: Source) -> str:
-    """Why a graph has another fingerprint than a plan's source says."""
+    """Explains why a graph has another fingerprint than a plan's source says."""
     made_with = (source.capture or {}).get("torch")
     if made_with is None or made_with == torch.__version__:
         return "its graph is another"

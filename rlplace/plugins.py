@@ -60,7 +60,7 @@ class Extension:
         return f"{GROUPS[self.group]} {self.name!r} of {self.distribution}"
 
     def load(self) -> Any:
-        """The object behind the name; its module is imported once.
+        """Returns the object behind the name; its module is imported once.
 
         Raises:
             InputError: Two packages claim the name, or the import fails; names the package.
@@ -71,12 +71,12 @@ class Extension:
 
 
 def extensions(group: str) -> Mapping[str, Extension]:
-    """The extensions of a group, by name, in alphabetical order; scanned once a process."""
+    """Returns the extensions of a group, by name, in alphabetical order; scanned once a process."""
     return _scan()[group]
 
 
 def find(group: str, name: Any, taken: Collection[str]) -> Extension | None:
-    """The extension behind a name that is not built in; None: there is none."""
+    """Returns the extension behind a name that is not built in; None: there is none."""
     if not isinstance(name, str) or name in taken:
         return None
     _warn_of_taken(group, frozenset(taken))
@@ -105,7 +105,7 @@ def forget() -> None:
 
 
 def wrong(extension: Extension, what: str) -> InputError:
-    """The error for an extension that is not what its group asks for."""
+    """Returns the error for an extension that is not what its group asks for."""
     return InputError(f"{extension.label}: {what}; its package needs to be corrected (docs/plugins.md)")
 
 

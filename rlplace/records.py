@@ -76,7 +76,8 @@ def build(kind: Any, data: Any, where: str, *, whole_floats: bool = False) -> An
 
 
 def plain(value: Any) -> Any:
-    """A record, or anything that holds records, as plain data for JSON or TOML: values that equal their defaults left out.
+    """Returns a record, or anything that holds records, as plain data for JSON or TOML: values that equal their defaults left
+    out.
 
     Raises:
         InputError: The data is nested too deeply to be written.
@@ -138,7 +139,7 @@ def _without_floats(data: Any) -> Any:
 
 
 def _explained(text: str, kind: Any, data: Any, where: str) -> InputError:
-    """The error for data that msgspec refused: the path is from its text, the rest from types and data."""
+    """Returns the error for data that msgspec refused: the path is from its text, the rest from types and data."""
     match = re.search(r" - at `(key` in `)?\$([^`]*)`$", text)
     steps = re.findall(r"\.\w+|\[[^\]]*\]", match[2]) if match else []
     field = _Field(kind, data, where).at(steps)
@@ -183,14 +184,14 @@ class _Field:
         return f"{self.where}: {self.name[1:]}" if self.name.startswith(".") else f"{self.where}{self.name}"
 
     def at(self, steps: list[str]) -> _Field | None:
-        """The field at a path; None where there is none."""
+        """Returns the field at a path; None where there is none."""
         field: _Field | None = self
         for step in steps:
             field = None if field is None else field._inside(step)
         return field
 
     def _bare(self) -> Any:
-        """The type without constraints; among alternatives the one that matches the data."""
+        """Returns the type without constraints; among alternatives the one that matches the data."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         if get_origin(kind) not in (Union, UnionType):
             return kind
@@ -203,7 +204,7 @@ class _Field:
         return members[0]
 
     def fields(self) -> dict[str, Any]:
-        """Types of a record's keys; empty for anything else."""
+        """Returns types of a record's keys; empty for anything else."""
         kind = self._bare()
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return {}
@@ -214,14 +215,14 @@ class _Field:
         return [key for key in self.data if key not in self.fields()] if isinstance(self.data, Mapping) else []
 
     def literals(self) -> list[str]:
-        """Texts that the type allows, where it allows no others."""
+        """Returns texts that the type allows, where it allows no others."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         names = [name for member in members if get_origin(member) is Literal for name in get_args(member)]
         return [name for name in names if isinstance(name, str)]
 
     def _inside(self, step: str) -> _Field | None:
-        """The field one step further: ``.name``, ``[number]`` or ``[...]`` for the first wrong value of a mapping."""
+        """Returns the field one step further: ``.name``, ``[number]`` or ``[...]`` for the first wrong value of a mapping."""
         kind, fields = self._bare(), self.fields()
         try:
             if step == "[...]":
@@ -238,7 +239,7 @@ class _Field:
             return None
 
     def bad_key(self) -> _Field:
-        """The first key of a mapping that is not of the type of its keys."""
+        """Returns the first key of a mapping that is not of the type of its keys."""
         kind: Any = get_args(self._bare())[0]
         wrong = (key for key in self.data if not _fits(GenericAlias(dict, (kind, Any)), {key: None}))
         return _Field(kind, next(wrong, None), self.where)
@@ -260,7 +261,7 @@ _PLAIN = {
 
 
 def _wanted(info: Any) -> str:
-    """The values that a type allows, in words."""
+    """Returns the values that a type allows, in words."""
     if isinstance(info, msgspec.inspect.Metadata):
         return _wanted(info.type)
     if isinstance(info, msgspec.inspect.UnionType):

@@ -36,6 +36,6 @@ def interval(
 
 
 def wins_ties_losses(ratios: Sequence[float], tie: float = TIE) -> tuple[int, int, int]:
-    """Numbers of ratios below 1, equal to 1 (within `tie`), and above."""
+    """Returns numbers of ratios below 1, equal to 1 (within `tie`), and above."""
     wins, losses = sum(ratio < 1 - tie for ratio in ratios), sum(ratio > 1 + tie for ratio in ratios)
     return wins, len(ratios) - wins - losses, losses

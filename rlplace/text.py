@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: columns right aligned, left the first one and those whose header begins with ``<``."""
+    """Returns lines of a table: columns right aligned, left the first one and those whose header begins with ``<``."""
     left = [i == 0 or name.startswith("<") for i, name in enumerate(header)]
     shown = [[name.removeprefix("<") for name in header], *rows]
     widths = [max(len(row[i]) for row in shown) for i in range(len(header))]
@@ -23,32 +23,32 @@ def names_in_a_row(names: Sequence[str]) -> str:
 
 
 def either(names: Iterable[str]) -> str:
-    """The names as a choice: "a", "a or b", "a, b or c"."""
+    """Returns the names as a choice: "a", "a or b", "a, b or c"."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def ms(value_s: float | None, *, sign: bool = False) -> str:
-    """Milliseconds, for a table; "-" for None."""
+    """Returns milliseconds, for a table; "-" for None."""
     if value_s is None:
         return "-"
     return f"{value_s * 1e3:+.3f}" if sign else f"{value_s * 1e3:.3f}"
 
 
 def gb(size_bytes: float | None) -> str:
-    """Units of 10^9 bytes, for a table; "-" for None."""
+    """Returns units of 10^9 bytes, for a table; "-" for None."""
     return "-" if size_bytes is None else f"{size_bytes / 1e9:.3f}"
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """A share; "-" for None."""
+    """Returns a share; "-" for None."""
     if share is None:
         return "-"
     return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
 
 
 def seconds_text(value_s: float | None) -> str:
-    """A time with four digits and a unit that fits; "-" for None."""
+    """Returns a time with four digits and a unit that fits; "-" for None."""
     if value_s is None:
         return "-"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -58,7 +58,7 @@ def seconds_text(value_s: float | None) -> str:
 
 
 def bytes_text(size_bytes: float) -> str:
-    """A size with three digits and a decimal unit: ``"744 GB"``, ``"12.3 MB"``."""
+    """Returns a size with three digits and a decimal unit: ``"744 GB"``, ``"12.3 MB"``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(size_bytes) >= scale:
             value = size_bytes / scale

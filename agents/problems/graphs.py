@@ -55,7 +55,7 @@ VALIDATION_CLUSTERS = (
 
 
 def is_unseen(num_devices: int, kinds: set[str], num_hosts: int) -> bool:
-    """Whether training never draws such a cluster."""
+    """Returns whether training never draws such a cluster."""
     return num_devices not in SIZES or not kinds <= set(KINDS) or num_hosts not in HOSTS
 
 
@@ -65,17 +65,17 @@ def is_unseen_cluster(cluster: Cluster) -> bool:
 
 
 def draw_size(rng: Generator) -> int:
-    """A number of devices."""
+    """Returns a number of devices."""
     return int(rng.choice(SIZES, p=SIZE_WEIGHTS))
 
 
 def draw_hosts(rng: Generator, size: int) -> int:
-    """A number of hosts that deals `size` devices equally, at most eight to each."""
+    """Returns a number of hosts that deals `size` devices equally, at most eight to each."""
     return int(rng.choice([hosts for hosts in HOSTS if size % hosts == 0 and size // hosts <= _MOST_PER_HOST]))
 
 
 def draw_cluster(rng: Generator) -> str:
-    """The text of a cluster for training."""
+    """Returns the text of a cluster for training."""
     size = draw_size(rng)
     if rng.random() < 0.25:  # two hosts of different kinds
         first, second = rng.choice(KINDS, 2, replace=False).tolist()
@@ -177,7 +177,9 @@ def variant(families: tuple[str, ...], seed: int, slot: int) -> tuple[str, Recip
 
 
 def priced(recipe: Recipe, cluster: Cluster | str, groups: int, *, on: str) -> Problem:
-    """A captured model, grouped and priced for a cluster, whose text is `on`; the problem does not keep where it came from."""
+    """Returns a captured model, grouped and priced for a cluster, whose text is `on`; the problem does not keep where it came
+    from.
+    """
     from rlplace.cost.price import price
 
     spec, batch, seq = recipe
@@ -187,7 +189,7 @@ def priced(recipe: Recipe, cluster: Cluster | str, groups: int, *, on: str) -> P
 
 @lru_cache(maxsize=MOST_GRAPHS)
 def captured(recipe: Recipe) -> OpGraph:
-    """The captured training step of a model, without its weights."""
+    """Returns the captured training step of a model, without its weights."""
     from rlplace.model.capture.capture import capture
     from rlplace.model.zoo import load_model
 

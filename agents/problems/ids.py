@@ -39,7 +39,7 @@ FORMAT, VERSION = "rlplace.floors", 1
 
 @cache
 def instances_of(split: str) -> tuple[Instance, ...]:
-    """The instances of a split, with the plan of `best` as floor.
+    """Returns the instances of a split, with the plan of `best` as floor.
 
     Args:
         split: One of `SPLITS`.
@@ -73,12 +73,12 @@ def instances_of(split: str) -> tuple[Instance, ...]:
 
 
 def single(kind: str, split: str, **options: Any) -> PlacerEnv | StrategyEnv:
-    """An environment on a split: `kind` is ``"Placement"``, ``"Refinement"`` or ``"Strategy"``."""
+    """Returns an environment on a split: `kind` is ``"Placement"``, ``"Refinement"`` or ``"Strategy"``."""
     if kind == "Strategy":
         return StrategyEnv(**{"problems": strategy_questions(split), **options})
     return _KINDS[kind][0](**{"problems": instances_of(split), **options})
 
 
 def vector(num_envs: int, kind: str, split: str, **options: Any) -> PlacerVectorEnv:
-    """The same as a vector environment."""
+    """Returns the same as a vector environment."""
     return _KINDS[kind][1](num_envs, **{"problems": instances_of(split), **options})

@@ -29,7 +29,8 @@ DEALT: dict[str, tuple[Mapping[str, Sequence[graphs.Recipe | str]], Sequence[str
 
 @cache
 def strategy_questions(split: str) -> tuple[Question, ...]:
-    """The questions of a split about strategies that the runtime can run; models are captured on first use, within a minute.
+    """Returns the questions of a split about strategies that the runtime can run; models are captured on first use, within a
+    minute.
 
     Raises:
         InputError: `DEALT` has no such split.

@@ -112,7 +112,7 @@ def set_folder(name: str) -> Path | None:
 
 @cache
 def made_by() -> dict[str, str]:
-    """Versions and a digest of the sources that captured and priced cases, and their floors, depend on."""
+    """Returns versions and a digest of the sources that captured and priced cases, and their floors, depend on."""
     versions = {name: version_of(name) for name in ("torch", "numpy", "transformers")}
     digest = hashlib.sha256()
     base = Path(__file__).resolve().parent
@@ -167,7 +167,7 @@ def default_set() -> str:
 
 
 def cases_of(names: Sequence[str | Path], *, seed: int = 0, cluster: str | None = None) -> CaseSource:
-    """The source of the cases with these names.
+    """Returns the source of the cases with these names.
 
     Args:
         names: One of `STREAMS` alone; or files ``*.problem.json`` and folders of them, any number. Empty: the
@@ -196,7 +196,9 @@ def cases_of(names: Sequence[str | Path], *, seed: int = 0, cluster: str | None 
 
 
 def _read(name: str) -> list[Case]:
-    """The cases of a folder that `save_cases` wrote, or every problem of a folder or file, its step executed plainly."""
+    """Returns the cases of a folder that `save_cases` wrote, or every problem of a folder or file, its step executed
+    plainly.
+    """
     path = Path(name)
     if path.is_dir():
         if (path / INDEX).is_file():

@@ -88,7 +88,7 @@ _TEST_SYNTHETIC = ((4, 1), (8, 2), (3, 1), (16, 4), (7, 1), (10, 2), (9, 3), (14
 
 
 def validation_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
-    """The cases to tune on; see `test_cases`."""
+    """Returns the cases to tune on; see `test_cases`."""
     return _fixed("validation", folder, progress)
 
 
@@ -104,7 +104,7 @@ def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], No
 
 
 def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
-    """The first `TRAIN_CASES` cases of the training stream with seed 0, which has no end; see `test_cases`."""
+    """Returns the first `TRAIN_CASES` cases of the training stream with seed 0, which has no end; see `test_cases`."""
     return _fixed("train", folder, progress)
 
 
@@ -112,7 +112,7 @@ test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to c
 
 
 def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[Case]:
-    """The cases of the closing table of `rlplace train`: the validation split.
+    """Returns the cases of the closing table of `rlplace train`: the validation split.
 
     Without the transformers extra, its cases that need none, made anew.
     """
@@ -170,7 +170,7 @@ SPLITS = {
 
 
 def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
-    """The cases of a split, made anew; only those of families whose names start with one of `needs`."""
+    """Returns the cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
     rng.permutation(total)  # once dealt micro-batches; kept, so that the cases stay those of the published figures

@@ -31,7 +31,7 @@ _ROUNDS = 6
 
 
 def vary_hardware(problem: Problem, rng: Generator) -> Problem:
-    """The problem with a random factor on the speed of every device and on the bandwidth of every pair of devices.
+    """Returns the problem with a random factor on the speed of every device and on the bandwidth of every pair of devices.
 
     Factors are lognormal with a spread that is drawn too and is 0 in half of the draws; all links get one more common factor.
     The result has no source, as it no longer is what its cluster's text describes.
@@ -50,7 +50,7 @@ def vary_hardware(problem: Problem, rng: Generator) -> Problem:
 
 
 def settle(problem: Problem) -> Problem:
-    """The problem with times and links rounded to nine digits: the last bit of a machine's exp does not show."""
+    """Returns the problem with times and links rounded to nine digits: the last bit of a machine's exp does not show."""
     return dataclasses.replace(
         problem,
         time_s=_rounded(problem.time_s),
@@ -71,7 +71,7 @@ def limit_memory(
     *,
     shares: NDArray[np.float64] | None = None,
 ) -> Problem:
-    """The problem with memory limits that are `factor` times what a contiguous split of the model needs.
+    """Returns the problem with memory limits that are `factor` times what a contiguous split of the model needs.
 
     The groups, in topological order, are cut into one span a device, so that the spans' peaks, each relative to its device's
     share of the memory, are nearly equal; the largest of these peaks is the unit. That split is a plan that fits at any factor
@@ -107,7 +107,7 @@ def limit_memory(
 
 
 def _spans(problem: Problem, weight: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.int32]:
-    """int32 [G]: groups in topological order, cut so that device d's weight is near its part of `target`."""
+    """Returns int32 [G]: groups in topological order, cut so that device d's weight is near its part of `target`."""
     first = np.full(problem.num_groups, problem.num_ops)
     np.minimum.at(first, problem.op_group[problem.topological_order], np.arange(problem.num_ops))
     order = np.argsort(first, kind="stable")
@@ -183,7 +183,7 @@ def training_case(
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:
-    """A number whose logarithm is uniform."""
+    """Returns a number whose logarithm is uniform."""
     return float(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 

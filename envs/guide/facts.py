@@ -58,7 +58,7 @@ class Facts(NamedTuple):
 
 
 def make_facts(instance: Instance) -> Facts:
-    """The arrays of an instance."""
+    """Returns the arrays of an instance."""
     problem, graph = instance.problem, instance.graph
     produced = np.flatnonzero(problem.tensor_producer >= 0)
     latency, inverse = finite_links(problem)
@@ -100,13 +100,13 @@ def make_facts(instance: Instance) -> Facts:
 
 
 def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int) -> dict[str, Any]:
-    """The tensors listed beside every op."""
+    """Returns the tensors listed beside every op."""
     starts, values = grouped(ops, tensors, count)
     return {f"{name}_ptr": starts, f"{name}s": values}
 
 
 def _edges(problem: Problem, graph: GroupGraph) -> tuple[NDArray[np.int32], dict[str, Any]]:
-    """The merged edge of every consumer of a value, and readers."""
+    """Returns the merged edge of every consumer of a value, and readers."""
     tensor, groups = problem.edge_tensor.astype(np.int64), problem.num_groups
     source = problem.edge_source_group.astype(np.int64)
     target = problem.op_group[problem.consumers].astype(np.int64)
@@ -121,7 +121,7 @@ def _edges(problem: Problem, graph: GroupGraph) -> tuple[NDArray[np.int32], dict
 def _readers(
     target: NDArray[np.int32], edge: NDArray[np.int32], tensor: NDArray[np.int32], size: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """The readers of tensors that several groups read; rows (edge, tensor) are distinct."""
+    """Returns the readers of tensors that several groups read; rows (edge, tensor) are distinct."""
     rows = np.unique(np.stack([tensor, edge], axis=1).astype(np.int64), axis=0)
     tensors, edges = rows[:, 0], rows[:, 1]
     weight = np.maximum(size[tensors].astype(np.float64), 1.0)
@@ -137,7 +137,7 @@ _WIDE = ("_ptr", "position")
 
 
 def _frozen(name: str, value: Any) -> Any:
-    """One type per array for the compiler."""
+    """Returns one type per array for the compiler."""
     if value.dtype.kind == "b":
         dtype: Any = np.bool_
     elif value.dtype.kind == "f" or name == "footprint":

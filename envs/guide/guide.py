@@ -77,19 +77,19 @@ class Guide:
         return self.count
 
     def move(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The groups that a move changes and the device each of them goes to, int32 [n] both."""
+        """Returns the groups that a move changes and the device each of them goes to, int32 [n] both."""
         part = slice(self.ptr[number], self.ptr[number + 1])
         return self.groups[part], self.targets[part]
 
     def moved(self, plan: NDArray[np.int32], number: int) -> NDArray[np.int32]:
-        """int32 [G], the plan after a move."""
+        """Returns int32 [G], the plan after a move."""
         groups, targets = self.move(number)
         after = plan.copy()
         after[groups] = targets
         return after
 
     def price(self, plan: NDArray[np.int32], which: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Step time and overflow after each of the moves `which`."""
+        """Returns step time and overflow after each of the moves `which`."""
         if not len(which):
             return np.empty(0), np.empty(0)
         return self.simulator.evaluate_many(np.stack([self.moved(plan, int(number)) for number in which]))

@@ -54,7 +54,7 @@ class View(NamedTuple):
 
 
 def make_view(facts: Facts, num_channels: int) -> View:
-    """Buffers for an instance."""
+    """Returns buffers for an instance."""
     groups, devices = facts.group_s.shape
     tasks, values, edges = len(facts.task_group), len(facts.consumer_ptr) - 1, len(facts.edge_bytes)
     sizes = {

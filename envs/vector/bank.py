@@ -18,7 +18,7 @@ Bank = tuple[NDArray[Any], ...]
 
 
 def bank_of(rows: Sequence[Sequence[NDArray[Any]]]) -> tuple[Bank, NDArray[np.int64]]:
-    """The bank of I tuples of arrays of the same fields.
+    """Returns the bank of I tuples of arrays of the same fields.
 
     Args:
         rows: One tuple an instance; a field has one dtype in all of them.
@@ -36,7 +36,9 @@ def bank_of(rows: Sequence[Sequence[NDArray[Any]]]) -> tuple[Bank, NDArray[np.in
 
 
 def room_of(rows: Sequence[Sequence[NDArray[Any]]]) -> tuple[Bank, NDArray[np.int64]]:
-    """Buffers for the arrays of any one of I tuples: a copy of the longest of each field, and lengths int64 [fields, I]."""
+    """Returns buffers for the arrays of any one of I tuples: a copy of the longest of each field, and lengths int64 [fields,
+    I].
+    """
     sizes = np.array([[array.size for array in arrays] for arrays in zip(*rows, strict=True)], dtype=np.int64)
     longest = [arrays[int(np.argmax(length))] for arrays, length in zip(zip(*rows, strict=True), sizes, strict=True)]
     return tuple(np.ravel(array).copy() for array in longest), sizes

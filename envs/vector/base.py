@@ -107,7 +107,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         return self.batch.observe(), self._numbers(mask)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Infos]:
-        """One step of every environment; the autoreset mode says what becomes of those whose episode is over."""
+        """Returns one step of every environment; the autoreset mode says what becomes of those whose episode is over."""
         chosen = np.asarray(actions)
         count = self.single.action_space.n  # type: ignore[attr-defined]
         if chosen.shape != (self.num_envs,) or chosen.dtype.kind not in "iu" or not ((chosen >= 0) & (chosen < count)).all():
@@ -141,7 +141,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         return self.batch.observe(), rewards, terminated, truncated, infos
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Bool [N, actions], True where an action is legal; never all False in a row."""
+        """Returns bool [N, actions], True where an action is legal; never all False in a row."""
         return self.batch.legal.copy()
 
     def _restart(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class Batch:
         raise NotImplementedError
 
     def observe(self) -> Observation:
-        """The observations of all environments, each array with a first dimension of N."""
+        """Returns the observations of all environments, each array with a first dimension of N."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Batch:
             self._pool.shutdown()
 
     def _observed(self, **changing: NDArray[Any]) -> Observation:
-        """An observation from copies of what changes, with the constant parts."""
+        """Returns an observation from copies of what changes, with the constant parts."""
         seen: Observation = {"graph": self.index.astype(np.int32)[:, None], "device_of_group": self.plan.copy()}
         if (full := self.rules.full) is not None:
             seen |= {key: np.stack([full[i][key] for i in self.index.tolist()]) for key in full[0]}
@@ -161,13 +161,15 @@ class RefinementBatch(Batch):
         self._still = np.zeros(count, dtype=np.int64)
 
     def move(self, e: int, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The groups that an offered move of an environment changes, and their devices; int32 [n] both, none for stop."""
+        """Returns the groups that an offered move of an environment changes, and their devices; int32 [n] both, none
+        for stop.
+        """
         state = self.state
         part = slice(state.ptr[e, action - 1], state.ptr[e, action]) if action and state.first[e, action] >= 0 else slice(0)
         return state.groups[e, part], state.targets[e, part]
 
     def moved(self, e: int, action: int) -> NDArray[np.int32]:
-        """int32 [G], the plan of an environment after an offered move."""
+        """Returns int32 [G], the plan of an environment after an offered move."""
         plan = self.plan[e, : self.rules.instances[self.index[e]].problem.num_groups].copy()
         groups, devices = self.move(e, action)
         plan[groups] = devices

@@ -62,7 +62,7 @@ class Builds(NamedTuple):
 
 
 def plots_of(instances: Sequence[Instance]) -> Plots:
-    """The constants of instances."""
+    """Returns the constants of instances."""
     problems = [instance.problem for instance in instances]
     context = [static_context(instance) for instance in instances]
     rows = [
@@ -84,7 +84,7 @@ def plots_of(instances: Sequence[Instance]) -> Plots:
 
 
 def builds_for(number: int, groups: int, devices: int) -> Builds:
-    """The memory of N environments."""
+    """Returns the memory of N environments."""
     wide = (number, devices)
     return Builds(
         np.zeros(number, dtype=np.int64), np.full((number, groups), -1, dtype=np.int32), np.zeros(number, dtype=np.int64),

@@ -104,7 +104,7 @@ class State(NamedTuple):
 
 
 def known_of(instances: Sequence[Instance]) -> Known:
-    """The constants of instances."""
+    """Returns the constants of instances."""
     problems = [instance.problem for instance in instances]
     lowered = [lower(problem) for problem in problems]
     return Known(
@@ -119,7 +119,7 @@ def known_of(instances: Sequence[Instance]) -> Known:
 
 
 def room_for(instances: Sequence[Instance], moves: int) -> Room:
-    """The buffers of a thread."""
+    """Returns the buffers of a thread."""
     works, views = [], []
     for instance in instances:
         facts_ = make_facts(instance)
@@ -136,7 +136,7 @@ def room_for(instances: Sequence[Instance], moves: int) -> Room:
 
 
 def state_for(number: int, moves: int, groups: int) -> State:
-    """The memory of N environments."""
+    """Returns the memory of N environments."""
     room = max(ROOM, 4 * groups)
     seconds = np.zeros((6, number))
     plans = np.full((2, number, groups), -1, dtype=np.int32)

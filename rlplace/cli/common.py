@@ -126,19 +126,19 @@ def microbatch(model: str, options: argparse.Namespace) -> int:
 
 
 def pricing_flags(options: argparse.Namespace) -> list[str]:
-    """The options given that change how a model is captured and priced, and have no effect where it is not."""
+    """Returns the options given that change how a model is captured and priced, and have no effect where it is not."""
     return given(options, _PRICES)
 
 
 def model_options(options: argparse.Namespace) -> list[str]:
-    """The MODEL options that were given, other than by their default, as words of a command."""
+    """Returns the MODEL options that were given, other than by their default, as words of a command."""
     values = vars(options)
     words = given(options, _SIZES | _PRICES)
     return [word if (value := values[word[2:].replace("-", "_")]) is True else f"{word}={value}" for word in words]
 
 
 def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
-    """The options that differ from their defaults, as they are written."""
+    """Returns the options that differ from their defaults, as they are written."""
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
 
 
@@ -284,7 +284,7 @@ def price_model(captured: Captured, machine: Cluster, options: argparse.Namespac
 
 
 def costs_of(options: argparse.Namespace, *machines: Cluster) -> CostTable | str | None:
-    """The costs that the options name, None for the shipped ones.
+    """Returns the costs that the options name, None for the shipped ones.
 
     Raises:
         InputError: They cannot be read, or know none of the device kinds.

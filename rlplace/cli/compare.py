@@ -133,7 +133,7 @@ def _planners(options: argparse.Namespace) -> list[str]:
 
 
 def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
-    """Every model on every cluster, and every problem file on its own devices; a model is captured once.
+    """Returns every model on every cluster, and every problem file on its own devices; a model is captured once.
 
     Args:
         options: Options of the verb.
@@ -175,7 +175,7 @@ def _model_case(
     options: argparse.Namespace,
     whole: bool,
 ) -> Case:
-    """The priced problem for planners, and the question of whole strategies for as many samples a step."""
+    """Returns the priced problem for planners, and the question of whole strategies for as many samples a step."""
     from rlplace.api import CLASSICAL
     from rlplace.explanation.compare import Case
 
@@ -189,7 +189,7 @@ def _model_case(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Report]:
-    """A bar on a terminal, one line a row elsewhere; always on stderr."""
+    """Returns a bar on a terminal, one line a row elsewhere; always on stderr."""
     if not sys.stderr.isatty():
 
         def line(text: str, finished: bool) -> None:

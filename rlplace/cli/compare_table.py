@@ -86,7 +86,7 @@ def legend(comparison: Comparison, reference: str, tie: float) -> str:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """One line a row, with the bounds of its problem; empty where there is no value."""
+    """Returns one line a row, with the bounds of its problem; empty where there is no value."""
     from msgspec.structs import asdict
 
     problems = {info.key: info for info in comparison.problems}
@@ -104,7 +104,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def place_of(model: str, cluster: str, view: str) -> str:
-    """A problem by name."""
+    """Returns a problem by name."""
     return model + (f" on {cluster}" if cluster else "") + ("" if view == "tasks" else f", {view}")
 
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
-    """The difference where at least one plan is a whole strategy; None where both place groups."""
+    """Returns the difference where at least one plan is a whole strategy; None where both place groups."""
     from rlplace.explanation.comparison import Difference
     from rlplace.explanation.difference import diff_strategies, placement_side, strategy_side
     from rlplace.explanation.timeline.again import same_model
@@ -81,7 +81,7 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference 
 def _second(
     options: argparse.Namespace, first: PlacementPlan, problem: Problem, problems: list[str]
 ) -> tuple[PlacementPlan, Problem | None]:
-    """The second plan, and its problem when it is not the first's."""
+    """Returns the second plan, and its problem when it is not the first's."""
     from rlplace.plan.plan import PlacementPlan
 
     plan = PlacementPlan.load(options.second)

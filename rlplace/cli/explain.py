@@ -135,7 +135,9 @@ def _plan(options: argparse.Namespace) -> Explanation:
 
 
 def _model(options: argparse.Namespace) -> int:
-    """The answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the model fit."""
+    """Returns the answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the
+    model fit.
+    """
     from rlplace.cli.place import answer, placement_reason
     from rlplace.cli.strategy import machine_of
     from rlplace.explanation.explain import explain

@@ -119,7 +119,7 @@ def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
 
 
 def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:
-    """The question, and the planner's answer."""
+    """Returns the question, and the planner's answer."""
     from rlplace.api import CLASSICAL, FIXED, answer, default_batch
 
     fixed = {name: getattr(options, name, None) for name in FIXED}

@@ -68,7 +68,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
+    """Returns the parser of all verbs."""
     parser = _Parser(
         prog="rlplace",
         description="Places PyTorch models on devices with reinforcement learning.",
@@ -126,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """The command ``rlplace``: gives the prompt back at once; collecting a capture's garbage at the end took seconds."""
+    """Returns the command ``rlplace``: gives the prompt back at once; collecting a capture's garbage at the end took
+    seconds.
+    """
     code = main()
     gc.freeze()
     sys.exit(code)

@@ -94,7 +94,9 @@ def _trace(options: argparse.Namespace, rank: int, path: str) -> str | None:
 
 
 def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[str, Problem]:
-    """The problem of every placement, by fingerprint; rank 0 reads or builds them, and checks what strategies are for."""
+    """Returns the problem of every placement, by fingerprint; rank 0 reads or builds them, and checks what strategies
+    are for.
+    """
     import torch.distributed as dist
 
     from rlplace.planned import check_graph, cluster_of_plan, problem_of_plan

@@ -46,7 +46,7 @@ def check_memory_options(options: argparse.Namespace, placements: bool) -> None:
 
 
 def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementPlan, list[Footprint]]:
-    """The plan with ``predicted.memory``, and what that entry holds.
+    """Returns the plan with ``predicted.memory``, and what that entry holds.
 
     Op by op where the graph is known, else task by task.
     """

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], None]]:
-    """The best strategy, or a quicker placement, and a function that prints it."""
+    """Returns the best strategy, or a quicker placement, and a function that prints it."""
     result, machine = place_strategy(options), machine_of(options)
     best, placed = result.strategy, result.placed
     if placed is None:
@@ -123,7 +123,7 @@ def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], Non
 
 
 def placement_reason(options: argparse.Namespace) -> str | None:
-    """Why placements are asked for; None where whole strategies are."""
+    """Explains why placements are asked for; None where whole strategies are."""
     from rlplace.api import PLACEMENT, why_placement
 
     if options.model.endswith(".problem.json"):
@@ -138,7 +138,7 @@ _OF_PLACEMENTS: dict[str, Any] = {"agent": None, "granularity": GRANULARITY}
 
 
 def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
-    """The best placement, and a function that prints it."""
+    """Returns the best placement, and a function that prints it."""
     from rlplace.explanation.compare.measure import takes_calls
     from rlplace.placement.ask import place_priced
 
@@ -187,7 +187,7 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
 
 
 def _explain_command(options: argparse.Namespace) -> str:
-    """The command that looks for what would make the model fit."""
+    """Returns the command that looks for what would make the model fit."""
     from rlplace.api import PLACEMENT
 
     words = ["rlplace", "explain", options.model]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_and_problem(path: str, problem: str | None, cluster: str | None = None) -> tuple[PlacementPlan, Problem]:
-    """A plan, and its problem: read from a file, or captured and priced again from the plan's source.
+    """Returns a plan, and its problem: read from a file, or captured and priced again from the plan's source.
 
     Args:
         path: Plan file.
@@ -45,7 +45,7 @@ def plan_and_problem(path: str, problem: str | None, cluster: str | None = None)
 
 
 def asked_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> Asked:
-    """The model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
+    """Returns the model and cluster of a whole strategy, captured and priced again; see `plan_and_problem`."""
     from rlplace.explanation.timeline.again import ask_again
     from rlplace.planned import cluster_of_plan
 

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
-    """The report of a whole strategy."""
+    """Returns the report of a whole strategy."""
     from rlplace.explanation.report.report import render
     from rlplace.explanation.timeline.page import strategy_page
     from rlplace.files import write_text
@@ -100,7 +100,7 @@ def _show(options: argparse.Namespace, data: ReportData) -> int:
 
 
 def _measured(options: argparse.Namespace) -> list[PlanTiming]:
-    """The plans of timings files, in the order given."""
+    """Returns the plans of timings files, in the order given."""
     from rlplace.cost.timings import PlanTimings
 
     return [timing for path in options.measurements or () for timing in PlanTimings.load(path).plans]

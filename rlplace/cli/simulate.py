@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate_strategy(options: argparse.Namespace) -> int:
-    """A whole strategy, op by op where that is affordable."""
+    """Returns a whole strategy, op by op where that is affordable."""
     from rlplace.explanation.timeline.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import cluster_of_plan

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def machine_of(options: argparse.Namespace) -> Cluster:
-    """The cluster of the options; this machine where they name none."""
+    """Returns the cluster of the options; this machine where they name none."""
     from rlplace.cluster.parse import parse
 
     return parse(options.cluster or "host")
@@ -157,7 +157,9 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
-    """A row for the best of every kind of strategy and the best uniform one: what was chosen first, then by step time."""
+    """Yields a row for the best of every kind of strategy and the best uniform one: what was chosen first, then by step
+    time.
+    """
     from rlplace.strategy.drafts import KINDS
 
     shown: dict[str, Rival] = {}

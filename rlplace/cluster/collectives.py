@@ -51,7 +51,7 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
 @overload
 def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: NDArray) -> NDArray[np.float64]: ...
 def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: float | NDArray) -> float | NDArray[np.float64]:
-    """Seconds that a collective takes when its channels are free.
+    """Returns seconds that a collective takes when its channels are free.
 
     Args:
         links: Links of D devices.
@@ -83,7 +83,7 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
 
 
 def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
-    """Factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
+    """Returns factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
     bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
@@ -109,7 +109,7 @@ def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
 
 
 def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
-    """Whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
+    """Returns whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
         links: Links of D devices.
@@ -127,7 +127,7 @@ def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
 def _ring_hops(
     links: Links, group: tuple[int, ...], parts: list[tuple[Fabric | None, tuple[int, ...]]]
 ) -> list[tuple[int, int]]:
-    """Hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
+    """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
     rails = _rails(parts)
     if not rails and len(parts) == 1 and parts[0][0] is not None:
         return hops_of(group)
@@ -157,7 +157,7 @@ def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algor
 
 
 def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:
-    """The group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
+    """Returns the group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
@@ -188,7 +188,7 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tu
 
 @memoized
 def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
-    """Numbers of the fabrics that join each device."""
+    """Returns numbers of the fabrics that join each device."""
     fabrics: dict[int, tuple[int, ...]] = {}
     for number, fabric in enumerate(links.fabrics):
         for device in fabric.devices:
@@ -255,7 +255,7 @@ def _across(links: Links, kind: str, parts: list[tuple[Fabric | None, tuple[int,
 def _pipelined(
     kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]], rail: Phase, size: int, rail_s_per_byte: float
 ) -> _Algorithm:
-    """One ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
+    """Returns one ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
     launch = float(rail[0].latency_s[0])
     latency, slowest = launch, rail_s_per_byte
     for fabric, members in parts:
@@ -270,7 +270,7 @@ _EXACT_DEVICES = 8  # all orders of up to this many devices are tried
 
 
 def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
-    """Order in which a ring visits the devices: the slowest hop as fast as possible, then the least time over all hops.
+    """Returns order in which a ring visits the devices: the slowest hop as fast as possible, then the least time over all hops.
 
     Exact up to eight devices; beyond, the best of the given order and of following the fastest link from each of a few starts.
     """
@@ -291,7 +291,7 @@ def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _every_order(count: int) -> NDArray[np.int64]:
-    """All orders of that many devices that begin with 0."""
+    """Returns all orders of that many devices that begin with 0."""
     return np.array([(0, *rest) for rest in permutations(range(1, count))])
 
 
@@ -309,17 +309,19 @@ def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
 
 
 def hops_of(ring: Sequence[int]) -> list[tuple[int, int]]:
-    """The (sender, receiver) pairs of a ring."""
+    """Returns the (sender, receiver) pairs of a ring."""
     return [(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b]
 
 
 def rounds_of(kind: str) -> int:
-    """Number of times that a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then all-gather)."""
+    """Returns number of times that a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then
+    all-gather).
+    """
     return 2 if kind == "all_reduce" else 1
 
 
 def busiest_channel_s_per_byte(links: Links, pairs: Sequence[tuple[int, int]]) -> float:
-    """Seconds per byte of the busiest channel when every pair sends at once; inf without a link."""
+    """Returns seconds per byte of the busiest channel when every pair sends at once; inf without a link."""
     busy: dict[int, float] = {}
     slowest = 0.0
     channels = links.effective_channels

@@ -22,7 +22,7 @@ _A100_SMALL_BYTES = 60_000_000_000
 
 
 def detect() -> Cluster:
-    """The accelerators that torch sees, with the memory it reports; without any, the processor.
+    """Returns the accelerators that torch sees, with the memory it reports; without any, the processor.
 
     Raises:
         MissingError: An accelerator of an unknown kind, or no usable device at all.
@@ -43,12 +43,12 @@ def detect() -> Cluster:
 
 
 def host_processor() -> tuple[int, int]:
-    """Cores that this process may use, and bytes of host memory (0 where unknown)."""
+    """Returns cores that this process may use, and bytes of host memory (0 where unknown)."""
     return usable_cores(), _host_memory_bytes()
 
 
 def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
-    """The preset kind of a device name as the driver reports it, with the memory of the card at hand.
+    """Returns the preset kind of a device name as the driver reports it, with the memory of the card at hand.
 
     Raises:
         MissingError: No preset describes the device.

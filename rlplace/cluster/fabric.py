@@ -56,7 +56,7 @@ class Curve(Record, frozen=True):
     algorithm: str = ""
 
     def seconds(self, size_bytes: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds for messages of `size_bytes` (the whole tensor), of the same shape."""
+        """Returns seconds for messages of `size_bytes` (the whole tensor), of the same shape."""
         size = np.asarray(size_bytes, dtype=np.float64)
         starts = np.array([piece.from_bytes for piece in self.pieces])
         at = np.searchsorted(starts, size, side="right") - 1
@@ -91,7 +91,9 @@ class Fabric(Record, frozen=True):
     links: tuple[tuple[Whole, Whole, _Rate], ...] = ()
 
     def slower(self, factor: float, *, size: float = 1.0, latency: float = 1.0) -> Fabric:
-        """The fabric with its bandwidths divided by a factor and the first sizes and latencies of its pieces multiplied."""
+        """Returns the fabric with its bandwidths divided by a factor and the first sizes and latencies of its pieces
+        multiplied.
+        """
 
         def piece(one: Piece) -> Piece:
             return Piece(one.from_bytes * size, one.latency_s * latency, one.bus_bytes_per_s / factor)
@@ -101,7 +103,7 @@ class Fabric(Record, frozen=True):
 
 
 def bus_factor(kind: str, group_size: int) -> float:
-    """Bytes that the busiest port moves per byte of the whole tensor, which turns algorithm into bus bandwidth.
+    """Returns bytes that the busiest port moves per byte of the whole tensor, which turns algorithm into bus bandwidth.
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter and
     all-to-all, 1 for broadcast.
@@ -119,7 +121,7 @@ def joined_curve(
     kind: CollectiveKind = "all_reduce",
     algorithm: str = "",
 ) -> Curve:
-    """A curve without jumps.
+    """Returns a curve without jumps.
 
     Args:
         group_size: Devices that take part.

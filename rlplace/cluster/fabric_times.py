@@ -59,12 +59,12 @@ Phase = tuple[Term, ...]
 
 
 def line(latency_s: float, s_per_byte: float) -> Phase:
-    """The phase of ``latency_s + size * s_per_byte``."""
+    """Returns the phase of ``latency_s + size * s_per_byte``."""
     return (Term(np.zeros(1), np.array([latency_s]), np.array([s_per_byte])),)
 
 
 def phase_s(phase: Phase, size: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of one phase for each message size."""
+    """Returns seconds of one phase for each message size."""
     seconds = phase[0].seconds(size)
     for term in phase[1:]:
         seconds = seconds * term.seconds(size)
@@ -72,14 +72,14 @@ def phase_s(phase: Phase, size: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def serves(fabric: Fabric, members: Sequence[int]) -> bool:
-    """Whether the fabric joins these devices, and its curves reach their number."""
+    """Returns whether the fabric joins these devices, and its curves reach their number."""
     sizes = [curve.group_size for curve in fabric.curves if curve.kind == "all_reduce"]
     reach = bool(sizes) and min(sizes) <= len(members) <= max(sizes)
     return reach and (not fabric.links or rings(fabric, tuple(members)) > 0)
 
 
 def inside(fabric: Fabric, kind: str, members: Sequence[int]) -> Phase:
-    """A collective of devices that the fabric `serves`."""
+    """Returns a collective of devices that the fabric `serves`."""
     size = len(members)
     curves: list[Curve] = []
     for name in _LIKE[kind]:
@@ -105,7 +105,7 @@ def _term(fabric: Fabric, curve: Curve, kind: str, members: tuple[int, ...], pow
 
 @lru_cache(maxsize=4096)
 def rings(fabric: Fabric, members: tuple[int, ...]) -> float:
-    """Bytes per second of all rings that direct links allow among these devices; 0 where they are not connected."""
+    """Returns bytes per second of all rings that direct links allow among these devices; 0 where they are not connected."""
     rate = dict.fromkeys(members, 0.0)
     peers: dict[int, list[int]] = {d: [] for d in members}
     for i, j, bandwidth in fabric.links:

@@ -27,7 +27,7 @@ _XGMI = {n: (10e-6 + 3.4e-6 * 2 * (n - 1), 47.7e9 + (312.9e9 - 47.7e9) * (n - 2)
 
 
 def _fitted(group_size: int, latency_us: float, small: float, medium: float, large: float) -> Curve:
-    """A fitted all-reduce: time of an empty message, bus bandwidth in GB/s from each of `FIT_BREAKS_MB` up."""
+    """Returns a fitted all-reduce: time of an empty message, bus bandwidth in GB/s from each of `FIT_BREAKS_MB` up."""
     rates = (small * 1e9, medium * 1e9, large * 1e9)
     stretches = [(start * MB, rate) for start, rate in zip(FIT_BREAKS_MB, rates, strict=True)]
     return joined_curve(group_size, latency_us * 1e-6, stretches, algorithm="ring")

@@ -100,7 +100,7 @@ def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequ
 
 
 def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Topology:
-    """The resources of these hosts and a path for every ordered pair of devices; arguments as in `build_links`."""
+    """Returns the resources of these hosts and a path for every ordered pair of devices; arguments as in `build_links`."""
     builder = _Builder(kinds, host_of, hosts)
     count = len(kinds)
     paths = {(i, j): builder.path(i, j) for i in range(count) for j in range(count) if i != j}
@@ -108,7 +108,7 @@ def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: S
 
 
 def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> tuple[Fabric, ...]:
-    """One fabric a host and interconnect generation, where measurements of its collectives were published."""
+    """Returns one fabric a host and interconnect generation, where measurements of its collectives were published."""
     members: dict[tuple[int, str], list[int]] = {}
     for device, (kind, host) in enumerate(zip(kinds, host_of, strict=True)):
         if kind.fabric is not None and kind.nvlink is not None and hosts[host].fabric == "nvlink":
@@ -127,7 +127,7 @@ def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Se
 
 
 def _slots(kinds: Sequence[DeviceKind], host_of: Sequence[int], num_hosts: int) -> tuple[list[int], list[int]]:
-    """Position of each device among the accelerators of its host, and how many accelerators each host has.
+    """Returns position of each device among the accelerators of its host, and how many accelerators each host has.
 
     The position decides the links of a cube mesh, the socket, the PCIe switch and the network card.
     """
@@ -164,7 +164,7 @@ class _Builder:
         return self.nvlink(i, j) or self.pcie(i, j)
 
     def nvlink(self, i: int, j: int) -> Path | None:
-        """A path over the switch, or over the direct link of the pair if it has one."""
+        """Returns a path over the switch, or over the direct link of the pair if it has one."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         if self.hosts[host].fabric != "nvlink" or a.nvlink is None or a.nvlink != b.nvlink:
             return None
@@ -181,7 +181,7 @@ class _Builder:
         return Path(over, NVLINK_LATENCY_S)
 
     def pcie(self, i: int, j: int) -> Path:
-        """A path over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
+        """Returns a path over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         generation = min(d.pcie_generation for d in (a, b) if not d.host_processor)
         switches = [self.switch(d) for d in (i, j)]
@@ -201,7 +201,7 @@ class _Builder:
         return Path(tuple(over), STAGED_LATENCY_S, 0.5) if staged else Path(tuple(over), PCIE_LATENCY_S)
 
     def network(self, i: int, j: int) -> Path:
-        """A path over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
+        """Returns a path over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
         a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
         latency = NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"]
         return Path(self.to_network("out", i) + self.to_network("in", j), latency)
@@ -230,7 +230,7 @@ class _Builder:
         return self.uplink(way, device) if self.hosts[host].network.cards < switches else []
 
     def uplink(self, way: str, device: int) -> list[int]:
-        """The shared uplink of a device's PCIe switch; none where every device has a root port of its own."""
+        """Returns the shared uplink of a device's PCIe switch; none where every device has a root port of its own."""
         kind = self.kinds[device]
         if kind.host_processor or kind.pcie_per_switch == 1:
             return []

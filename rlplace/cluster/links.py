@@ -32,7 +32,7 @@ class Device:
 
 
 def fullest_share(peak_bytes: Iterable[float], devices: Iterable[Device]) -> float | None:
-    """Peak over capacity of the fullest device; None where none has a limit."""
+    """Returns peak over capacity of the fullest device; None where none has a limit."""
     pairs = zip(peak_bytes, devices, strict=True)
     return max((peak / device.memory_bytes for peak, device in pairs if device.memory_bytes), default=None)
 
@@ -43,7 +43,7 @@ was asked of it is a few per cent in most steps (docs/cost-model/accuracy.md, Me
 
 
 def fullness(share: float | None) -> str:
-    """How full a device is in a word: "roomy", "tight" or "full"; without a limit it is roomy."""
+    """Returns how full a device is in a word: "roomy", "tight" or "full"; without a limit it is roomy."""
     return "roomy" if share is None or share < TIGHT else "tight" if share < FULL else "full"
 
 
@@ -73,7 +73,7 @@ class Links:
         return tuple(tuple((i * count + j,) if i != j else () for j in range(count)) for i in range(count))
 
     def transfer_s(self, source: int, destination: int, size_bytes: int) -> float:
-        """Seconds that `size_bytes` take from one device to another, without waiting; inf where no link exists."""
+        """Returns seconds that `size_bytes` take from one device to another, without waiting; inf where no link exists."""
         bandwidth = self.bandwidth_bytes_per_s[source, destination]
         if bandwidth == 0.0:
             return float("inf")

@@ -52,7 +52,7 @@ class LinkTimes:
 
 
 def cluster_from(times: LinkTimes) -> Cluster:
-    """The cluster that was measured.
+    """Returns the cluster that was measured.
 
     Devices of all hosts in the order of their ranks; the numbers of their kinds are those of presets, only their links are
     measured. Which transfers share a channel follows the topology of the preset: pairs were timed alone.
@@ -94,7 +94,7 @@ def fit_pairs(times: LinkTimes) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
-    """A fabric for every host with several devices, and one for all of them together where there are several hosts."""
+    """Returns a fabric for every host with several devices, and one for all of them together where there are several hosts."""
     source = f"rlplace measure --links over {times.backend}"
     curves: dict[tuple[int, ...], list[Curve]] = {}
     everybody = tuple(range(len(host_of)))
@@ -109,7 +109,7 @@ def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
 
 
 def _kinds(times: LinkTimes) -> list[DeviceKind]:
-    """A kind per device; kinds of one name and different numbers get names of their own."""
+    """Returns a kind per device; kinds of one name and different numbers get names of their own."""
     kinds: list[DeviceKind] = []
     known: dict[str, list[DeviceKind]] = {}
     for driver, memory, cores in zip(times.drivers, times.memory_bytes, times.cores, strict=True):
@@ -164,7 +164,8 @@ def fit_collective_curve(
 
 
 def _rises(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [K]: height of the first knot and the rises to the next ones, so that ``weights @ heights`` is closest to ones.
+    """Returns float64 [K]: height of the first knot and the rises to the next ones, so that ``weights @ heights`` is closest to
+    ones.
 
     No rise is negative: what would fall stays level.
     """

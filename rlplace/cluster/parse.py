@@ -66,7 +66,7 @@ class Cluster:
 
     @staticmethod
     def detect() -> Cluster:
-        """The devices of this machine: its accelerators, else its processor; see `rlplace.cluster.detect`."""
+        """Returns the devices of this machine: its accelerators, else its processor; see `rlplace.cluster.detect`."""
         from rlplace.cluster.detect import detect
 
         return detect()
@@ -78,7 +78,7 @@ class Cluster:
         save_cluster(self, path)
 
     def to_problem_devices(self) -> tuple[tuple[Device, ...], Links]:
-        """Devices and links as a `Problem` takes them."""
+        """Returns devices and links as a `Problem` takes them."""
         return self.devices, self.links
 
     @property
@@ -146,7 +146,7 @@ def parse(text: str) -> Cluster:
 
 
 def as_cluster(value: Cluster | str) -> Cluster:
-    """The cluster itself, or the one that a text names.
+    """Returns the cluster itself, or the one that a text names.
 
     Raises:
         InputError: It is neither.
@@ -213,7 +213,7 @@ def assemble(
 
 
 def default_host(kind: DeviceKind) -> Host:
-    """A host with the default interconnect of its kind."""
+    """Returns a host with the default interconnect of its kind."""
     return Host("nvlink" if kind.nvlink is not None else "pcie", parse_network(kind.network))
 
 

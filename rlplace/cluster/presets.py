@@ -99,7 +99,7 @@ CPU_SOCKET_BANDWIDTH = 200e9
 
 
 def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
-    """A host processor with `cores` cores, scaled from the constants of one core."""
+    """Returns a host processor with `cores` cores, scaled from the constants of one core."""
     peak = CPU_CORE_FLOPS * cores
     return DeviceKind(
         name=name,
@@ -118,7 +118,7 @@ def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
 
 
 def _built_in() -> dict[str, DeviceKind]:
-    """The kinds of ``presets.toml``, where their sources stand, and a server's processor."""
+    """Returns the kinds of ``presets.toml``, where their sources stand, and a server's processor."""
     data = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
     kinds = {name: build(DeviceKind, {"name": name, **fields}, name) for name, fields in data.items()}
     return {**kinds, "cpu": cpu_kind(32, 256_000_000_000)}
@@ -152,13 +152,13 @@ def find_kind(name: Any) -> DeviceKind | None:
 
 
 def kind_names() -> list[str]:
-    """The built-in kinds and those of installed packages, which are not imported for that."""
+    """Returns the built-in kinds and those of installed packages, which are not imported for that."""
     return [*KINDS, *extensions.names(extensions.DEVICES, {*KINDS, *RESERVED})]
 
 
 @functools.cache
 def _kind_of(extension: extensions.Extension) -> DeviceKind:
-    """The kind that an installed package offers: a `DeviceKind`, or a function of no arguments that returns one."""
+    """Returns the kind that an installed package offers: a `DeviceKind`, or a function of no arguments that returns one."""
     kind = extension.load()
     if callable(kind) and not isinstance(kind, DeviceKind):
         try:

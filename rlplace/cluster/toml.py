@@ -131,7 +131,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as plain data, in the order in which the file lists it."""
+    """Returns the cluster as plain data, in the order in which the file lists it."""
     kinds = {kind.name: kind for kind in cluster.kinds}
     return {
         "format": FORMAT,
@@ -197,7 +197,7 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
 
 
 def _kind(values: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind], base_key: str) -> DeviceKind:
-    """A kind from file values, over the preset or the kind of the file that the key `base_key` names."""
+    """Returns a kind from file values, over the preset or the kind of the file that the key `base_key` names."""
     check_keys(values, {"name"}, _KIND_KEYS | {base_key}, where)
     own = {key: value for key, value in values.items() if key != base_key}
     base = _lookup(values[base_key], kinds, f"{where}.{base_key}") if base_key in values else None
@@ -218,7 +218,7 @@ def _lookup(name: Any, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKin
 
 
 def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]) -> tuple[_Device, DeviceKind]:
-    """A device entry and its kind: the named kind, with the entry's own numbers in place of the kind's."""
+    """Returns a device entry and its kind: the named kind, with the entry's own numbers in place of the kind's."""
     check_keys(item, {"name"}, {*_Device.__struct_fields__, *_KIND_KEYS}, where)
     entry = build(_Device, {k: v for k, v in item.items() if k in _Device.__struct_fields__}, where, whole_floats=True)
     if entry.kind is None:

@@ -128,7 +128,7 @@ def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[Path], NDArr
 def _lanes(
     pairs: NDArray[np.int64], over: NDArray[np.int64], capacity: NDArray[np.float64], demand: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
+    """Returns how each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
 
     Returns:
         width: int [R + 1], lanes; position: int [P, K], the number of the choosing device among those that use the resource.
@@ -147,7 +147,9 @@ def _lanes(
 
 
 def _rank(over: NDArray[np.int64], device: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number of each path's device among the distinct ones that use a resource [P, K], and how many those are [R + 1]."""
+    """Returns number of each path's device among the distinct ones that use a resource [P, K], and how many those are
+    [R + 1].
+    """
     devices = int(device.max()) + 1
     seen = np.zeros((rows, devices), dtype=bool)
     seen[over, device[:, None]] = True

@@ -105,7 +105,7 @@ class AllocatorOptions:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between the commas that are outside of brackets."""
+    """Returns parts between the commas that are outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")

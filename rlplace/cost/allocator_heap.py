@@ -89,7 +89,7 @@ class Heap:
         self._capacity = math.inf if capacity_bytes is None else max(0, capacity_bytes)
 
     def malloc(self, requested: int) -> Block | None:
-        """A used block of at least `size` bytes; None: out of memory."""
+        """Returns a used block of at least `size` bytes; None: out of memory."""
         size = self._round_size(requested)
         pool = 0 if size <= SMALL_SIZE else 1
         block = self._get_free_block(pool, size)
@@ -131,7 +131,7 @@ class Heap:
         return -(-size // unit) * unit
 
     def _lower_bound(self, pool: int, size: float) -> int:
-        """Position of the first cached block that is not smaller."""
+        """Returns position of the first cached block that is not smaller."""
         return bisect_left(self.cached[pool], (size, 0), key=_place)
 
     def _insert(self, block: Block) -> None:

@@ -62,13 +62,13 @@ class Calls:
 
 
 def op_directions(graph: OpGraph) -> NDArray[np.int64]:
-    """int64 [N], index into `DIRECTIONS`."""
+    """Returns int64 [N], index into `DIRECTIONS`."""
     backward = (graph.op_phase == BACKWARD) | (graph.op_phase == BACKWARD_WEIGHT)
     return np.where(graph.op_phase == UPDATE, 2, np.where(backward, 1, 0)).astype(np.int64)
 
 
 def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
-    """float64 [N] by name: dims of every op, those of its forward op where it has none, 0 where unknown."""
+    """Returns float64 [N] by name: dims of every op, those of its forward op where it has none, 0 where unknown."""
     sizes = {name: np.zeros(graph.num_ops) for name in _SIZES}
     for op, dims in graph.op_dims.items():
         for name, size in dims.items():
@@ -83,7 +83,9 @@ def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
 
 
 def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
-    """float64 [N], kernels that every op launches on an accelerator: 0 for views and what is fused, a share for updates."""
+    """Returns float64 [N], kernels that every op launches on an accelerator: 0 for views and what is fused, a share for
+    updates.
+    """
     classes = [CLASSES[name] for name in OP_KINDS]
     kind = op_codes(graph.op_kind)
     backward = op_directions(graph) == 1
@@ -102,7 +104,7 @@ def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
 
 
 def op_codes(op_kind: tuple[str, ...]) -> NDArray[np.int64]:
-    """int64 [N], index into `OP_KINDS`."""
+    """Returns int64 [N], index into `OP_KINDS`."""
     number = {name: index for index, name in enumerate(OP_KINDS)}
     return np.fromiter((number[name] for name in op_kind), dtype=np.int64, count=len(op_kind))
 
@@ -204,7 +206,9 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
 def _alignment(
     graph: OpGraph, k: NDArray[np.float64], n: NDArray[np.float64], product: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their gradients."""
+    """Returns Float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their
+    gradients.
+    """
     forward = np.where(graph.op_forward >= 0, graph.op_forward, np.arange(graph.num_ops))
     forward = np.where(k[forward] > 0, forward, np.arange(graph.num_ops))
     common = np.gcd(np.gcd(k[forward].astype(np.int64), n[forward].astype(np.int64)), 8)
@@ -221,7 +225,7 @@ def update_passes(graph: OpGraph) -> float:
 
 
 def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """float64 [N], what the backwards of norms and softmax move beside what is counted: two operands and a result.
+    """Returns float64 [N], what the backwards of norms and softmax move beside what is counted: two operands and a result.
 
     From PyTorch's layer_norm_kernel.cu and SoftMax.cu: both kernels of a norm read both operands. A softmax multiplies its
     operands first, three more passes at an element-wise kernel's rate; a log-softmax whose rows no warp holds reads one again.
@@ -239,7 +243,7 @@ WRITES_FUSED = (*POINTWISE, "norm", "softmax")
 
 
 def fused_traffic(graph: OpGraph) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bytes and launches of every op when a compiler has fused what can be fused.
+    """Returns bytes and launches of every op when a compiler has fused what can be fused.
 
     Args:
         graph: N ops.

@@ -60,7 +60,7 @@ class OpTimes:
     curves: tuple[Curve, ...]
 
     def shares(self) -> dict[str, float]:
-        """Share of the device time by basis; bases that occur only."""
+        """Returns share of the device time by basis; bases that occur only."""
         total = float(self.device_s.sum())
         parts = {name: float(self.device_s[self.basis == number].sum()) for number, name in enumerate(BASES)}
         return {name: part / total for name, part in parts.items() if part > 0}
@@ -69,7 +69,7 @@ class OpTimes:
 def explain_times(
     graph: OpGraph, kind: DeviceKind, costs: CostTable | str | Path | None = None, *, host: str = "eager"
 ) -> OpTimes:
-    """Seconds of every op on a device kind, and where they come from.
+    """Returns seconds of every op on a device kind, and where they come from.
 
     Args:
         graph: N ops.
@@ -126,7 +126,9 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
 
 
 def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -> NDArray[np.float64]:
-    """float64 [N], host time to issue every op. A host processor issues to itself: its floor holds the dispatch of an op."""
+    """Returns float64 [N], host time to issue every op. A host processor issues to itself: its floor holds the dispatch of an
+    op.
+    """
     if kind.host_processor:
         return np.zeros(graph.num_ops)
     launches = op_launches(graph, host)
@@ -143,7 +145,9 @@ def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -
 
 
 def _layers(graph: OpGraph) -> NDArray[np.int64]:
-    """int64 [N], from 1: the outermost element of a module list that an op runs in; 0 outside of such and for updates."""
+    """Returns int64 [N], from 1: the outermost element of a module list that an op runs in; 0 outside of such and for
+    updates.
+    """
     numbers: dict[str, int] = {"": 0}
     found = (re.match(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.|$)", path) for path in graph.op_module)
     layers = np.array([numbers.setdefault(match[0] if match else "", len(numbers)) for match in found], dtype=np.int64)
@@ -153,7 +157,7 @@ def _layers(graph: OpGraph) -> NDArray[np.int64]:
 def _call_seconds(
     calls: Calls, kind: DeviceKind, table: CostTable, tf32: Collection[str]
 ) -> tuple[NDArray[np.float64], NDArray[np.int8], NDArray[np.int64], tuple[Curve, ...]]:
-    """Seconds [C], basis [C] and curve number [C] of every row, and the curves."""
+    """Returns seconds [C], basis [C] and curve number [C] of every row, and the curves."""
     seconds = np.zeros(len(calls.op))
     basis = np.zeros(len(calls.op), dtype=np.int8)
     which = np.zeros(len(calls.op), dtype=np.int64)
@@ -184,13 +188,13 @@ def _call_seconds(
 
 
 def _sizes(calls: Calls, rows: NDArray[np.int64]) -> Sizes:
-    """Sizes of rows, FLOPs and bytes of one kernel included."""
+    """Returns sizes of rows, FLOPs and bytes of one kernel included."""
     own = {"flops": calls.flops[rows] / calls.count[rows], "bytes": calls.size_bytes[rows] / calls.count[rows]}
     return {name: values[rows] for name, values in calls.sizes.items()} | own
 
 
 def _row_seconds(calls: Calls, rows: NDArray[np.int64], curve: Curve, precision: str, kind: DeviceKind) -> NDArray[np.float64]:
-    """Seconds of rows that share a curve."""
+    """Returns seconds of rows that share a curve."""
     count, sizes = calls.count[rows], _sizes(calls, rows)
     one = seconds_on(kind, precision, curve, sizes["flops"], sizes["bytes"], sizes)
     floor_s = kind.launch_s if curve.floor_s is None else curve.floor_s

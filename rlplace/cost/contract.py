@@ -45,7 +45,7 @@ class PricedOps:
 
 
 def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
-    """One task per cluster and phase.
+    """Returns one task per cluster and phase.
 
     A task takes the sum of its ops' times and needs their inner live peak, minus what leaves it, as temporary memory. Tensors
     that stay inside a task disappear; those with the same producer (or owner) and the same consumers become one. An edge
@@ -115,7 +115,7 @@ def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) ->
 
 
 def _dominant_kinds(ops: PricedOps, task: NDArray[np.int64], count: int) -> tuple[str, ...]:
-    """Per task the op kind that takes most of its time."""
+    """Returns per task the op kind that takes most of its time."""
     kinds = sorted(set(ops.op_kind))
     number = {kind: index for index, kind in enumerate(kinds)}
     code = np.fromiter((number[kind] for kind in ops.op_kind), dtype=np.int64, count=len(ops.op_kind))

@@ -35,7 +35,7 @@ def _intensity(sizes: Sizes, processors: float) -> NDArray[np.float64]:
 
 
 def _waves(sizes: Sizes, processors: float, side: tuple[int, int]) -> NDArray[np.float64]:
-    """Waves of tiles over the processors, fractions included."""
+    """Returns waves of tiles over the processors, fractions included."""
     return sizes["batch"] * np.ceil(sizes["m"] / side[0]) * np.ceil(sizes["n"] / side[1]) / processors
 
 
@@ -116,7 +116,7 @@ def _unknown(residual: Residual, sizes: Sizes) -> NDArray[np.bool_]:
 
 
 def residual_factor(residual: Residual, sizes: Sizes, processors: float) -> NDArray[np.float64]:
-    """Factors [N] on the curve's time, between 1 / bound and bound."""
+    """Returns factors [N] on the curve's time, between 1 / bound and bound."""
     value = np.clip(feature_matrix(residual.features, sizes, processors), np.array(residual.low), np.array(residual.high))
     value = (value - np.array(residual.mean)) / np.array(residual.scale)
     for layer, (weights, bias) in enumerate(zip(residual.weights, residual.bias, strict=True)):
@@ -142,7 +142,7 @@ def saturated(amount: ArrayLike, half: ArrayLike, saturation: ArrayLike) -> NDAr
 def work_seconds(
     curve: Curve, flops: ArrayLike, size_bytes: ArrayLike, *, peak_flops: ArrayLike, bandwidth_bytes_per_s: float
 ) -> NDArray[np.float64]:
-    """Seconds of single calls without launch and without residual.
+    """Returns seconds of single calls without launch and without residual.
 
     Args:
         curve: The curve with the two efficiencies.
@@ -159,13 +159,13 @@ def work_seconds(
 def roofline_seconds(
     flops: ArrayLike, size_bytes: ArrayLike, *, peak_flops: ArrayLike, bandwidth_bytes_per_s: float
 ) -> NDArray[np.float64]:
-    """The bound that no prediction may go below: [N] seconds at full peak and full bandwidth."""
+    """Returns the bound that no prediction may go below: [N] seconds at full peak and full bandwidth."""
     flops, size_bytes = np.asarray(flops, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
     return np.maximum(flops / np.asarray(peak_flops), size_bytes / bandwidth_bytes_per_s)
 
 
 def _unaligned(curve: Curve, sizes: Sizes) -> NDArray[np.float64]:
-    """Factors [N] on the compute term."""
+    """Returns factors [N] on the compute term."""
     factors = np.array([*curve.unaligned[::-1], 1.0])  # of 1, 2, 4 and 8
     return factors[np.log2(sizes["align"]).astype(np.int64)]
 
@@ -180,7 +180,7 @@ def kernel_seconds(
     bandwidth_bytes_per_s: float,
     processors: float,
 ) -> NDArray[np.float64]:
-    """Seconds [N] of single calls without launch: curve, residual and roofline.
+    """Returns seconds [N] of single calls without launch: curve, residual and roofline.
 
     Args:
         curve: The curve, with or without a residual.

@@ -106,7 +106,7 @@ def footprint(
     graph: OpGraph | None = None,
     options: MemoryOptions | None = None,
 ) -> list[Footprint]:
-    """Peak memory of every device, part by part.
+    """Returns peak memory of every device, part by part.
 
     Args:
         problem: The priced problem, at any level.
@@ -162,7 +162,7 @@ class _Device:
         self.size_of: list[int] = []
 
     def new(self, part: str, size: int) -> int:
-        """A further allocation, not made yet."""
+        """Returns a further allocation, not made yet."""
         self.part.append(PARTS.index(part))
         self.size_of.append(size)
         return len(self.part) - 1
@@ -277,7 +277,7 @@ class _Device:
 
 
 def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:
-    """Bytes of a device that the allocator never sees: context and communication buffers."""
+    """Returns bytes of a device that the allocator never sees: context and communication buffers."""
     kind = find_kind(device.kind or "")
     context = device.reserved_bytes if kind is None else min(device.reserved_bytes, kind.reserved_bytes)
     communication = device.reserved_bytes - context

@@ -25,12 +25,12 @@ SHIPPED = Path(__file__).with_name("shipped.cost.json")
 
 @functools.cache
 def shipped_costs() -> CostTable:
-    """Coefficients fitted on public kernel timings (source beside each)."""
+    """Returns coefficients fitted on public kernel timings (source beside each)."""
     return CostTable.load(SHIPPED)
 
 
 def as_costs(costs: CostTable | str | Path | None) -> CostTable:
-    """The table to price with: the shipped one, overridden by a user's own.
+    """Returns the table to price with: the shipped one, overridden by a user's own.
 
     Args:
         costs: None, a cost table, the path of a cost file, or the name of a cost model of an installed package.
@@ -90,7 +90,7 @@ class ModelledCosts(CostTable):
 
 
 def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDArray[np.float64] | None:
-    """Device seconds [N] by the table's function, NaN where it does not know; None: it has none, or not for this kind.
+    """Returns device seconds [N] by the table's function, NaN where it does not know; None: it has none, or not for this kind.
 
     Raises:
         InputError: The function returned something else.
@@ -112,7 +112,7 @@ def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDAr
 
 
 def own_costs(costs: CostTable | str | Path) -> CostTable:
-    """A user's own table: the table itself, from a file, or of an installed package by name.
+    """Returns a user's own table: the table itself, from a file, or of an installed package by name.
 
     A text is a name unless it looks like a path (a separator, or ``.json`` at the end) or there is a file of that name.
 
@@ -134,7 +134,9 @@ def own_costs(costs: CostTable | str | Path) -> CostTable:
 
 
 def _table_of(extension: Extension) -> CostTable:
-    """The table of an entry: a table, its path, a function without arguments that returns either, or an `OpTimeModel`."""
+    """Returns the table of an entry: a table, its path, a function without arguments that returns either, or an
+    `OpTimeModel`.
+    """
     value = extension.load()
     if callable(value) and not isinstance(value, CostTable):
         arguments = _required(value)

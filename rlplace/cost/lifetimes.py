@@ -58,14 +58,14 @@ class Lifetimes:
     peak_memory_bytes: NDArray[np.int64]
 
     def at_peak(self, device: int) -> NDArray[np.int64]:
-        """The allocations that are alive when a device first holds the most, as numbers."""
+        """Returns the allocations that are alive when a device first holds the most, as numbers."""
         live = self.live_bytes(device)
         until = int(live.argmax()) + 1 if len(live) and live.max() > 0 else 0
         alive = np.bincount(self.item[:until], np.where(self.starts[:until], 1, -1), len(self.bytes)) > 0
         return np.flatnonzero(alive & (self.device == device))
 
     def live_bytes(self, device: int) -> NDArray[np.int64]:
-        """int64 [E], bytes on a device after every event."""
+        """Returns int64 [E], bytes on a device after every event."""
         here = self.device[self.item] == device
         change = np.where(self.starts, 1, -1) * self.bytes[self.item]
         return np.cumsum(np.where(here, change, 0))
@@ -163,7 +163,7 @@ class Holding:
 
 
 def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
-    """The allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
+    """Returns the allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
 
     Args:
         problem: The problem, at op level where there is a `graph`.

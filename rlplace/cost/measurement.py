@@ -194,7 +194,7 @@ class Measurement(Record, frozen=True):
         return sum(op.seconds * op.count for op in self.ops)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as plain JSON data; unknown values are left out."""
+        """Returns the measurement as plain JSON data; unknown values are left out."""
         return {"format": FORMAT, "version": VERSION, **plain(self)}
 
     @staticmethod

@@ -100,7 +100,7 @@ def price(
 def device_times(
     graph: OpGraph, cluster: Cluster, *, costs: CostTable | str | Path | None = None, host: str = "eager"
 ) -> NDArray[np.float64]:
-    """float64 [N, D], seconds of every captured op on every device."""
+    """Returns float64 [N, D], seconds of every captured op on every device."""
     by_kind = kind_times(graph, cluster, as_costs(costs), host=host)
     return np.stack([by_kind[kind.name].seconds for kind in cluster.kinds], axis=1)
 
@@ -152,7 +152,9 @@ def _priced_ops(
     parameter_group: NDArray[np.int32],
     tensor_owner: NDArray[np.int32],
 ) -> PricedOps:
-    """The captured ops of a problem: tensors that a group holds itself are left out, its own gradients have no bytes."""
+    """Returns the captured ops of a problem: tensors that a group holds itself are left out, its own gradients have no
+    bytes.
+    """
     op_group = grouping.op_group
     tensor = graph.edge_tensor
     consumer_group = op_group[graph.consumers]
@@ -203,7 +205,7 @@ def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:
 def _resident_parts(
     graph: OpGraph, grouping: Grouping, parameter_group: NDArray[np.int32], tensor_owner: NDArray[np.int32]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Per group: bytes of weights (with buffers and inputs), gradients and optimizer state."""
+    """Returns per group: bytes of weights (with buffers and inputs), gradients and optimizer state."""
     parts = np.zeros((3, grouping.num_groups), dtype=np.int64)
     if graph.parameters:
         sizes = np.array([(p.size_bytes, p.gradient_bytes, p.optimizer_bytes) for p in graph.parameters], dtype=np.int64)

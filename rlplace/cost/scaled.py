@@ -85,7 +85,7 @@ _ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
 
 
 def tf32_classes(graph: OpGraph) -> Collection[str]:
-    """Classes whose float32 ops run in tf32, as PyTorch was set when the graph was captured."""
+    """Returns classes whose float32 ops run in tf32, as PyTorch was set when the graph was captured."""
     recorded = graph.capture.get("tf32", TF32_CLASSES)
     return [name for name in recorded if name in CLASSES] if isinstance(recorded, list | tuple) else TF32_CLASSES
 
@@ -107,7 +107,7 @@ def peak_of(kind: DeviceKind, precision: str) -> float:
 def seconds_on(
     kind: DeviceKind, precision: str, curve: Curve, flops: ArrayLike, size_bytes: ArrayLike, sizes: Sizes
 ) -> NDArray[np.float64]:
-    """Seconds [N] of single calls on a device kind, without launch; see `rlplace.cost.curve.kernel_seconds`."""
+    """Returns seconds [N] of single calls on a device kind, without launch; see `rlplace.cost.curve.kernel_seconds`."""
     peak, bandwidth = peak_of(kind, precision), kind.memory_bandwidth_bytes_per_s
     return kernel_seconds(
         curve, flops, size_bytes, sizes, peak_flops=peak, bandwidth_bytes_per_s=bandwidth, processors=kind.processors
@@ -115,7 +115,7 @@ def seconds_on(
 
 
 def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -> Curve:
-    """A curve from the class constants and the numbers of the device kind."""
+    """Returns a curve from the class constants and the numbers of the device kind."""
     item = CLASSES[op]
     efficiency = item.compute
     if op == "attention":
@@ -141,7 +141,8 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
 
 
 def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, direction: str) -> Curve:
-    """The best available curve of a device kind: its own, that of a related direction, precision or device, or datasheet.
+    """Returns the best available curve of a device kind: its own, that of a related direction, precision or device, or
+    datasheet.
 
     A product of a backward pass is the same kernel as one of a forward pass and keeps the basis of the forward curve. Every
     other loan is "scaled", whatever the curve was where it comes from. A kind whose efficiencies or half points a cluster file
@@ -178,14 +179,14 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
 
 
 def _given_by_hand(kind: DeviceKind, name: str) -> bool:
-    """Whether a preset's constants of op times were replaced."""
+    """Returns whether a preset's constants of op times were replaced."""
     preset = KINDS.get(name)
     fields = ("gemm_efficiency", "gemm_half_s", "bandwidth_half_s")
     return preset is not None and any(getattr(kind, field) != getattr(preset, field) for field in fields)
 
 
 def base_name(name: str) -> str:
-    """The kind that a device with numbers of its own was derived from."""
+    """Returns the kind that a device with numbers of its own was derived from."""
     return name.partition("/")[0]
 
 
@@ -203,7 +204,7 @@ def _own_keys(op: str, precision: str, direction: str) -> list[Key]:
 
 
 def _carried(curve: Curve, kind: DeviceKind, other: str) -> Curve:
-    """The curve of another device at this one's peaks: equal fractions, half points that take equally long."""
+    """Returns the curve of another device at this one's peaks: equal fractions, half points that take equally long."""
     if other in KINDS:
         bandwidth = kind.memory_bandwidth_bytes_per_s / KINDS[other].memory_bandwidth_bytes_per_s
         compute = peak_of(kind, "float32") / peak_of(KINDS[other], "float32")

@@ -141,7 +141,7 @@ def table_from_dict(data: dict[str, Any]) -> CostTable:
 
 
 def table_to_dict(table: CostTable) -> dict[str, Any]:
-    """The table as plain JSON data; defaults are left out, entries are sorted, so equal tables give equal text."""
+    """Returns the table as plain JSON data; defaults are left out, entries are sorted, so equal tables give equal text."""
     kinds = {name: _kind_to_dict(table.kinds[name]) for name in sorted(table.kinds)}
     source = {"source": table.source} if table.source else {}
     return {"format": FORMAT, "version": VERSION, "name": table.name, **source, "kinds": kinds}

@@ -66,7 +66,7 @@ def op_dims_of(graph: OpGraph) -> list[Mapping[str, int]]:
 
 
 def shape_dims(dims: Mapping[str, int], flops: float, size_bytes: float) -> dict[str, int]:
-    """The key of a measured shape of a target: FLOPs, bytes and the dims that cost tables know."""
+    """Returns the key of a measured shape of a target: FLOPs, bytes and the dims that cost tables know."""
     kept = {name: int(size) for name, size in dims.items() if name in DIMS}
     return {**kept, "flops": round(flops), "bytes": round(size_bytes)}
 

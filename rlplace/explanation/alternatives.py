@@ -147,7 +147,7 @@ def _choice(
 
 
 def targets(run: SimulatedPlan) -> list[int]:
-    """The plan's devices; of more than `MOST_TARGETS` those that hold groups first."""
+    """Returns the plan's devices; of more than `MOST_TARGETS` those that hold groups first."""
     count = run.problem.num_devices
     if count <= MOST_TARGETS:
         return list(range(count))
@@ -173,7 +173,9 @@ def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, he
 
 
 def weighty_groups(run: SimulatedPlan, count: int) -> dict[str, list[int]]:
-    """The groups that matter most: two thirds by their seconds on the critical path, the rest by their resident bytes."""
+    """Returns the groups that matter most: two thirds by their seconds on the critical path, the rest by their resident
+    bytes.
+    """
     problem = run.problem
     own = np.zeros(problem.num_groups)
     for link in realised_path(run):
@@ -188,7 +190,7 @@ def weighty_groups(run: SimulatedPlan, count: int) -> dict[str, list[int]]:
 
 
 def named_groups(problem: Problem, name: str) -> dict[str, list[int]]:
-    """The group of this name; else all groups of the module of this name.
+    """Returns the group of this name; else all groups of the module of this name.
 
     Raises:
         InputError: There is neither; the message has the nearest name.

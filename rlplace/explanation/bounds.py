@@ -105,7 +105,7 @@ class StepBounds:
         return 1.0 - self.lower_bound_s / self.step_time_s if self.step_time_s > 0 else 0.0
 
     def seconds(self, *causes: str) -> float:
-        """Seconds of the critical path by these causes."""
+        """Returns seconds of the critical path by these causes."""
         return math.fsum(part.seconds for part in self.path if part.cause in causes)
 
 
@@ -135,7 +135,7 @@ def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
 
 
 def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
-    """Channels that are used, busiest first; one for all channels of the same pairs of devices."""
+    """Returns channels that are used, busiest first; one for all channels of the same pairs of devices."""
     problem = run.problem
     busy: dict[int, float] = {}
     size: dict[int, int] = {}
@@ -154,7 +154,7 @@ def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
 
 
 def headline(bounds: StepBounds) -> str:
-    """One sentence on what takes most of the step."""
+    """Returns one sentence on what takes most of the step."""
     step = bounds.step_time_s
     if step <= 0:
         return "the step takes no time"

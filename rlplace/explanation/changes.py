@@ -21,7 +21,7 @@ FREE_BYTES_PER_S = 1e300
 
 
 def with_device(problem: Problem, like: int) -> Problem | None:
-    """The problem with one more device at the end, a copy of `like` with links like its own.
+    """Returns the problem with one more device at the end, a copy of `like` with links like its own.
 
     On a preset cluster of one host the links are those of the preset with one more device. Else they are copied: to `like`
     itself the new device is linked as `like` is to the best linked device of its kind, or to any device where there is no
@@ -50,7 +50,7 @@ def with_device(problem: Problem, like: int) -> Problem | None:
 
 
 def _peer(problem: Problem, like: int) -> int:
-    """The device that shows how two of a kind are linked."""
+    """Returns the device that shows how two of a kind are linked."""
     kind = problem.devices[like].kind
     others = [d for d in range(problem.num_devices) if d != like] or [like]
     alike = [d for d in others if problem.devices[d].kind == kind and (problem.time_s[:, d] == problem.time_s[:, like]).all()]
@@ -59,7 +59,7 @@ def _peer(problem: Problem, like: int) -> int:
 
 
 def _grown(matrix: NDArray[np.float64], like: int, peer: int) -> NDArray[np.float64]:
-    """A [D, D] matrix with a row and a column more."""
+    """Returns a [D, D] matrix with a row and a column more."""
     grown = matrix[np.ix_(index := [*range(len(matrix)), like], index)]
     grown[-1, like], grown[like, -1], grown[-1, -1] = matrix[peer, like], matrix[like, peer], 0.0
     return grown
@@ -94,7 +94,7 @@ def _extended(links: Links, like: int, peer: int) -> Links:
 
 
 def _own_channels(links: Links, device: int) -> set[int]:
-    """Channels that no pair without the device uses; with two devices, those on its side of a path."""
+    """Returns channels that no pair without the device uses; with two devices, those on its side of a path."""
     assert links.channels is not None
     count = len(links.channels)
     if count == 2:
@@ -110,7 +110,7 @@ def _own_channels(links: Links, device: int) -> set[int]:
 
 
 def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
-    """The fabric of `like` with the new device in it; direct links are those of `like`."""
+    """Returns the fabric of `like` with the new device in it; direct links are those of `like`."""
     if like not in fabric.devices:
         return fabric
     direct = [(new if i == like else i, new if j == like else j, rate) for i, j, rate in fabric.links if like in (i, j)]
@@ -157,14 +157,14 @@ def with_memory(problem: Problem, factor: float) -> Problem:
 
 
 def larger(device: Device, factor: float) -> Device:
-    """The device with its memory multiplied; without a limit it stays."""
+    """Returns the device with its memory multiplied; without a limit it stays."""
     if device.memory_bytes is None:
         return device
     return dataclasses.replace(device, memory_bytes=int(device.memory_bytes * factor))
 
 
 def with_links(problem: Problem, factor: float, channel: int | None = None) -> Problem:
-    """The problem with the bandwidth of links multiplied; latencies stay.
+    """Returns the problem with the bandwidth of links multiplied; latencies stay.
 
     Args:
         problem: The problem.
@@ -185,7 +185,7 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
 
 
 def quicker_links(links: Links, factor: float) -> Links:
-    """All links with their bandwidth multiplied; latencies stay."""
+    """Returns all links with their bandwidth multiplied; latencies stay."""
     # A message takes as long as one of 1 / factor of its size did.
     fabrics = tuple(fabric.slower(1.0 / factor, size=factor) for fabric in links.fabrics)
     return dataclasses.replace(links, bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor, fabrics=fabrics)
@@ -200,7 +200,7 @@ def with_free_links(problem: Problem) -> Problem:
 
 
 def with_speed(problem: Problem, device: int, factor: float) -> Problem:
-    """The problem with one device faster by a factor."""
+    """Returns the problem with one device faster by a factor."""
     time_s = problem.time_s.copy()
     members = [op for collective in problem.collectives for op in collective.ops]
     own = np.ones(problem.num_ops, dtype=bool)

@@ -44,7 +44,7 @@ class Side:
 
 
 def side_lines(a: Side, b: Side) -> list[str]:
-    """Two plans as a table."""
+    """Returns two plans as a table."""
     steps = a.step_time_s, b.step_time_s
     rows = [
         ["planner", a.planner, b.planner, ""],
@@ -164,7 +164,7 @@ class Difference:
         return "\n".join([*lines, *self.lines, *(f"note: {note}" for note in self.notes)])
 
     def _groups(self) -> list[str]:
-        """How two placements differ."""
+        """Returns how two placements differ."""
         lines = [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
         if self.renamed:
             pairs = ", ".join(f"{there} as {here}" for there, here in self.renamed.items())

@@ -41,7 +41,7 @@ _MICRO = ("microbatch", "microbatches")
 
 
 def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
-    """A plan with a strategy, evaluated again, as one side of a comparison."""
+    """Returns a plan with a strategy, evaluated again, as one side of a comparison."""
     assert plan.strategy is not None
     result = asked.evaluate(plan.strategy)
     names = [device.name for device in asked.question.cluster.devices]
@@ -81,7 +81,7 @@ def diff_strategies(asked: Asked, first: PlacementPlan, second: PlacementPlan, o
 
 
 def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:
-    """The words of strategies, with the fields of drafts that hold them."""
+    """Returns the words of strategies, with the fields of drafts that hold them."""
     stages: dict[str, tuple[str, ...]] = {"meshes": ("places", "place_of_stage"), "blocks a stage": ("bounds",)}
     if a.stages != b.stages:
         stages = {"stages": ("places", "place_of_stage", "bounds", "schedule")}
@@ -92,7 +92,7 @@ def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:
 
 
 def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, step_s: float | None) -> Word | None:
-    """A word that differs, with its effect; None where both say the same."""
+    """Returns a word that differs, with its effect; None where both say the same."""
     taken = {field: getattr(b, field) for field in fields}
     if all(getattr(a, field) == value for field, value in taken.items()):
         return None
@@ -115,7 +115,7 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
 
 
 def _word_text(name: str, draft: Draft) -> str:
-    """The text of a word for a draft."""
+    """Returns the text of a word for a draft."""
     if name == "micro-batches":
         return f"{_some(draft.microbatches)} of {_some(draft.microbatch)}"
     if name in _BLOCK_WORDS:
@@ -149,7 +149,7 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def _blocks(a: Draft, b: Draft, names: Sequence[str]) -> list[str]:
-    """One line for each row of consecutive blocks whose recomputation or offload differs alike."""
+    """Returns one line for each row of consecutive blocks whose recomputation or offload differs alike."""
     lines = []
     for key, values in _BLOCK_WORDS.items():
         here, there = getattr(a, key), getattr(b, key)
@@ -212,7 +212,7 @@ def diff(problem: Problem, first: PlacementPlan, second: PlacementPlan, *, other
 
 
 def placement_side(run: SimulatedPlan) -> Side:
-    """A placement as one side of a comparison."""
+    """Returns a placement as one side of a comparison."""
     problem, plan, line = run.problem, run.plan, run.line
     predicted, used = line.predicted(problem), len(np.unique(plan.device_of_group))
     return Side(
@@ -229,7 +229,7 @@ def placement_side(run: SimulatedPlan) -> Side:
 
 
 def _second_devices(a: SimulatedPlan, b: SimulatedPlan, names: Mapping[str, int]) -> tuple[NDArray[np.int32], dict[str, str]]:
-    """The second plan's devices as numbers of the first's problem, renamed among like ones where that changes nothing.
+    """Returns the second plan's devices as numbers of the first's problem, renamed among like ones where that changes nothing.
 
     Raises:
         InputError: The second plan uses a device that the first's problem does not have.
@@ -272,7 +272,7 @@ def _closest_names(problem: Problem, first: NDArray[np.int32], second: NDArray[n
 
 
 def _blocks_difference(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[Block, ...], int, list[str]]:
-    """The blocks with their effects, how many groups sit alike, and notes."""
+    """Returns the blocks with their effects, how many groups sit alike, and notes."""
     problem, here = a.problem, a.plan.device_of_group
     differ = np.flatnonzero(here != devices)
     members: dict[tuple[str, int, int], list[int]] = {}

@@ -174,7 +174,7 @@ def _bounds_lines(bounds: StepBounds) -> list[str]:
 
 
 def _story_lines(bounds: StepBounds) -> list[str]:
-    """The longest stretches of the path, in order of time."""
+    """Returns the longest stretches of the path, in order of time."""
     by_length = sorted(bounds.story, key=lambda stretch: stretch.start_s - stretch.end_s)
     longest = {id(stretch) for stretch in by_length[:MOST_ROWS]}
     rows = [[ms(s.start_s), ms(s.end_s), ms(s.wait_s), s.sentence] for s in bounds.story if id(s) in longest]
@@ -199,7 +199,7 @@ def _group_lines(groups: Sequence[GroupChoice]) -> list[str]:
 
 
 def _causes(changes: Any) -> str:
-    """The three causes that change most."""
+    """Returns the three causes that change most."""
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:3]
     least = 0.01 * max((abs(seconds) for seconds in changes.values()), default=0.0)
     return ", ".join(f"{cause} {ms(seconds, sign=True)}" for cause, seconds in largest if abs(seconds) > least)

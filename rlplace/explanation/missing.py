@@ -52,7 +52,7 @@ Tester = Callable[[str, Problem], Trial]
 
 
 def tried(name: str, problem: Problem, *, calls: int, **limits: Any) -> Trial:
-    """The best plan of a changed problem by the floor, else, with `calls`, by a search of so many simulations."""
+    """Returns the best plan of a changed problem by the floor, else, with `calls`, by a search of so many simulations."""
     samples = problem.samples_per_microbatch
     errors: list[InfeasibleError] = []
     for planner, extra in (("best", {}), *((("annealing", {"calls": calls}),) if calls else ())):
@@ -68,7 +68,7 @@ def tried(name: str, problem: Problem, *, calls: int, **limits: Any) -> Trial:
 
 
 def only_plan_short(problem: Problem) -> int | None:
-    """Bytes that a problem's single device lacks; None with several devices, or where memory is enough."""
+    """Returns bytes that a problem's single device lacks; None with several devices, or where memory is enough."""
     limit = problem.devices[0].memory_bytes
     if problem.num_devices > 1 or limit is None or not problem.group_allowed.all():
         return None
@@ -78,7 +78,7 @@ def only_plan_short(problem: Problem) -> int | None:
 
 
 def without_advice(error: InfeasibleError) -> str:
-    """The message without its advice: advice given here is tested first."""
+    """Returns the message without its advice: advice given here is tested first."""
     return str(error).partition("; ")[0]
 
 
@@ -144,7 +144,9 @@ def find_shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -
 
 
 def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:
-    """The constraint that no plan can meet, its error, and the bytes that every plan lacks; no error where none is proven."""
+    """Returns the constraint that no plan can meet, its error, and the bytes that every plan lacks; no error where none is
+    proven.
+    """
     try:
         check_possible(problem)
     except InfeasibleError as error:

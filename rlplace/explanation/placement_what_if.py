@@ -24,7 +24,7 @@ from rlplace.simulator.simulated_plan import SimulatedPlan, run_unchecked
 def placement_what_if(
     run: SimulatedPlan, *, calls: int = CALLS, time_limit_s: float | None = None, seed: int = 0
 ) -> tuple[WhatIf, ...]:
-    """The plan on its own hardware, then one change at a time.
+    """Returns the plan on its own hardware, then one change at a time.
 
     Args:
         run: The plan as it is; it completes.
@@ -53,7 +53,7 @@ def placement_what_if(
 
 
 def _problems(run: SimulatedPlan) -> Iterator[tuple[str, Problem | None]]:
-    """The problem as it is, then on other hardware; None where it cannot be changed so."""
+    """Yields the problem as it is, then on other hardware; None where it cannot be changed so."""
     problem = run.problem
     yield AS_IS, problem
     busiest = int(np.argmax([load.busy_s for load in device_loads(run)]))
@@ -71,7 +71,7 @@ def _problems(run: SimulatedPlan) -> Iterator[tuple[str, Problem | None]]:
 
 
 def _fitted(plan: PlacementPlan, problem: Problem) -> PlacementPlan:
-    """The plan for a problem that may have more devices."""
+    """Returns the plan for a problem that may have more devices."""
     if plan.order is None:
         return plan
     empty: list[Any] = [[]] * (problem.num_devices - len(plan.order))
@@ -87,7 +87,7 @@ def _step_s(same: SimulatedPlan, devices: tuple[int, ...]) -> float:
 
 
 def _search(same: SimulatedPlan, calls: int, limits: dict[str, Any], known: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The floor's plan, and what a search finds from the best plan that is known."""
+    """Returns the floor's plan, and what a search finds from the best plan that is known."""
     candidates = list(known)
     for planner in ("best", "local_search"):
         extra: dict[str, Any] = {}

@@ -106,7 +106,7 @@ def _trials(
     at: Callable[[int], Problem] | None,
     finer: Callable[[], Problem] | None,
 ) -> Iterator[Trial]:
-    """All relaxations, small ones first."""
+    """Yields all relaxations, small ones first."""
     ways = (_smaller_batches(problem, at), _smaller_optimizers(problem), _finer_groups(problem, shortage, finer))
     gentle = [trial for way in ways for trial in _first_fits(tester, way)]
     yield from gentle
@@ -157,7 +157,7 @@ def _finer_groups(problem: Problem, shortage: Shortage, finer: Callable[[], Prob
 
 
 def _more_devices(problem: Problem, proven_bytes: int) -> Iterator[Way]:
-    """One device more, then enough to cover the proven shortage, then twice as many each time."""
+    """Yields one device more, then enough to cover the proven shortage, then twice as many each time."""
     limits = problem.memory_limit_bytes
     like = int(limits.argmax())
     room = float(limits[like])

@@ -27,7 +27,7 @@ _PRESET = re.compile(r"(\s*[\w.-]+\s*:\s*)(\d+)((?:x\d+)?(?:,[^+]*)?)")
 def strategy_what_if(
     asked: Asked, *, calls: int = what_if.CALLS, time_limit_s: float | None = None
 ) -> tuple[what_if.WhatIf, ...]:
-    """The strategy on its own hardware, then one change at a time.
+    """Returns the strategy on its own hardware, then one change at a time.
 
     Args:
         asked: A plan and its question.
@@ -47,7 +47,7 @@ def strategy_what_if(
 
 
 def _questions(question: Question) -> Iterator[tuple[str, Question]]:
-    """All changes, the unchanged hardware first."""
+    """Yields all changes, the unchanged hardware first."""
     yield what_if.AS_IS, question
     machine = question.cluster
     if any(device.memory_bytes is not None for device in machine.devices):
@@ -63,12 +63,12 @@ def _questions(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _on(question: Question, machine: Cluster) -> Question:
-    """The question on another cluster with devices of the same kinds."""
+    """Returns the question on another cluster with devices of the same kinds."""
     return dataclasses.replace(question, scores=Evaluator(question.costs, machine))
 
 
 def _step_s(question: Question, draft: Draft) -> float:
-    """Step time; inf for what does not fit, or answers another question."""
+    """Returns step time; inf for what does not fit, or answers another question."""
     if draft.batch != question.batch or max(draft.devices) >= question.cluster.num_devices:
         return math.inf
     try:
@@ -79,7 +79,7 @@ def _step_s(question: Question, draft: Draft) -> float:
 
 
 def _search(question: Question, calls: int, time_limit_s: float | None, known: Sequence[Draft]) -> list[Draft]:
-    """The best strategy that a search finds; it has its own starts, so known strategies do not matter."""
+    """Returns the best strategy that a search finds; it has its own starts, so known strategies do not matter."""
     try:
         return [search(question, calls=calls, time_limit_s=time_limit_s).ranked[0].draft]
     except (InputError, InfeasibleError):  # nothing can be chosen there, or nothing fits

@@ -11,7 +11,7 @@ from rlplace.simulator.simulated_plan import SimulatedPlan
 
 
 def channel_pairs(problem: Problem) -> dict[int, list[tuple[int, int]]]:
-    """The pairs of devices that use each channel."""
+    """Returns the pairs of devices that use each channel."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for i, row in enumerate(problem.links.effective_channels):
         for j, held in enumerate(row):
@@ -79,7 +79,7 @@ class Stretch:
 
 
 def stretches(run: SimulatedPlan, path: Sequence[Link]) -> tuple[Stretch, ...]:
-    """The path, with consecutive links of one location joined."""
+    """Returns the path, with consecutive links of one location joined."""
     joined: list[list[Link]] = []
     for link in path:
         if joined and location_of(run, joined[-1][0]) == location_of(run, link):
@@ -114,5 +114,5 @@ def _why(wait: Link, blocker: str) -> str:
 
 
 def _name(run: SimulatedPlan, link: Link) -> str:
-    """Name of the op; for a parameter that is sent, of its group."""
+    """Returns name of the op; for a parameter that is sent, of its group."""
     return run.problem.op_names[link.op] if link.op >= 0 else run.problem.group_names[link.group]

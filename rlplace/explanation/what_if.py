@@ -89,7 +89,7 @@ def answers(asked: Iterable[Question[Candidate]]) -> tuple[WhatIf, ...]:
 
 
 def what_if_lines(results: Sequence[WhatIf]) -> list[str]:
-    """The answers as a table."""
+    """Returns the answers as a table."""
     base = next(entry for entry in results if entry.change == AS_IS)
     rows = []
     for entry in results:

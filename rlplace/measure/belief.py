@@ -102,7 +102,9 @@ class Belief:
         return at_zero, slopes, cover + np.diag(OWN**2 + bent**2)
 
     def _apart(self, features: Floats) -> Floats:
-        """float64 [N, C], mean square distance of features [N, F] from those of the candidates, in variances of these."""
+        """Returns float64 [N, C], mean square distance of features [N, F] from those of the candidates, in variances of
+        these.
+        """
         of_pool = self.pool.features
         scale = np.maximum(of_pool.std(axis=0), 1e-3)
         found: Floats = ((features[:, None] / scale - of_pool[None] / scale) ** 2).mean(axis=2)
@@ -156,7 +158,7 @@ class Belief:
         return np.concatenate(by_axis), np.concatenate(values), np.concatenate(spread)
 
     def _stages(self, ran: Ran) -> tuple[Floats, Floats, Floats]:
-        """How much busier the stages of a run were than each other, likewise."""
+        """Returns how much busier the stages of a run were than each other, likewise."""
         worlds = self.pool.worlds
         log_s = np.log(worlds.stage_busy_s(self.pool.drafts[ran.candidate]))
         at_zero, slopes, bent = linear(worlds.center, log_s - log_s.mean(axis=1, keepdims=True))
@@ -164,7 +166,9 @@ class Belief:
         return slopes, took - took.mean() - at_zero, np.hypot(BUSY_NOISE, bent)
 
     def _paces(self) -> tuple[Floats, Floats]:
-        """How much slower hosts are than others with devices of the same kind: slopes by axis [N, P] and what was seen [N]."""
+        """Returns how much slower hosts are than others with devices of the same kind: slopes by axis [N, P] and what was seen
+        [N].
+        """
         cluster = self.pool.worlds.cluster
         names = [kind.name for kind in cluster.kinds]
         axis = {name: number for number, name in enumerate(axes(cluster))}
@@ -242,19 +246,19 @@ class Belief:
         return min(timed, key=lambda ran: float(ran.step_s or 0.0), default=None)
 
     def world(self) -> World:
-        """The cluster as it is believed to be."""
+        """Returns the cluster as it is believed to be."""
         grid, weight = self._slack
         return world_of(self.pool.worlds.cluster, self.axes, math.exp(float(grid @ weight)))
 
 
 def _alike(apart: Floats) -> Floats:
-    """How like strategies are at a mean square distance of features: 1 for equal ones."""
+    """Returns how like strategies are at a mean square distance of features: 1 for equal ones."""
     found: Floats = np.exp(-apart / (2 * WIDTH**2))
     return found
 
 
 def _normal(values: NDArray[np.float64]) -> Floats:
-    """Cumulative distribution of the standard normal."""
+    """Returns cumulative distribution of the standard normal."""
     from scipy.special import ndtr
 
     found: Floats = ndtr(values)

@@ -128,7 +128,7 @@ class Fitted:
 
 
 def pool(measurements: Iterable[Measurement]) -> list[MeasuredOp]:
-    """The distinct ops of several measurements, with their mean seconds, weighted by count."""
+    """Returns the distinct ops of several measurements, with their mean seconds, weighted by count."""
     ops_by_key: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
     for measurement in measurements:
         for op in measurement.ops:
@@ -142,7 +142,7 @@ def pool(measurements: Iterable[Measurement]) -> list[MeasuredOp]:
 
 
 def fit(rows: Ops, kind: DeviceKind, source: str, scale: float = 1.0, wanted: Ops | None = None) -> Fitted:
-    """Curves by target and by op class.
+    """Returns curves by target and by op class.
 
     Args:
         rows: Distinct ops.
@@ -173,7 +173,7 @@ def fit(rows: Ops, kind: DeviceKind, source: str, scale: float = 1.0, wanted: Op
 
 
 def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bool]:
-    """Seconds of an op by a fit, without its scale, and whether the curve is that of its class."""
+    """Returns seconds of an op by a fit, without its scale, and whether the curve is that of its class."""
     curve = fitted.targets.get(_key(op))
     if curve is not None:
         return _seconds(curve, op, kind, 1.0), False
@@ -184,7 +184,7 @@ def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bo
 
 
 def step_factor(measurements: Iterable[Measurement]) -> float:
-    """Median of measured over summed time of whole steps; 1 where no measurement has both.
+    """Returns median of measured over summed time of whole steps; 1 where no measurement has both.
 
     A step that is bound by the host takes what issuing its kernels takes, which pricing adds by itself.
     """
@@ -227,7 +227,7 @@ def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float
 
 
 def _time_scale(rows: Ops, kind: DeviceKind) -> float:
-    """Factor that makes every time long enough for the peaks of the kind, which presets may state too low.
+    """Returns factor that makes every time long enough for the peaks of the kind, which presets may state too low.
 
     Efficiencies may not exceed 1; times are fitted larger by this factor and `step_factor` takes it back.
     """
@@ -242,7 +242,7 @@ def _time_scale(rows: Ops, kind: DeviceKind) -> float:
 
 
 def _fit_rows(rows: Ops, kind: DeviceKind, source: str, scale: float, more_s: float = 0.0, calls: float = 1.0) -> Curve:
-    """The curve of one target or class. Ops without work cost the host's time alone."""
+    """Returns the curve of one target or class. Ops without work cost the host's time alone."""
     op = rows[0]
     if all(row.size_bytes == 0 and row.flops == 0 for row in rows):
         return Curve(1.0, 0.0, 1.0, 0.0, floor_s=min(1.0, _mean(rows) * scale + more_s), basis="calibrated", source=source)
@@ -303,7 +303,7 @@ def _source(measurements: Sequence[Measurement]) -> str:
 
 
 def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
-    """Errors on a share of the shapes of each target with at least four, predicted from its other shapes."""
+    """Returns errors on a share of the shapes of each target with at least four, predicted from its other shapes."""
     rng = np.random.default_rng(seed)
     by_key: dict[Key, list[MeasuredOp]] = defaultdict(list)
     for row in rows:
@@ -324,7 +324,7 @@ def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, see
 
 
 def _model_errors(measurements: Sequence[Measurement], kind: DeviceKind, scale: float) -> tuple[FitError, ...]:
-    """Errors on each model by a fit on all other models; the same model at another batch size is not another."""
+    """Returns errors on each model by a fit on all other models; the same model at another batch size is not another."""
     errors = []
     for left_out in measurements:
         others = [m for m in measurements if m.model.model != left_out.model.model]

@@ -155,6 +155,6 @@ def _expit(value: float) -> float:
 
 
 def _huber_root(errors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Values whose squares are Huber's loss: rows far off pull linearly."""
+    """Returns values whose squares are Huber's loss: rows far off pull linearly."""
     size = np.abs(errors)
     return np.sign(errors) * np.where(size <= _HUBER, size, np.sqrt(np.maximum(2 * _HUBER * size - _HUBER**2, 0.0)))

@@ -27,7 +27,7 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 def local_command(cluster: Cluster, device: str | None = None, options: str = "") -> str:
-    """The command for a cluster of one host: this machine; by default on its GPUs where it has any."""
+    """Returns the command for a cluster of one host: this machine; by default on its GPUs where it has any."""
     if len(set(cluster.hosts)) > 1:
         raise InputError(
             "finetune: the cluster has several hosts; --launch says how a plan is run on them, for example "
@@ -40,7 +40,7 @@ def local_command(cluster: Cluster, device: str | None = None, options: str = ""
 
 
 def launcher(command: str, cluster: Cluster, *, timeout_s: float = 600.0) -> Callable[[PlacementPlan], Ended]:
-    """A function that runs plans.
+    """Returns a function that runs plans.
 
     Args:
         command: As a shell reads it, with ``{plan}`` and ``{timings}``; every word is quoted once they stand there.

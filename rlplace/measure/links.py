@@ -116,7 +116,7 @@ class _Bench:
         self.empty = torch.zeros(1, dtype=torch.float32, device=device)
 
     def exchange(self, sender: int, receiver: int, size_bytes: int, budget_s: float) -> float:
-        """Seconds from the send of a message, here an empty one for 0 bytes, to its empty answer."""
+        """Returns seconds from the send of a message, here an empty one for 0 bytes, to its empty answer."""
         message = self.buffer[: size_bytes // 4] if size_bytes else self.empty
         first, second = (dist.send, dist.recv) if self.rank == sender else (dist.recv, dist.send)
         other = receiver if self.rank == sender else sender
@@ -130,7 +130,7 @@ class _Bench:
     def collective(
         self, kind: CollectiveKind, ranks: Sequence[int], group: dist.ProcessGroup, size_bytes: int, budget_s: float
     ) -> float:
-        """Seconds until the slowest member of a group is done with a tensor of so many bytes in all."""
+        """Returns seconds until the slowest member of a group is done with a tensor of so many bytes in all."""
         share = size_bytes // 4 // len(ranks)
         whole = self.buffer[: share * len(ranks)].clone() if self.rank in ranks else self.empty
         part = self.buffer[:share].clone()
@@ -148,7 +148,9 @@ class _Bench:
     def _median(
         self, once: Callable[[], None] | None, clocks: Sequence[int], budget_s: float, group: dist.ProcessGroup | None = None
     ) -> float:
-        """Median over repeats of the largest time that the ranks of `clocks` see; the first of them decides how often."""
+        """Returns median over repeats of the largest time that the ranks of `clocks` see; the first of them decides how
+        often.
+        """
         warm = 0.0 if once is None else min(self._seconds(once, group) for _ in range(_WARMUP))
         affordable = int(min(self.repeats, max(3, budget_s / max(warm, 1e-9))))
         count = torch.tensor([affordable], device=self.device)

@@ -186,7 +186,7 @@ def read_runs(path: str | Path) -> list[Run]:
 
 
 def _after(run: Run, ended: Ended) -> Run:
-    """A run, and what became of it."""
+    """Returns a run, and what became of it."""
     return msgspec.structs.replace(run, **msgspec.structs.asdict(ended))
 
 
@@ -212,7 +212,7 @@ def write_shared(path: str | Path, runs: Sequence[Run]) -> None:
 
 
 def _numbered(data: Any, numbers: dict[str, str]) -> Any:
-    """A strategy whose blocks are numbers in the order of their first mention."""
+    """Returns a strategy whose blocks are numbers in the order of their first mention."""
     if isinstance(data, Mapping):
         return {
             key: [numbers.setdefault(block, str(len(numbers))) for block in value]

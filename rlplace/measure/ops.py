@@ -173,7 +173,7 @@ def _model_of(graph: OpGraph, optimizer: str) -> MeasuredModel:
 
 
 def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any]:
-    """The model and its inputs there, with no weight left at zero: zeros save power and raise clocks."""
+    """Returns the model and its inputs there, with no weight left at zero: zeros save power and raise clocks."""
     module = model.module.to(device)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def _step_timing(plain: Sequence[PlainStep], marked: Sequence[Marked]) -> StepTi
 
 
 def _measured_ops(graph: OpGraph, walk: StepWalk, steps: Sequence[Marked]) -> tuple[MeasuredOp, ...]:
-    """One record per distinct op."""
+    """Returns one record per distinct op."""
     cost, shares = walk.mark_cost_s, _update_shares(graph, walk.group_of)
     counted = [{key: max(0.0, seconds - cost) for key, seconds in times.items()} for times, _ in steps]
     marked = [_with_updates(times, shares) for times in counted]

@@ -61,7 +61,7 @@ class Pool:
     features: Floats
 
     def around(self, center: Floats, question: Question) -> Pool:
-        """The same candidates in worlds around another one."""
+        """Returns the same candidates in worlds around another one."""
         return pool_of(self.drafts, question, dataclasses.replace(self.worlds, center=center))
 
     def with_drafts(self, drafts: Iterable[Draft], question: Question) -> Pool:
@@ -97,7 +97,7 @@ def pool_of(drafts: Sequence[Draft], question: Question, worlds: Worlds) -> Pool
 
 
 def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed: int = 0) -> Pool:
-    """Candidates before anything ran.
+    """Returns candidates before anything ran.
 
     Args:
         question: What is asked.
@@ -123,7 +123,7 @@ def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed
 
 
 def asked_in(world: World, question: Question) -> Question:
-    """The same question where a world is the truth."""
+    """Returns the same question where a world is the truth."""
     return dataclasses.replace(question, scores=evaluator_in(world, question.costs, question.cluster))
 
 
@@ -135,7 +135,7 @@ def candidates(question: Question, calls: int, count: int) -> list[Draft]:
 
 
 def fullest(said: Evaluation, cluster: Cluster) -> float:
-    """Share of the fullest device's memory beyond what is reserved."""
+    """Returns share of the fullest device's memory beyond what is reserved."""
     shares = [0.0]
     for peak, device in zip(said.peak_memory_bytes, cluster.devices, strict=True):
         if device.memory_bytes is not None and peak:
@@ -144,7 +144,7 @@ def fullest(said: Evaluation, cluster: Cluster) -> float:
 
 
 def features(draft: Draft, said: Evaluation) -> Floats:
-    """float64 [F] by `FEATURES`."""
+    """Returns float64 [F] by `FEATURES`."""
     return np.array([*choices(draft), *(said.parts.get(name, 0.0) / said.step_time_s for name in PARTS)])
 
 

@@ -51,12 +51,13 @@ def expected(belief: Belief) -> int | None:
 
 
 def improvement(belief: Belief) -> int | None:
-    """The largest `gain_of`."""
+    """Returns the largest `gain_of`."""
     return expected(belief) if belief.best is None else least(belief, -gain_of(belief))
 
 
 def gain_of(belief: Belief) -> Floats:
-    """float64 [C], expected improvement (Jones et al. 1998) on the log of the quickest run, times the chance that it fits.
+    """Returns float64 [C], expected improvement (Jones et al. 1998) on the log of the quickest run, times the chance that it
+    fits.
 
     Before anything has run it is over three times the least expected step time.
     """
@@ -70,7 +71,7 @@ def gain_of(belief: Belief) -> Floats:
 
 
 def in_order(belief: Belief) -> int | None:
-    """The order of the cost model, with the same margin of memory."""
+    """Returns the order of the cost model, with the same margin of memory."""
     likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
     return least(belief, np.log(belief.pool.by_model_s) + likely)
 
@@ -79,7 +80,7 @@ RULES: Mapping[str, Rule] = {"calibrate": expected, "improvement": improvement, 
 
 
 def least(belief: Belief, loss: Floats) -> int | None:
-    """The least of what has not run and may fit; where nothing is likely to, the likeliest."""
+    """Returns the least of what has not run and may fit; where nothing is likely to, the likeliest."""
     open_ = belief.left & (belief.fits >= LEAST_CHANCE)
     if not open_.any():
         return int(np.argmax(np.where(belief.left, belief.fits, -1.0))) if belief.left.any() else None
@@ -164,7 +165,7 @@ class Session:
             yield plan, run
 
     def plan_of(self, number: int) -> PlacementPlan:
-        """The plan of a candidate."""
+        """Returns the plan of a candidate."""
         pool = self.belief.pool
         return dataclasses.replace(
             self.plan,
@@ -174,7 +175,7 @@ class Session:
         )
 
     def best(self) -> tuple[PlacementPlan, Ran]:
-        """The quickest run and its plan.
+        """Returns the quickest run and its plan.
 
         Raises:
             InfeasibleError: None has worked.
@@ -184,7 +185,7 @@ class Session:
         return self.plan_of(self.belief.best.candidate), self.belief.best
 
     def left_to_gain(self) -> tuple[PlacementPlan, float] | None:
-        """The most promising strategy that did not run, and its expected step time; None where all have run."""
+        """Returns the most promising strategy that did not run, and its expected step time; None where all have run."""
         belief = self.belief
         likely = belief.left & (belief.fits > 0.5)
         if not likely.any():
@@ -201,7 +202,7 @@ class Session:
 
 
 def run_of(draft: Draft, said: Evaluation, names: Sequence[str], cluster: Cluster, **more: Any) -> Run:
-    """A run that has not begun.
+    """Returns a run that has not begun.
 
     Args:
         draft: The strategy.
@@ -247,7 +248,7 @@ def telling(runs: Iterable[Run], cluster: Cluster) -> tuple[Run, ...]:
 
 
 def planned_again(belief: Belief, question: Question) -> Pool:
-    """The candidates, with those that a search of the corrected model proposes besides.
+    """Returns the candidates, with those that a search of the corrected model proposes besides.
 
     Where that is far from the world around which step times are linear, they are taken around it: a strategy that spares a
     slow host looks slow by its slopes around hosts that are alike.

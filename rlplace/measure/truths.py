@@ -50,7 +50,7 @@ class Truth:
 
     @staticmethod
     def drawn(question: Question, seed: int) -> Truth:
-        """A truth at random."""
+        """Returns a truth at random."""
         rng = np.random.default_rng([seed, 7])
         names = axes(question.cluster)
         values = WIDER * rng.standard_t(TAIL, len(names)) / math.sqrt(TAIL / (TAIL - 2))
@@ -71,7 +71,7 @@ class Truth:
         return self.asked.scores
 
     def step_s(self, draft: Draft) -> float:
-        """The step time without noise."""
+        """Returns the step time without noise."""
         said = self.scores.evaluate(draft)
         strange = self._drawn(kind_of(draft), draft.schedule).normal(0.0, HABIT) + self._drawn(draft).normal(0.0, OWN)
         return self.world.seconds(said) * math.exp(strange)
@@ -82,7 +82,7 @@ class Truth:
         return fullest(self.question.scores.evaluate(draft), self.question.cluster) * self.world.slack * math.exp(own)
 
     def run(self, draft: Draft, rng: Generator) -> Ended:
-        """One run of a few steps."""
+        """Returns one run of a few steps."""
         share = self.share(draft)
         if share > 1.0:
             return Ended("out_of_memory")
@@ -90,7 +90,7 @@ class Truth:
         return Ended("done", (step_s,), share, self.pace_s(rng), self.stage_busy_s(draft))
 
     def stage_busy_s(self, draft: Draft) -> tuple[float, ...]:
-        """Seconds of the passes of every stage of a pipeline, each mispriced in its own way."""
+        """Returns seconds of the passes of every stage of a pipeline, each mispriced in its own way."""
         own = self._drawn("stages", draft)
         busy = self.scores.evaluate(draft).stage_busy_s
         return tuple(seconds * math.exp(own.normal(0.0, OWN)) for seconds in busy) if len(busy) > 1 else ()

@@ -154,7 +154,7 @@ class StepWalk(fx.Interpreter):
         self.mark_cost_s = marks.cost_s()
 
     def step(self) -> tuple[dict[Any, float], dict[Any, float] | None]:
-        """One step.
+        """Returns one step.
 
         Returns:
             Seconds by op name, None for what belongs to no op; and the host's issue seconds likewise, None on a processor.
@@ -188,7 +188,7 @@ class StepWalk(fx.Interpreter):
         return value
 
     def run_node(self, n: fx.Node) -> Any:
-        """One node, with a mark before an op."""
+        """Returns one node, with a mark before an op."""
         name = self._op_name_of_node.get(n.name)
         if name is None:
             return super().run_node(n)
@@ -204,7 +204,7 @@ class StepWalk(fx.Interpreter):
             self._owner_of_sequence[number] = name
 
     def _hook(self, value: Tensor) -> list[Any]:
-        """A mark before every autograd node. Sums of gradients from several readers count for the node before them."""
+        """Returns a mark before every autograd node. Sums of gradients from several readers count for the node before them."""
         handles, seen, pending = [], set(), [value.grad_fn]
         while pending:
             node = pending.pop()
@@ -242,7 +242,7 @@ UPDATE = "optimizer"
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters that take a gradient, by name; a module without any is refused."""
+    """Returns parameters that take a gradient, by name; a module without any is refused."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise InputError(f"{type(module).__name__} has no trainable parameter; unfreeze one")
@@ -250,7 +250,7 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, dict[str, int]]:
-    """The optimizer, with a group for each dtype and shape on a processor, and the group of each update op."""
+    """Returns the optimizer, with a group for each dtype and shape on a processor, and the group of each update op."""
     groups: dict[Any, list[str]] = {}
     for parameter, tensor in parameters.items():
         groups.setdefault((tensor.dtype, tensor.shape) if tensor.device.type == "cpu" else None, []).append(parameter)

@@ -67,7 +67,7 @@ class World:
     slack: float = 1.0
 
     def seconds(self, said: Evaluation) -> float:
-        """Step time with the factors of its parts; inf where it does not end."""
+        """Returns step time with the factors of its parts; inf where it does not end."""
         if not math.isfinite(said.step_time_s):
             return math.inf
         return sum(seconds * self.parts.get(name, 1.0) for name, seconds in said.parts.items())
@@ -87,7 +87,7 @@ def axes(cluster: Cluster) -> tuple[str, ...]:
 
 
 def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 1.0) -> World:
-    """The world of a vector.
+    """Returns the world of a vector.
 
     Args:
         cluster: As the cost model knows it.
@@ -113,7 +113,7 @@ def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 
 
 
 def evaluator_in(world: World, costs: BlockCosts, cluster: Cluster) -> Evaluator:
-    """The block executor of a model on a cluster as a world says that both are; `World.parts` are not in it."""
+    """Returns the block executor of a model on a cluster as a world says that both are; `World.parts` are not in it."""
     names = _kind_names(world, cluster)
     changed = _Costs(costs, world, dict(zip(names, _factors(world, cluster), strict=True)))
     return Evaluator(changed, _changed(cluster, world, names))
@@ -246,12 +246,12 @@ class Worlds:
         return found
 
     def seconds(self, drafts: Sequence[Draft]) -> Floats:
-        """float64 [1 + 2 P, C], step times of drafts in every world."""
+        """Returns float64 [1 + 2 P, C], step times of drafts in every world."""
         said = {id(scores): [scores.evaluate(draft) for draft in drafts] for scores in {s: None for _, s in self._worlds}}
         return np.array([[world.seconds(one) for one in said[id(scores)]] for world, scores in self._worlds])
 
     def stage_busy_s(self, draft: Draft) -> Floats:
-        """float64 [1 + 2 P, S], seconds of the passes of every stage in every world."""
+        """Returns float64 [1 + 2 P, S], seconds of the passes of every stage in every world."""
         return np.array([scores.evaluate(draft).stage_busy_s for _, scores in self._worlds])
 
 
@@ -260,7 +260,7 @@ BENDS = 0.5
 
 
 def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
-    """Figures of sigma points as a linear function of the axes, by the unscented transform.
+    """Returns figures of sigma points as a linear function of the axes, by the unscented transform.
 
     Args:
         center: float64 [P], of the points.

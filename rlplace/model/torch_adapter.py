@@ -51,17 +51,17 @@ __all__ = [
 
 
 def sequence_number() -> int:
-    """Number of the next node that autograd makes in this thread; nodes of a forward and its backward share theirs."""
+    """Returns number of the next node that autograd makes in this thread; nodes of a forward and its backward share theirs."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """Returns whether autograd runs a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def backward_node() -> Any:
-    """The autograd node whose backward runs in this thread; None outside of one."""
+    """Returns the autograd node whose backward runs in this thread; None outside of one."""
     return torch._C._current_autograd_node()
 
 
@@ -107,7 +107,7 @@ def shape_rule_of_grouped_mm(wrap: Any) -> Iterator[None]:
 
 
 def without_cpu_autocast() -> Any:
-    """A guard under which ops of the CPU run without autocast."""
+    """Returns a guard under which ops of the CPU run without autocast."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 

@@ -60,7 +60,8 @@ Planner = Callable[..., "PlacementPlan"]
 
 
 def get_planner(name: str) -> Planner:
-    """The function of a planner: a built-in one, or one of an installed package, whose plans are checked (docs/plugins.md).
+    """Returns the function of a planner: a built-in one, or one of an installed package, whose plans are checked
+    (docs/plugins.md).
 
     Raises:
         InputError: Unknown name, with the nearest known one; or a planner of whole strategies.
@@ -88,7 +89,7 @@ def get_planner(name: str) -> Planner:
 
 
 def planner_options(name: str) -> frozenset[str] | None:
-    """The options that a planner of placements takes beside seed and time limit; None: whatever it is given.
+    """Returns the options that a planner of placements takes beside seed and time limit; None: whatever it is given.
 
     Raises:
         InputError: As `get_planner`.
@@ -101,7 +102,7 @@ def planner_options(name: str) -> frozenset[str] | None:
 
 
 def planner_names() -> list[str]:
-    """The built-in planners and those of installed packages, which are not imported for that."""
+    """Returns the built-in planners and those of installed packages, which are not imported for that."""
     return [*PLANNERS, *OF_STRATEGIES, *extensions.names(extensions.PLANNERS, PLANNERS)]
 
 

@@ -142,7 +142,7 @@ class Priced:
 
     @staticmethod
     def of(graph: OpGraph, cluster: Cluster, graph_at: Callable[[int], OpGraph] | None = None, **pricing: Any) -> Priced:
-        """A captured graph on a cluster. `pricing` holds arguments of `rlplace.price`."""
+        """Returns a captured graph on a cluster. `pricing` holds arguments of `rlplace.price`."""
         from rlplace.cost.price import price
 
         def build(graph: OpGraph, **how: Any) -> Problem:
@@ -151,7 +151,7 @@ class Priced:
         return Priced(build(graph), graph, build, graph_at)
 
     def prepared_for(self, planner: str) -> Priced:
-        """The same for a planner that places the backward of groups apart; else unchanged."""
+        """Returns the same for a planner that places the backward of groups apart; else unchanged."""
         if planner in NEEDS_SPLIT:
             from rlplace.cost.split import split_backward
             from rlplace.placement.published.bipartition.layers import is_split
@@ -160,7 +160,7 @@ class Priced:
         return self
 
     def holding_back(self, size_bytes: NDArray[np.int64]) -> Priced:
-        """The same with int64 [D] bytes less memory on every device."""
+        """Returns the same with int64 [D] bytes less memory on every device."""
 
         def less(problem: Problem) -> Problem:
             devices = tuple(
@@ -179,7 +179,7 @@ class Priced:
         return dataclasses.replace(self, first=change(self.first), build=build)
 
     def at(self, samples: int) -> Problem:
-        """The problem for a number of samples.
+        """Returns the problem for a number of samples.
 
         Raises:
             InputError: The model has a fixed batch.
@@ -235,7 +235,7 @@ def place_priced(
 
 
 def _moved_to(plan: PlacementPlan, problem: Problem, held_back: NDArray[np.int64]) -> PlacementPlan:
-    """A plan that was made with part of the memory held back, as a plan for the problem itself."""
+    """Returns a plan that was made with part of the memory held back, as a plan for the problem itself."""
     from rlplace.simulator import simulate
 
     plan = dataclasses.replace(plan, problem=problem.fingerprint)
@@ -244,7 +244,7 @@ def _moved_to(plan: PlacementPlan, problem: Problem, held_back: NDArray[np.int64
 
 
 def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) -> PlacementPlan:
-    """The plan with ``predicted.op_level``: step time and peaks when every captured op is simulated on its own.
+    """Returns the plan with ``predicted.op_level``: step time and peaks when every captured op is simulated on its own.
 
     Args:
         plan: A plan for `problem`.

@@ -56,7 +56,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 def min_max_split(
     problem: Problem, order: NDArray[np.int32], devices: Sequence[int], size_bytes: NDArray[np.int64]
 ) -> tuple[float, list[int], NDArray[np.int64]] | None:
-    """The exact contiguous split with the smallest largest segment time.
+    """Returns the exact contiguous split with the smallest largest segment time.
 
     Args:
         problem: The problem.
@@ -120,7 +120,7 @@ def _cover(
     bound: float, prefix: NDArray[np.float64], barrier: NDArray[np.int64], size: NDArray[np.float64],
     limits: NDArray[np.float64], counts: NDArray[np.int64], sequences: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:  # fmt: skip
-    """A split with no segment above `bound`: the class of each segment and the offsets; None when there is none."""
+    """Returns a split with no segment above `bound`: the class of each segment and the offsets; None when there is none."""
     groups = len(size) - 1
     if sequences is not None:
         for sequence in sequences:
@@ -180,7 +180,9 @@ def _cheapest_cuts(
     prefix: NDArray[np.float64], barrier: NDArray[np.int64], size: NDArray[np.float64], limits: NDArray[np.float64],
     cut_s: NDArray[np.float64], bound: float,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Offsets [K + 1] that minimise compute plus cut time, no segment above `bound` or its limit; first entry -1 if none."""
+    """Returns offsets [K + 1] that minimise compute plus cut time, no segment above `bound` or its limit; first entry -1 if
+    none.
+    """
     parts, groups = len(prefix), len(size) - 1
     best = np.full((parts + 1, groups + 1), np.inf)
     start = np.zeros((parts + 1, groups + 1), dtype=np.int64)
@@ -255,7 +257,9 @@ def _assign(problem: Problem, order: NDArray[np.int32], devices: Sequence[int], 
 
 
 def _cut_seconds(problem: Problem, order: NDArray[np.int32], devices: Sequence[int]) -> NDArray[np.float64]:
-    """float64 [K, G + 1], seconds of all transfers over a cut before each position, on the link to the previous device."""
+    """Returns float64 [K, G + 1], seconds of all transfers over a cut before each position, on the link to the previous
+    device.
+    """
     graph = group_graph(problem)
     latency, inverse = finite_links(problem)
     position = np.argsort(order)

@@ -54,7 +54,7 @@ def cp_sat(
     effort: float = EFFORT,
     max_tasks: int = MAX_TASKS,
 ) -> PlacementPlan:
-    """The plan of smallest step time, with a proof or the gap that is left.
+    """Returns the plan of smallest step time, with a proof or the gap that is left.
 
     Args:
         problem: The problem.
@@ -113,7 +113,7 @@ def cp_sat(
 
 
 def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instance) -> dict[str, Any]:
-    """The proof about a plan of this problem, as plain data."""
+    """Returns the proof about a plan of this problem, as plain data."""
     bound = min(bound_s, step_time_s)
     gap = 1.0 - bound / step_time_s if step_time_s > 0 else 0.0
     return {
@@ -127,7 +127,7 @@ def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instan
 
 
 def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> list[Realised]:
-    """The ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
+    """Returns the ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:
         ways += realise(evaluator, instance, solution, solution.device_of_group)

@@ -25,7 +25,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Assignments for every number of devices, with and without queueing transfers."""
+    """Yields assignments for every number of devices, with and without queueing transfers."""
     del seed
     rank = upward_rank(problem, communication=True)
     order = by_rank(problem, rank)
@@ -44,7 +44,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 
 
 def critical_ops(problem: Problem, rank: NDArray[np.float64]) -> list[int]:
-    """Ops of a longest path: from the op of highest rank, always to the successor of highest rank."""
+    """Returns ops of a longest path: from the op of highest rank, always to the successor of highest rank."""
     arrays = op_arrays(problem)
     op = int(rank.argmax())
     path = [op]

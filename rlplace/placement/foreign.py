@@ -20,7 +20,7 @@ from rlplace.problem import Problem
 
 
 def foreign_planner(extension: Extension) -> Any:
-    """The planner behind an extension, wrapped in the checks; it keeps its signature.
+    """Returns the planner behind an extension, wrapped in the checks; it keeps its signature.
 
     Raises:
         InputError: It cannot be imported, or is not a function of the planner contract.
@@ -43,7 +43,7 @@ def foreign_planner(extension: Extension) -> Any:
 
 
 def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int) -> PlacementPlan:
-    """The plan, with the simulator's prediction.
+    """Returns the plan, with the simulator's prediction.
 
     Raises:
         InputError: It is not a plan for this problem.

@@ -28,7 +28,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Assignments for every number of devices, with and without queueing transfers and ranks that count them."""
+    """Yields assignments for every number of devices, with and without queueing transfers and ranks that count them."""
     del seed
     orders = [by_rank(problem, upward_rank(problem, communication=flag)) for flag in (True, False)]
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):

@@ -30,7 +30,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Assignments for every number of devices and share of memory."""
+    """Yields assignments for every number of devices and share of memory."""
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any())
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):

@@ -22,7 +22,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """One assignment per number of devices."""
+    """Yields one assignment per number of devices."""
     del seed
     graph = group_graph(problem)
     size = graph.footprint_bytes.astype(np.float64)

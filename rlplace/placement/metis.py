@@ -53,7 +53,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
 
 
 def _speeds(problem: Problem, subset: Sequence[int]) -> NDArray[np.float64]:
-    """Share of the work that each device does in equal time."""
+    """Returns share of the work that each device does in equal time."""
     time_s = group_graph(problem).time_s[:, list(subset)]
     common = np.isfinite(time_s).all(axis=1)
     total = time_s[common].sum(axis=0) if common.any() else np.ones(len(subset))
@@ -64,7 +64,7 @@ def _speeds(problem: Problem, subset: Sequence[int]) -> NDArray[np.float64]:
 def metis_partition(
     problem: Problem, weight: NDArray[np.float64], share: NDArray[np.float64], imbalance: int, seed: int
 ) -> NDArray[np.int32]:
-    """One METIS partition of the group graph.
+    """Returns one METIS partition of the group graph.
 
     Args:
         problem: The problem.
@@ -125,7 +125,7 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _whole(values: NDArray[np.float64], *, least: int) -> NDArray[np.int64]:
-    """Weights for METIS: whole numbers whose sum stays far below the limit of 32 bits."""
+    """Returns weights for METIS: whole numbers whose sum stays far below the limit of 32 bits."""
     top = float(values.sum())
     if top <= 0.0:
         return np.ones(len(values), dtype=np.int64)

@@ -12,7 +12,7 @@ from rlplace.problem import Problem
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """The one assignment."""
+    """Yields the one assignment."""
     del seed
     devices = np.empty(problem.num_groups, dtype=np.int32)
     devices[group_graph(problem).order] = np.arange(problem.num_groups) % problem.num_devices

@@ -45,7 +45,7 @@ from rlplace.simulator.records import check_devices
 
 
 def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
-    """The best plan of all one-shot planners; see the module docstring."""
+    """Returns the best plan of all one-shot planners; see the module docstring."""
     check_possible(problem)
     warm_up()
     answer = best_answer(problem, Evaluator(problem), Deadline(time_limit_s))
@@ -63,13 +63,13 @@ def warm_up() -> None:
 
 
 def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:
-    """The result of `best` as an answer; the infeasible one nearest to fitting when nothing fits."""
+    """Returns the result of `best` as an answer; the infeasible one nearest to fitting when nothing fits."""
     answers = [answer for _, answer in floor_answers(problem, evaluator, deadline)]
     return min(answers, key=lambda a: a.score.objective_s, default=None)
 
 
 def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
-    """The name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
+    """Yields the name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
 
     Once a quarter of the time is gone, plans that do not fit and are slower than one that is known are not repaired.
 
@@ -129,7 +129,7 @@ class MoveMaker:
         return len(self.tables.movable) > 0
 
     def draw(self, devices: Assignment) -> list[tuple[int, int]]:
-        """A move that changes `devices` int32 [G]; empty when the draw gave none."""
+        """Returns a move that changes `devices` int32 [G]; empty when the draw gave none."""
         count = draw(*self._arguments, devices, self.groups, self.targets)
         return list(zip(self.groups[:count].tolist(), self.targets[:count].tolist(), strict=True))
 
@@ -141,7 +141,7 @@ Start = PlacementPlan | Sequence[int] | NDArray[Any] | None
 
 
 def start_devices(problem: Problem, start: Start, planner: str) -> Assignment:
-    """int32 [G], the devices of a start."""
+    """Returns int32 [G], the devices of a start."""
     devices = start.device_of_group if isinstance(start, PlacementPlan) else start
     try:
         return check_devices(devices, (problem.num_groups,), problem)
@@ -197,7 +197,7 @@ class Search:
         return self.evaluator.calls - self._first
 
     def progress(self) -> float:
-        """Share of the budget that is spent, 1 when the search must stop."""
+        """Returns share of the budget that is spent, 1 when the search must stop."""
         share = 0.0
         if self.calls is not None:
             share = self.used() / self.calls if self.calls else 1.0
@@ -233,12 +233,13 @@ class Search:
         self.score = self.best_score
 
     def answer(self) -> Answer:
-        """The best answer."""
+        """Returns the best answer."""
         return Answer(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))
 
 
 def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """The planner of a module that defines `SETTINGS`, a dataclass of its options, and `spend`, which spends a search's budget.
+    """Returns the planner of a module that defines `SETTINGS`, a dataclass of its options, and `spend`, which spends a search's
+    budget.
 
     It raises InfeasibleError where neither the floor nor the search found a plan that fits.
     """

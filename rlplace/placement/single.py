@@ -18,7 +18,7 @@ REPAIRS = 0
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """One assignment per class of like devices, or per device when there are few."""
+    """Yields one assignment per class of like devices, or per device when there are few."""
     del seed
     free = problem.group_device < 0
     for members in device_classes(problem):

@@ -67,7 +67,7 @@ class Action(NamedTuple):
 
 
 def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, microbatches: int) -> list[list[Action]]:
-    """The actions of every device, in the order in which torch runs them.
+    """Returns the actions of every device, in the order in which torch runs them.
 
     Args:
         schedule: One of `rlplace.plan.schedule.SCHEDULES`.
@@ -95,12 +95,12 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
 
 
 def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """Every forward, then every backward, both from the first micro-batch on."""
+    """Returns every forward, then every backward, both from the first micro-batch on."""
     return [Action(device, kind, n) for kind in (FORWARD_ACTION, BACKWARD_ACTION) for n in range(microbatches)]
 
 
 def _one_forward_one_backward(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """One forward ahead for each stage that follows; then a forward and a backward in turn."""
+    """Returns one forward ahead for each stage that follows; then a forward and a backward in turn."""
     _check_filled("1f1b", devices, microbatches, "gpipe")
     ahead = devices - 1 - device
     actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
@@ -112,7 +112,7 @@ def _one_forward_one_backward(device: int, devices: int, stages: int, microbatch
 
 
 def _looped_bfs(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """Every forward, the device's first stage first, then every backward, in reverse."""
+    """Returns every forward, the device's first stage first, then every backward, in reverse."""
     passes = [(stage, n) for stage in range(device, devices * stages, devices) for n in range(microbatches)]
     forward = [Action(stage, FORWARD_ACTION, n) for stage, n in passes]
     return forward + [Action(stage, BACKWARD_ACTION, n) for stage, n in reversed(passes)]
@@ -273,7 +273,7 @@ _ACTIONS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 
 
 def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: int) -> dict[int, list[Action]]:
-    """The actions of a chain of stages on their devices.
+    """Returns the actions of a chain of stages on their devices.
 
     Args:
         device_of_stage: Device number of each stage, in chain order.

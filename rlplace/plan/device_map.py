@@ -31,7 +31,7 @@ class ModuleRounding:
 
 
 def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, Any], int]]:
-    """The plan's groups, each with its device.
+    """Returns the plan's groups, each with its device.
 
     Raises:
         InputError: The plan does not say which modules and ops its groups hold.
@@ -52,13 +52,13 @@ LOSS_OP = "loss_fn"
 
 
 def device_of_loss(plan: PlacementPlan) -> int | None:
-    """Device index of the loss function that the plan was captured with; None when the model computes its own loss."""
+    """Returns device index of the loss function that the plan was captured with; None when the model computes its own loss."""
     devices = [device for group, device in plan_groups(plan) if LOSS_OP in group.get("ops", ())]
     return devices[0] if devices else None
 
 
 def device_of_op(plan: PlacementPlan) -> dict[str, int]:
-    """Device index by captured forward op name (``module.path/node``), the loss function's left out.
+    """Returns device index by captured forward op name (``module.path/node``), the loss function's left out.
 
     Raises:
         InputError: No groups, or an op in two groups that sit on different devices.
@@ -100,7 +100,7 @@ def round_to_modules(plan: PlacementPlan, canonical: Mapping[str, str] | None = 
 
 
 def to_device_map(plan: PlacementPlan) -> dict[str, int]:
-    """The plan in the ``device_map`` format of accelerate and transformers.
+    """Returns the plan in the ``device_map`` format of accelerate and transformers.
 
     Subtrees that sit on one device are one entry; the whole model on one device is ``{"": device}``. A module whose children
     sit on several devices is left to its children: a parameter that such a module holds itself is not in the map.
@@ -122,7 +122,7 @@ def to_device_map(plan: PlacementPlan) -> dict[str, int]:
 
 
 def path_prefixes(path: str) -> list[str]:
-    """The path's ancestors, root first, and the path itself."""
+    """Returns the path's ancestors, root first, and the path itself."""
     if not path:
         return [""]
     parts = path.split(".")
@@ -143,5 +143,5 @@ def most_below(devices: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def closest(entries: Mapping[str, int], path: str) -> int | None:
-    """The most specific entry for a path: its own, else that of its closest ancestor with one."""
+    """Returns the most specific entry for a path: its own, else that of its closest ancestor with one."""
     return next((entries[prefix] for prefix in reversed(path_prefixes(path)) if prefix in entries), None)

@@ -98,7 +98,7 @@ class _Plan(Record, frozen=True):
 
 
 def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
-    """A plan as the data of a file without its header, defaults left out."""
+    """Returns a plan as the data of a file without its header, defaults left out."""
     data: dict[str, Any] = {"planner": plan.planner, "seed": plan.seed}
     if plan.strategy is not None:
         data |= {"question": plan.problem, "strategy": plan.strategy.to_dict()}
@@ -112,7 +112,7 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
 
 
 def _around(device_of_group: NDArray[np.int32], samples: int | None) -> dict[str, Any]:
-    """The strategy of a placement plan."""
+    """Returns the strategy of a placement plan."""
     width = int(device_of_group.max(initial=0)) + 1
     stage: dict[str, Any] = {"devices": list(range(width))} | ({"mesh": {"branch": width}} if width > 1 else {})
     data: dict[str, Any] = {"microbatches": [1], "stages": [stage]}

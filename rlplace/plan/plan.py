@@ -85,7 +85,7 @@ class PlacementPlan:
         return read_record(path, FORMAT, VERSION, parse)
 
     def _with_file(self, moved: Callable[[str], str]) -> PlacementPlan:
-        """The plan with another path of the ``file.py`` that its model is a function of."""
+        """Returns the plan with another path of the ``file.py`` that its model is a function of."""
         source: dict[str, Any] = dict(self.source or {})
         graph = source.get("graph")
         file, colon, rest = str(graph.get("model", "")).partition(":") if isinstance(graph, Mapping) else ("", "", "")
@@ -94,7 +94,7 @@ class PlacementPlan:
         return replace(self, source=source | {"graph": {**(graph or {}), "model": f"{moved(file)}{colon}{rest}"}})
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON data, defaults left out."""
+        """Returns the plan as plain JSON data, defaults left out."""
         from rlplace.plan.file import plan_to_dict
 
         return {"format": FORMAT, "version": VERSION, **plan_to_dict(self)}
@@ -113,13 +113,13 @@ class PlacementPlan:
         return sentence(self)
 
     def _repr_html_(self) -> str:
-        """The head of the plan's report, with its key figures, for notebooks."""
+        """Returns the head of the plan's report, with its key figures, for notebooks."""
         from rlplace.plan.words import html_head
 
         return html_head(self)
 
     def with_predicted(self, predicted: Prediction) -> PlacementPlan:
-        """The same plan with another prediction."""
+        """Returns the same plan with another prediction."""
         return replace(self, predicted=predicted)
 
 

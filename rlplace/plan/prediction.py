@@ -78,11 +78,11 @@ class Prediction(Record, frozen=True):
         return math.inf if self.step_time_s is None else self.step_time_s
 
     def told(self, **beside: Any) -> Prediction:
-        """The same prediction with other fields."""
+        """Returns the same prediction with other fields."""
         return replace(self, **beside)
 
     def simulated(self, line: Prediction) -> Prediction:
-        """The same prediction with the figures of another simulation."""
+        """Returns the same prediction with the figures of another simulation."""
         return replace(self, **{name: getattr(line, name) for name in _SIMULATED})
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class HeldMemory(msgspec.Struct, frozen=True):
 
 
 def memory_of(predicted: Prediction) -> tuple[HeldMemory, ...]:
-    """The entries of a strategy's prediction.
+    """Returns the entries of a strategy's prediction.
 
     Raises:
         InputError: They have another form than planning writes.
@@ -189,12 +189,12 @@ class BatchTried(msgspec.Struct, frozen=True):
 
 
 def too_large(over_bytes: float, devices: int) -> str:
-    """Bytes over capacity that are a sum over so many devices, for people."""
+    """Returns bytes over capacity that are a sum over so many devices, for people."""
     return f"too large by {bytes_text(over_bytes)}" + (f" on {devices} devices together" if devices > 1 else "")
 
 
 def rivals_of(predicted: Prediction) -> tuple[Rival, ...]:
-    """The strategy itself first, then its rivals: the next best by step time, then the best of each kind.
+    """Returns the strategy itself first, then its rivals: the next best by step time, then the best of each kind.
 
     Raises:
         InputError: The prediction has them in another form than planning writes.
@@ -203,10 +203,10 @@ def rivals_of(predicted: Prediction) -> tuple[Rival, ...]:
 
 
 def quickest_of(rivals: Sequence[Rival]) -> Rival:
-    """The quickest of a strategy and its rivals: another than the strategy where that is simpler and about as quick."""
+    """Returns the quickest of a strategy and its rivals: another than the strategy where that is simpler and about as quick."""
     return min(rivals, key=lambda rival: math.inf if rival.step_time_s is None else rival.step_time_s)
 
 
 def batches_of(predicted: Prediction) -> tuple[BatchTried, ...]:
-    """The batches that were compared; none where the batch was given. Raises as `rivals_of` does."""
+    """Returns the batches that were compared; none where the batch was given. Raises as `rivals_of` does."""
     return build(tuple[BatchTried, ...], predicted.extra.get("batches", []), "plan: predicted.batches")

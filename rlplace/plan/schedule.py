@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name.
+    """Returns the schedule of that name.
 
     Raises:
         InputError: There is no schedule of that name.
@@ -62,7 +62,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def stages_a_device(layout: str, device_of_stage: Sequence[int]) -> int:
-    """Stages on each device of a chain in this layout; 0 where the chain has another layout."""
+    """Returns stages on each device of a chain in this layout; 0 where the chain has another layout."""
     devices = list(dict.fromkeys(device_of_stage))
     laps = len(device_of_stage) // max(1, len(devices))
     wanted = {ONE: devices, LOOP: devices * laps, V: devices + devices[::-1]}[layout]

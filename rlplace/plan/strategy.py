@@ -69,7 +69,7 @@ class Stage(Record, frozen=True):
     tensor: dict[str, str] = msgspec.field(default_factory=dict)
 
     def axis(self, name: str) -> int:
-        """Size of an axis of the mesh."""
+        """Returns size of an axis of the mesh."""
         return self.mesh.get(name, 1)  # type: ignore[call-overload]
 
     @property
@@ -300,7 +300,7 @@ def _check_together(strategy: Strategy) -> None:
 
 
 def uniform_words(strategy: Strategy) -> str:
-    """The strategy in one line of plain words."""
+    """Returns the strategy in one line of plain words."""
     parts = [_pipeline_words(pipeline) for pipeline in strategy.pipelines]
     return "; beside it ".join(parts)
 

@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def escape(value: Any) -> str:
-    """Any value as text of a page; characters that UTF-8 cannot hold become question marks."""
+    """Returns any value as text of a page; characters that UTF-8 cannot hold become question marks."""
     return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
 
 
@@ -50,7 +50,7 @@ def title(plan: PlacementPlan, step_time_s: float | None, model: str = "") -> st
 
 
 def what_runs(plan: PlacementPlan) -> str:
-    """The strategy in one line, or how many groups of ops are on how many devices."""
+    """Returns the strategy in one line, or how many groups of ops are on how many devices."""
     if plan.strategy is not None:
         return uniform_words(plan.strategy)
     groups, devices = len(plan.device_of_group), len(np.unique(plan.device_of_group))
@@ -78,7 +78,7 @@ def sentence(plan: PlacementPlan) -> str:
 
 
 def verdict(feasible: bool | None, share: float | None) -> tuple[str, str]:
-    """Whether a plan fits, and how well: the class of a badge and its text."""
+    """Returns whether a plan fits, and how well: the class of a badge and its text."""
     if not feasible:
         return "bad", "infeasible" if feasible is False else "not simulated"
     level = fullness(share)
@@ -86,7 +86,7 @@ def verdict(feasible: bool | None, share: float | None) -> tuple[str, str]:
 
 
 def head(name: str, badge: tuple[str, str], lead: Iterable[str]) -> str:
-    """A heading with a verdict, and lines under it."""
+    """Returns a heading with a verdict, and lines under it."""
     lines = "".join(f'<p class="lead">{escape(line)}</p>' for line in lead if line)
     return f'<h1>{escape(name)} <span class="badge {badge[0]}">{escape(badge[1])}</span></h1>{lines}'
 
@@ -98,7 +98,7 @@ def figure_list(figures: Iterable[Figure]) -> str:
 
 
 def html_head(plan: PlacementPlan) -> str:
-    """The head of a plan's report from what the plan predicts."""
+    """Returns the head of a plan's report from what the plan predicts."""
     predicted, samples = plan.predicted, samples_of(plan)
     peaks = predicted.peak_memory_bytes
     used = len(plan.strategy.devices) if plan.strategy is not None else len(np.unique(plan.device_of_group))

@@ -42,7 +42,7 @@ TensorRow = tuple[int, int, int, Sequence[int]]
 
 
 def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
-    """The fields of a `Problem` about its tensors."""
+    """Returns the fields of a `Problem` about its tensors."""
     producers, owners, sizes, consumers = zip(*rows, strict=True) if rows else ((), (), (), ())
     return {
         "tensor_producer": np.array(producers, dtype=np.int32),
@@ -54,7 +54,7 @@ def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
 
 
 def unknown_parts(groups: int) -> dict[str, Any]:
-    """The fields of a `Problem` about the parts of resident bytes, where they are not known."""
+    """Returns the fields of a `Problem` about the parts of resident bytes, where they are not known."""
     return dict.fromkeys(RESIDENT_PARTS, np.full(groups, -1, dtype=np.int64))
 
 

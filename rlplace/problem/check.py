@@ -87,7 +87,7 @@ def refuse(bad: Any, record: str, where: str, what: str) -> None:
 
 
 def first(mask: Any) -> int:
-    """The first item of a mask that is set."""
+    """Returns the first item of a mask that is set."""
     return int(np.flatnonzero(mask)[0])
 
 

@@ -33,7 +33,7 @@ def random_problem(
     shared_parameters: int = 0,
     null_fraction: float = 0.0,
 ) -> Problem:
-    """A random problem; equal arguments give equal problems.
+    """Returns a random problem; equal arguments give equal problems.
 
     Args:
         seed: Seed of the random numbers.

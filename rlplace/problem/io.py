@@ -79,7 +79,7 @@ def problem_from_dict(data: dict[str, Any]) -> Problem:
 
 @without_collections()
 def problem_to_dict(problem: Problem) -> dict[str, Any]:
-    """The problem as plain JSON data; defaults are left out, so equal problems give equal text."""
+    """Returns the problem as plain JSON data; defaults are left out, so equal problems give equal text."""
     links = problem.links
     matrices = links.bandwidth_bytes_per_s.tolist(), links.latency_s.tolist()
     numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
@@ -306,7 +306,7 @@ def _parse(data: dict[str, Any]) -> Problem:
 
 
 def _numbers(values: list[int | None] | list[int]) -> NDArray[np.int64]:
-    """An array with -1 for entries that are null or left out."""
+    """Returns an array with -1 for entries that are null or left out."""
     return np.array([-1 if value is None else value for value in values], dtype=np.int64)
 
 

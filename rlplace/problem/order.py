@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def grouped(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Entries by key, in their order: those of key k are ``entries[ptr[k] : ptr[k + 1]]``.
+    """Returns entries by key, in their order: those of key k are ``entries[ptr[k] : ptr[k + 1]]``.
 
     Args:
         keys: Integer [E], below `count`.
@@ -31,7 +31,7 @@ def grouped(keys: NDArray[Any], entries: NDArray[Any], count: int) -> tuple[NDAr
 
 
 def successor_lists(source: NDArray[Any], target: NDArray[Any], count: int) -> tuple[list[int], list[int]]:
-    """Successors of all nodes as (`following`, `starts`): those of node i are ``following[starts[i] : starts[i + 1]]``.
+    """Returns successors of all nodes as (`following`, `starts`): those of node i are ``following[starts[i] : starts[i + 1]]``.
 
     Args:
         source: Integer [E], where each edge starts.
@@ -90,12 +90,12 @@ def topological_order(
 
 
 def strong_components(count: int, source: NDArray[Any], target: NDArray[Any]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node of the strongly connected component of each node."""
+    """Returns int32 [count], the smallest node of the strongly connected component of each node."""
     return _smallest_members(count, source, target, "strong")
 
 
 def components(count: int, a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int32]:
-    """int32 [count], the smallest node of the component of each node, with edges (a, b)."""
+    """Returns int32 [count], the smallest node of the component of each node, with edges (a, b)."""
     return _smallest_members(count, a, b, "weak")
 
 
@@ -116,7 +116,7 @@ class UnionFind:
         self._parent: dict[Any, Any] = {}
 
     def find(self, node: Any) -> Any:
-        """The set's representative."""
+        """Returns the set's representative."""
         parent = self._parent
         root = node
         while (above := parent.get(root, root)) != root:
@@ -132,7 +132,7 @@ class UnionFind:
 
 
 def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
-    """The strict descendants of an op, or its strict ancestors when `backwards`: bool [N]."""
+    """Returns the strict descendants of an op, or its strict ancestors when `backwards`: bool [N]."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order
 
@@ -144,7 +144,7 @@ def reach(problem: Problem, op: int, *, backwards: bool) -> NDArray[np.bool_]:
 
 
 def longest_ways(problem: Problem, weight: Sequence[float], *, backwards: bool) -> list[Any]:
-    """Per op the largest sum of weights, one an op, of a chain of ops that leads to it, or of one that it leads to."""
+    """Returns per op the largest sum of weights, one an op, of a chain of ops that leads to it, or of one that it leads to."""
     source, target = problem.op_edges[::-1] if backwards else problem.op_edges
     before, starts = successor_lists(target, source, problem.num_ops)
     ways: list[Any] = [0] * problem.num_ops

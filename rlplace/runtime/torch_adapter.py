@@ -91,7 +91,7 @@ def to_functional(value: Tensor) -> Tensor:
 
 
 def from_functional(value: Tensor) -> Tensor:
-    """The present value of a wrapped tensor; another one is returned as it is."""
+    """Returns the present value of a wrapped tensor; another one is returned as it is."""
     if not torch._is_functional_tensor(value):  # type: ignore[attr-defined]
         return value
     torch._sync(value)  # type: ignore[attr-defined]

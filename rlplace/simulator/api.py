@@ -204,7 +204,7 @@ class Simulator:
         return self._arguments, self._row
 
     def evaluate(self, device_of_group: Sequence[int] | NDArray[Any]) -> tuple[float, float]:
-        """Step time and memory overflow of a plan.
+        """Returns step time and memory overflow of a plan.
 
         Does not check that fixed groups are on their device: respect `Problem.group_allowed`.
 
@@ -243,11 +243,11 @@ class Simulator:
 def _arguments(
     lowered: Lowered, ranks: NDArray[np.uint32], work: Any, devices: NDArray[np.int32], *results: NDArray[Any]
 ) -> tuple[Any, ...]:
-    """The arguments of `fast.simulate_plans` for the rows of `devices`."""
+    """Returns the arguments of `fast.simulate_plans` for the rows of `devices`."""
     none = np.zeros(0, dtype=np.uint32)
     return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), *results)
 
 
 def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:
-    """Arrays for outcome, step time, peak memory and busy seconds of some plans."""
+    """Returns arrays for outcome, step time, peak memory and busy seconds of some plans."""
     return np.zeros(rows, dtype=np.int8), np.zeros(rows), np.zeros((rows, devices), dtype=np.int64), np.zeros((rows, devices))

@@ -50,7 +50,7 @@ class Ledger:
             self._add_uses(tensor, source, len(self.destinations(tensor)))
 
     def destinations(self, tensor: int) -> list[int]:
-        """The other devices that host a reader."""
+        """Returns the other devices that host a reader."""
         return sorted({self.device[op] for op in self.readers[tensor]} - {self.source[tensor]})
 
     def hold_outputs(self, op: int) -> None:

@@ -64,7 +64,7 @@ class Lowered:
         )
 
     def take_work(self, *, timeline: bool = False) -> Work:
-        """State for one simulation; hand it back with `give_work`."""
+        """Returns state for one simulation; hand it back with `give_work`."""
         try:
             return self.idle[timeline].pop()
         except IndexError:
@@ -89,7 +89,7 @@ def compiled_ranks(problem: Problem, priority: NDArray[np.float64] | None = None
 
 
 def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
-    """The two rows of `compiled_ranks`, from the second one."""
+    """Returns the two rows of `compiled_ranks`, from the second one."""
     both = np.empty((2, len(task_of_rank)), dtype=np.uint32)
     both[1] = task_of_rank
     both[0, task_of_rank] = np.arange(len(task_of_rank), dtype=np.uint32)
@@ -98,7 +98,7 @@ def with_inverse(task_of_rank: NDArray[Any]) -> NDArray[np.uint32]:
 
 @memoized
 def lower(problem: Problem) -> Lowered:
-    """The arrays of a step; built on the first call and kept as long as the problem."""
+    """Returns the arrays of a step; built on the first call and kept as long as the problem."""
     count, size, produced = problem.num_ops, problem.tensor_bytes, problem.tensor_producer >= 0
     tensor, reader, read = problem.edge_tensor, problem.consumers, np.diff(problem.consumer_ptr) > 0
     task = np.zeros(count + 2, dtype=r.TASK)
@@ -163,7 +163,7 @@ def lower(problem: Problem) -> Lowered:
 
 
 def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int, int]:
-    """The channels of pairs of devices and of collectives.
+    """Returns the channels of pairs of devices and of collectives.
 
     Returns:
         `Graph.pair`; the lists CHANNELS (numbered 0, 1, ...) and HELD; the number of channels; the longest row, at least 1.
@@ -186,12 +186,12 @@ def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
 
 
 def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """A contiguous read-only view or copy: one array type for the compiler, whatever the problem was built from."""
+    """Returns a contiguous read-only view or copy: one array type for the compiler, whatever the problem was built from."""
     frozen = np.ascontiguousarray(array, dtype=dtype).view()
     frozen.setflags(write=False)
     return frozen
 
 
 def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:
-    """One of the lists in `Graph.words`."""
+    """Returns one of the lists in `Graph.words`."""
     return graph.words[graph.layout[number] : graph.layout[number + 1]]

@@ -64,7 +64,7 @@ class Link:
 
 
 def realised_path(run: SimulatedPlan, *, through_devices: bool = False) -> tuple[Link, ...]:
-    """The chain in order of time; links of no length are left out.
+    """Returns the chain in order of time; links of no length are left out.
 
     Args:
         run: The simulated plan.
@@ -120,7 +120,7 @@ class _Walk:
         return uses
 
     def back(self) -> Iterator[Link]:
-        """The chain from its end."""
+        """Yields the chain from its end."""
         item: Before = (False, int(self.line.end_s.argmax()))
         while item is not None:
             is_transfer, number = item
@@ -158,7 +158,7 @@ class _Walk:
         return before
 
     def together(self, index: int) -> Generator[Link, None, Before]:
-        """A collective; it waited for the last input of all its ops."""
+        """Yields a collective; it waited for the last input of all its ops."""
         members = self.problem.collectives[index].ops
         op = members[0]
         start, end, group = float(self.line.start_s[op]), float(self.line.end_s[op]), int(self.problem.op_group[op])
@@ -250,12 +250,12 @@ def pair_name(problem: Problem, source: int, destination: int) -> str:
 
 
 def seconds_by_cause(path: Iterable[Link]) -> dict[str, float]:
-    """Seconds of a path by cause, each rounded once."""
+    """Returns seconds of a path by cause, each rounded once."""
     return _sums(path, lambda link: link.cause)
 
 
 def path_parts(run: SimulatedPlan, path: Sequence[Link]) -> tuple[PathPart, ...]:
-    """The path by cause and place, longest first."""
+    """Returns the path by cause and place, longest first."""
 
     def key(link: Link) -> tuple[str, str]:
         return link.cause, location_of(run, link)
@@ -276,7 +276,7 @@ def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
 
 
 def module_of(group_name: str) -> str:
-    """The module of a group: its path up to the first number, or all of it.
+    """Returns the module of a group: its path up to the first number, or all of it.
 
     ``transformer.h.3`` of ``transformer.h.3.mlp.act#2``, ``lm_head`` of itself.
     """

@@ -136,7 +136,7 @@ TRANSFERS = 6
 
 
 def check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArray[np.int32]:
-    """A contiguous int32 copy of one or several plans, -1 in `shape` standing for any length."""
+    """Returns a contiguous int32 copy of one or several plans, -1 in `shape` standing for any length."""
     try:
         devices = np.asarray(value)
     except ValueError:
@@ -155,7 +155,7 @@ def check_devices(value: Any, shape: tuple[int, ...], problem: Problem) -> NDArr
 
 
 def check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -> NDArray[np.float64]:
-    """float64 [N], every number finite."""
+    """Returns float64 [N], every number finite."""
     values = np.asarray(priority, dtype=np.float64)
     if values.shape != (problem.num_ops,):
         raise InputError(f"priority: expected {problem.num_ops} numbers, found shape {values.shape}")
@@ -165,7 +165,7 @@ def check_priority(priority: Sequence[float] | NDArray[Any], problem: Problem) -
 
 
 def priority_ranks(problem: Problem, lowered: Lowered, priority: Sequence[float] | NDArray[Any] | None) -> NDArray[np.uint32]:
-    """uint32 [2, N], rank of every op and op of every rank."""
+    """Returns uint32 [2, N], rank of every op and op of every rank."""
     from rlplace.simulator.lowering import compiled_ranks
 
     return lowered.ranks if priority is None else compiled_ranks(problem, check_priority(priority, problem))

@@ -63,7 +63,7 @@ def reference_priority(problem: Problem) -> NDArray[np.float64]:
 
 
 def ranks(problem: Problem, priority: NDArray[np.float64] | None) -> NDArray[np.int32]:
-    """Order in which ready ops start: lower rank first, that is higher priority, then smaller number.
+    """Returns order in which ready ops start: lower rank first, that is higher priority, then smaller number.
 
     Returns:
         int32 [N], distinct.

@@ -51,7 +51,9 @@ def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
 
 
 def channel_holds(run: SimulatedPlan) -> Iterator[tuple[tuple[int, ...], float, float, int, int]]:
-    """Every transfer and collective: its channels, its start and end, the op behind it, and its bytes (0 for collectives)."""
+    """Yields every transfer and collective: its channels, its start and end, the op behind it, and its bytes (0 for
+    collectives).
+    """
     problem, line = run.problem, run.line
     channels = problem.links.effective_channels
     ends = line.transfer_tensor, line.transfer_source, line.transfer_destination
@@ -65,7 +67,7 @@ def channel_holds(run: SimulatedPlan) -> Iterator[tuple[tuple[int, ...], float, 
 
 
 def moved(plan: PlacementPlan, groups: NDArray[np.int64] | list[int], device: int) -> PlacementPlan:
-    """The plan with some groups on another of its devices, its order left out: moved groups have no place in it."""
+    """Returns the plan with some groups on another of its devices, its order left out: moved groups have no place in it."""
     devices = np.array(plan.device_of_group, dtype=np.int32)
     devices[groups] = device
     return dataclasses.replace(plan, device_of_group=devices, order=None)

@@ -52,7 +52,7 @@ class Timeline:
     samples: int
 
     def predicted(self, problem: Problem) -> Prediction:
-        """The `predicted` entry of a plan file.
+        """Returns the `predicted` entry of a plan file.
 
         ``compute``, ``transfer`` and ``idle`` are seconds summed over devices (over transfers for ``transfer``).
         """
@@ -72,14 +72,14 @@ class Timeline:
 
 
 def resident_by_device(problem: Problem, device_of_group: NDArray[np.int32]) -> NDArray[np.int64]:
-    """int64 [D], bytes in use for the whole step: reserved bytes and the resident bytes of the groups placed there."""
+    """Returns int64 [D], bytes in use for the whole step: reserved bytes and the resident bytes of the groups placed there."""
     total = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
     np.add.at(total, device_of_group, problem.resident_bytes)
     return total
 
 
 def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:
-    """Reasons why the step cannot complete: ops without a time where they sit, and needed links that do not exist."""
+    """Returns reasons why the step cannot complete: ops without a time where they sit, and needed links that do not exist."""
     device_of_op = device_of_group[problem.op_group]
     broken = []
     null = np.isnan(problem.time_s[np.arange(problem.num_ops), device_of_op])
@@ -104,7 +104,7 @@ def placement_violations(problem: Problem, device_of_group: NDArray[np.int32]) -
 
 
 def fixed_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> list[str]:
-    """One sentence when groups that may only sit on one device sit on another; the step can be timed all the same."""
+    """Returns one sentence when groups that may only sit on one device sit on another; the step can be timed all the same."""
     moved = np.flatnonzero((problem.group_device >= 0) & (problem.group_device != device_of_group))
     if len(moved) == 0:
         return []
@@ -113,7 +113,7 @@ def fixed_violations(problem: Problem, device_of_group: NDArray[np.int32]) -> li
 
 
 def memory_violations(problem: Problem, peak_memory_bytes: NDArray[np.int64]) -> list[str]:
-    """One sentence per device whose peak exceeds its memory."""
+    """Returns one sentence per device whose peak exceeds its memory."""
     return [
         f"{device.name} needs {int(peak)} bytes and has {device.memory_bytes}, {int(peak) - device.memory_bytes} short"
         for device, peak in zip(problem.devices, peak_memory_bytes, strict=True)
@@ -132,7 +132,7 @@ def timeline_of(
     times_s: NDArray[np.float64] | None = None,
     transfers: NDArray[Any] | None = None,
 ) -> Timeline:
-    """The timeline of a step, by default of one that cannot complete.
+    """Returns the timeline of a step, by default of one that cannot complete.
 
     Args:
         problem: The problem.

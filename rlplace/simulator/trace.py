@@ -17,7 +17,7 @@ _DEVICES, _LINKS = 1, 2  # process numbers, which Perfetto shows as two sections
 
 
 def trace_events(problem: Problem, timeline: Timeline) -> list[dict[str, Any]]:
-    """The events of a trace file: one complete event ("X") an op and a transfer, times in microseconds.
+    """Returns the events of a trace file: one complete event ("X") an op and a transfer, times in microseconds.
 
     Collectives have a track among the links.
 

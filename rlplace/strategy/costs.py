@@ -153,11 +153,11 @@ class BlockCosts(Protocol):
     experts: int
 
     def why_not(self, cut: Cut) -> str | None:
-        """Why a pass cannot be cut like that; None where it can."""
+        """Explains why a pass cannot be cut like that; None where it can."""
         ...
 
     def passes(self, kind: int, cut: Cut) -> PassCosts:
-        """A pass on a device of that kind.
+        """Returns a pass on a device of that kind.
 
         Raises:
             InputError: `why_not` has a reason.
@@ -169,7 +169,7 @@ class BlockCosts(Protocol):
         ...
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it.
+        """Returns float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it.
 
         A tied weight counts in every block that reads it.
         """
@@ -177,6 +177,6 @@ class BlockCosts(Protocol):
 
 
 def kind_numbers(costs: BlockCosts, cluster: Cluster) -> list[int]:
-    """Index into the kinds of the costs, for every device of a cluster."""
+    """Returns index into the kinds of the costs, for every device of a cluster."""
     number = {name: kind for kind, name in enumerate(costs.kinds)}
     return [number[kind.name] for kind in cluster.kinds]

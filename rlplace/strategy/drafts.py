@@ -48,7 +48,7 @@ class Place:
         return self.replicate * self.shard
 
     def cut(self, samples: int) -> Cut:
-        """How a pass of so many samples of a replica is cut."""
+        """Returns how a pass of so many samples of a replica is cut."""
         return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
 
 
@@ -122,7 +122,7 @@ class Draft:
         return own + sum(one.batch for one in self.beside)
 
     def pipeline(self, names: Sequence[str]) -> Pipeline:
-        """The first pipeline with the names of the blocks, and checked.
+        """Returns the first pipeline with the names of the blocks, and checked.
 
         Raises:
             InputError: It contradicts itself.
@@ -163,24 +163,26 @@ def plain_draft(
     microbatches: tuple[int, ...] = (1,),
     schedule: str | None = None,
 ) -> Draft:
-    """A draft in which nothing runs again and nothing is offloaded; without an order a stage has the place of its number."""
+    """Returns a draft in which nothing runs again and nothing is offloaded; without an order a stage has the place of its
+    number.
+    """
     nothing, order = bytes(bounds[-1]), range(len(places)) if order is None else order
     return Draft(bounds, tuple(places), tuple(order), nothing, nothing, microbatch, microbatches, schedule)
 
 
 def joined(pipelines: Iterable[Draft]) -> Draft:
-    """One draft of several pipelines."""
+    """Returns one draft of several pipelines."""
     first, *others = pipelines
     return dataclasses.replace(first, beside=tuple(others))
 
 
 def draft_of_strategy(strategy: Strategy, names: Sequence[str]) -> Draft:
-    """The numbers of a strategy whose blocks have these names, in this order."""
+    """Returns the numbers of a strategy whose blocks have these names, in this order."""
     return joined(draft_of(pipeline, names) for pipeline in strategy.pipelines)
 
 
 def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
-    """The numbers of a pipeline whose blocks have these names, in this order."""
+    """Returns the numbers of a pipeline whose blocks have these names, in this order."""
     number = {name: index for index, name in enumerate(names)}
     places: dict[Place, int] = {}
     bounds, place_of_stage = [0], []
@@ -225,6 +227,6 @@ _WORDS = {
 
 
 def kind_named(stages: int, places: Sequence[Place]) -> str:
-    """The name of a kind, from its number of stages and its places."""
+    """Returns the name of a kind, from its number of stages and its places."""
     words = [word for axis, word in _WORDS.items() if any(getattr(place, axis) > 1 for place in places)]
     return " x ".join(["pipeline", *words] if stages > 1 else words) or KINDS[0]

@@ -25,12 +25,12 @@ SEEDED = frozenset({"random", "metis"})
 
 
 def takes_calls(name: str) -> bool:
-    """Whether the planner is a search with a budget of simulator calls."""
+    """Returns whether the planner is a search with a budget of simulator calls."""
     return "calls" in inspect.signature(get_planner(name)).parameters
 
 
 def is_random(name: str) -> bool:
-    """Whether the planner's plan depends on its seed; planners of other packages count as if it did."""
+    """Returns whether the planner's plan depends on its seed; planners of other packages count as if it did."""
     return name in SEEDED or name not in PLANNERS or takes_calls(name)
 
 
@@ -70,7 +70,7 @@ def run_row(name: str, info: ProblemInfo, problem: Problem, settings: Settings, 
 
 
 def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], devices: Sequence[Device], *, random: bool) -> ComparisonRow:
-    """The row of these runs, whose plans were judged by a `Prediction`, without bounds."""
+    """Returns the row of these runs, whose plans were judged by a `Prediction`, without bounds."""
     bad = next((run for run in runs if run.status != OK), None)
     figures: dict[str, Any] = {}
     if found := [run.judged for run in runs if run.judged is not None]:
@@ -99,7 +99,7 @@ def row_of(name: str, info: ProblemInfo, runs: Sequence[Attempt], devices: Seque
 
 
 def _remark(run: Attempt) -> str | None:
-    """The planner's own prediction, where it differs."""
+    """Returns the planner's own prediction, where it differs."""
     said_s = run.plan.predicted.step_time_s
     if said_s is None or math.isclose(said_s, run.judged.step_s, rel_tol=1e-9):
         return None

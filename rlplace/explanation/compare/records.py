@@ -152,7 +152,7 @@ class ComparisonRow(Record, frozen=True):
         return self.status == OK
 
     def against(self, best: ComparisonRow | None) -> ComparisonRow:
-        """The row with its ratio to that of `REFERENCE`."""
+        """Returns the row with its ratio to that of `REFERENCE`."""
         if self.step_time_s is None or best is None or best.step_time_s is None or {self.status, best.status} != {OK}:
             return self
         return replace(self, ratio=self.step_time_s / best.step_time_s)
@@ -231,7 +231,7 @@ class Comparison(Record, frozen=True):
 
 
 def summarize(rows: Sequence[ComparisonRow], planners: Sequence[str]) -> tuple[Summary, ...]:
-    """One summary per view and planner; views are never mixed.
+    """Returns one summary per view and planner; views are never mixed.
 
     Args:
         rows: All rows.

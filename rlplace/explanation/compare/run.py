@@ -97,7 +97,7 @@ def warm_up_strategies(question: Question) -> None:
 
 
 def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried, int]:
-    """The best of a name, and the evaluations that it took."""
+    """Returns the best of a name, and the evaluations that it took."""
     limits = {"calls": settings.calls, "time_limit_s": None if settings.calls is not None else settings.time_limit_s}
     if name not in (BEST, UNIFORM):
         question = dataclasses.replace(question, space=_space(name, question.cluster.num_devices))
@@ -109,7 +109,7 @@ def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried,
 
 
 def _space(kind: str, devices: int) -> Space:
-    """The strategies of a published planner, or of one kind: all dimensions but its own are 1.
+    """Returns the strategies of a published planner, or of one kind: all dimensions but its own are 1.
 
     Raises:
         InputError: There is one device.
@@ -149,7 +149,7 @@ class Case:
 
 
 def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[View, list[str]]:
-    """Planners by view, the reference first where any other is run.
+    """Returns planners by view, the reference first where any other is run.
 
     Args:
         case: The model on its cluster.
@@ -166,7 +166,7 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
 
 
 def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:
-    """Rows that `compare` makes."""
+    """Returns rows that `compare` makes."""
     return sum(len(names) for case in cases for names in _asked(case, planners, views).values())
 
 
@@ -233,7 +233,7 @@ def compare(
 
 
 def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: Collection[str] = ()) -> Comparison:
-    """The comparison of what is in the store, in the order of `cases` and `planners`; others' rows are left out."""
+    """Returns the comparison of what is in the store, in the order of `cases` and `planners`; others' rows are left out."""
     order = [REFERENCE, *planners] if REFERENCE not in planners else list(planners)
     problems, rows, complete = [], [], True
     for case in cases:
@@ -248,7 +248,7 @@ def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: 
 
 
 def problem_info(problem: Problem, model: str, cluster: str, *, view: View) -> ProblemInfo:
-    """The problem's sizes and bounds."""
+    """Returns the problem's sizes and bounds."""
     bounds = lower_bounds(problem)
     return ProblemInfo(
         model=model,

@@ -63,7 +63,7 @@ class RowFile:
             raise InputError(f"{self.path}: cannot be written: {error.strerror or error}") from None
 
     def read(self, *, repair: bool = True) -> tuple[Any, list[Entry]]:
-        """The settings of the header, and the records in order.
+        """Returns the settings of the header, and the records in order.
 
         Args:
             repair: Also remove a last line that was cut off.

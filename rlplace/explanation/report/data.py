@@ -39,12 +39,12 @@ _TICKS = 1e8
 
 
 def ticks_of(step_s: float) -> float:
-    """The unit in which the page counts time, a power of ten of a second."""
+    """Returns the unit in which the page counts time, a power of ten of a second."""
     return 10.0 ** math.ceil(math.log10(step_s / _TICKS)) if step_s > 0 else 1.0
 
 
 def front_coded(names: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Per name the length that it shares with the one before, in UTF-16 units as in browsers, and the rest of it."""
+    """Returns per name the length that it shares with the one before, in UTF-16 units as in browsers, and the rest of it."""
     shared, rest, before = [], [], ""
     for name in names:
         least = min(len(before), len(name))
@@ -110,7 +110,7 @@ class ReportData:
         return count
 
     def to_dict(self) -> dict[str, Any]:
-        """The page's data as columns of small numbers, for the page's JavaScript alone.
+        """Returns the page's data as columns of small numbers, for the page's JavaScript alone.
 
         Keys: `tick_s` and `memory_unit_bytes` are what times and sizes count. Names of `ops` and `groups` are `shared`
         (characters in common with the name before, in UTF-16 units) and `rest`. `modules` is a tree: `parent` (-1: the root),
@@ -185,7 +185,7 @@ class ReportData:
         }
 
     def _boxes(self, tick: float) -> dict[str, Any]:
-        """Rows of the picture, and their boxes one after the other; only the busiest links."""
+        """Returns rows of the picture, and their boxes one after the other; only the busiest links."""
         lanes, busy_s = self.lanes, self.lanes.busy_s
         links = [i for i, row in enumerate(lanes.rows) if row.kind != DEVICE]
         links = sorted(sorted(links, key=lambda i: -busy_s[i])[:MAX_LINKS])

@@ -25,7 +25,7 @@ COLLECTIVE_COLOR, TRANSFER_COLOR = "#CC79A7", "#8C8C8C"
 
 
 def rgb(colors: tuple[str, ...]) -> NDArray[np.uint8]:
-    """uint8 [number of colours, 3] of ``#RRGGBB``."""
+    """Returns uint8 [number of colours, 3] of ``#RRGGBB``."""
     return np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in colors], dtype=np.uint8)
 
 
@@ -83,7 +83,7 @@ class Lanes:
 
 
 def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
-    """Rows and boxes of a timeline; only the rows of devices when the step does not complete.
+    """Returns rows and boxes of a timeline; only the rows of devices when the step does not complete.
 
     Args:
         problem: The simulated problem.
@@ -106,7 +106,7 @@ def lanes_of(problem: Problem, timeline: Timeline) -> Lanes:
 
 
 def pack(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Lanes for intervals that may overlap: int32 [X], as few lanes as possible, earlier ones first."""
+    """Returns lanes for intervals that may overlap: int32 [X], as few lanes as possible, earlier ones first."""
     lane = np.zeros(len(start_s), dtype=np.int32)
     free: list[int] = []
     used: list[tuple[float, int]] = []
@@ -160,7 +160,7 @@ def _link_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> li
 
 
 def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow]) -> list[Columns]:
-    """A row for every set of channels that collectives hold: those of one set never overlap."""
+    """Returns a row for every set of channels that collectives hold: those of one set never overlap."""
     held = sorted({collective.channels for collective in problem.collectives})
     leader = np.full(problem.num_ops, -1, dtype=np.int32)
     for collective in problem.collectives:
@@ -182,7 +182,7 @@ def among(names: list[str]) -> str:
 
 
 def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6) -> NDArray[np.uint8]:
-    """The devices' rows as an image, every group in the colour of its number.
+    """Returns the devices' rows as an image, every group in the colour of its number.
 
     Args:
         lanes: Rows and boxes to paint; boxes of links are left out.
@@ -206,5 +206,5 @@ def paint(lanes: Lanes, *, width: int = 640, row_height: int = 24, gap: int = 6)
 
 
 def empty_image(devices: int, *, width: int = 640, row_height: int = 24, gap: int = 6) -> NDArray[np.uint8]:
-    """The white image that `paint` returns when nothing runs."""
+    """Returns the white image that `paint` returns when nothing runs."""
     return np.full((devices * (row_height + gap) + gap, width, 3), 255, dtype=np.uint8)

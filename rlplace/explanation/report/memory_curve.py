@@ -31,7 +31,7 @@ class MemoryCurve:
         return int(self.in_use_bytes.max())
 
     def thinned(self, points: int) -> MemoryCurve:
-        """A curve of at most `points` points (at least 8): first, lowest, highest and last one of every stretch."""
+        """Returns a curve of at most `points` points (at least 8): first, lowest, highest and last one of every stretch."""
         count = len(self.time_s)
         if count <= points:
             return self
@@ -45,7 +45,7 @@ class MemoryCurve:
 
 
 def memory_curves(problem: Problem, plan: PlacementPlan, timeline: Timeline) -> list[MemoryCurve]:
-    """The memory of every device over the step; its maximum is the simulator's peak.
+    """Returns the memory of every device over the step; its maximum is the simulator's peak.
 
     Args:
         problem: The simulated problem.

@@ -63,7 +63,9 @@ class GroupEdges:
 
 
 def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
-    """The tree of a problem's groups, by the module paths that the plan or the problem knows, else by the groups' names."""
+    """Returns the tree of a problem's groups, by the module paths that the plan or the problem knows, else by the groups'
+    names.
+    """
     paths, leaves = _paths(problem, plan)
     children: dict[tuple[str, ...], dict[str, None]] = {(): {}}
     members: dict[tuple[str, ...], list[int]] = {}
@@ -126,7 +128,7 @@ class _Build:
         self.node_of_group[group] = self.add(parent, label)
 
     def ranges(self, node: int, items: list) -> list[tuple[list, int]]:
-        """The items of a node, divided into parts with a node each where there are too many."""
+        """Returns the items of a node, divided into parts with a node each where there are too many."""
         if len(items) <= MAX_CHILDREN:
             return [(items, node)]
         parts = min(MAX_CHILDREN, -(-len(items) // MAX_CHILDREN))
@@ -156,7 +158,7 @@ class _Build:
 
 
 def forward_order(problem: Problem) -> NDArray[np.int64]:
-    """int64 [G], the position of each group's first forward op in a topological order; groups without ops come last."""
+    """Returns int64 [G], the position of each group's first forward op in a topological order; groups without ops come last."""
     order = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
     position = np.argsort(problem.topological_order)
     for ops in (np.arange(problem.num_ops), np.flatnonzero(problem.op_phase == FORWARD)):  # forward ops have the last word
@@ -166,7 +168,7 @@ def forward_order(problem: Problem) -> NDArray[np.int64]:
 
 
 def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Per group its module path and its own label; the path is empty where nothing is known."""
+    """Returns per group its module path and its own label; the path is empty where nothing is known."""
     known = plan.groups if plan.groups is not None and len(plan.groups) == problem.num_groups else None
     paths, labels = [], []
     for group, name in enumerate(problem.group_names):
@@ -191,7 +193,7 @@ def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]]
 
 
 def group_edges(problem: Problem) -> GroupEdges:
-    """The edges between different groups, in the direction of the forward pass."""
+    """Returns the edges between different groups, in the direction of the forward pass."""
     source, target = problem.edge_source_group.astype(np.int64), problem.op_group[problem.consumers].astype(np.int64)
     size = problem.tensor_bytes[problem.edge_tensor]
     phase = problem.op_phase[problem.consumers]

@@ -81,7 +81,9 @@ _SECTIONS = {
 
 
 def render(data: ReportData) -> str:
-    """The page as one HTML text that loads nothing: a policy in its head forbids every request and all other scripts."""
+    """Returns the page as one HTML text that loads nothing: a policy in its head forbids every request and all other
+    scripts.
+    """
     from rlplace import __version__
 
     style = _text("page.css")

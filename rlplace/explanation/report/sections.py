@@ -89,7 +89,7 @@ def _bound(parts: Mapping[str, float]) -> str:
 
 
 def devices(data: ReportData) -> str:
-    """One row a device."""
+    """Returns one row a device."""
     line, step = data.timeline, data.timeline.step_time_s
     rows = []
     for index, device in enumerate(data.problem.devices):
@@ -125,7 +125,7 @@ def _idle(data: ReportData, device: int) -> str:
 
 
 def path(data: ReportData) -> str:
-    """The critical path by cause and place; nothing when the step does not complete."""
+    """Returns the critical path by cause and place; nothing when the step does not complete."""
     total_s = sum(part.seconds for part in data.path)
     if not total_s:
         return ""
@@ -147,7 +147,7 @@ def path(data: ReportData) -> str:
 
 
 def costliest(data: ReportData) -> str:
-    """The module that computes longest, in a sentence."""
+    """Returns the module that computes longest, in a sentence."""
     spent: dict[str, float] = {}
     for name, seconds in zip(data.problem.group_names, data.time_of_group_s.tolist(), strict=True):
         module = chain.module_of(name)
@@ -160,7 +160,7 @@ def costliest(data: ReportData) -> str:
 
 
 def planners(data: ReportData) -> str:
-    """One row a planner; nothing when there are none."""
+    """Returns one row a planner; nothing when there are none."""
     if not data.planners:
         return ""
     best = next((row.samples_per_s for row in data.planners if row.this), None)
@@ -262,7 +262,7 @@ Row = tuple[str, dict[str, Cell]]
 
 
 def _noted(this: bool, said: str, cells: dict[str, Cell]) -> Row:
-    """A row with its remarks in a last column; the row of the report's plan is marked."""
+    """Returns a row with its remarks in a last column; the row of the report's plan is marked."""
     note = ". ".join(part for part in ("this plan" if this else "", said) if part)
     return "this" if this else "", {**cells, "": _cell(note, "text")}
 

@@ -54,7 +54,7 @@ def planner_rows(
     time_limit_s: float | None = 2.0,
     report: Callable[[str], None] | None = None,
 ) -> tuple[PlannerRow, ...]:
-    """The plan of the report and those of other planners, quickest first, those that do not fit last.
+    """Returns the plan of the report and those of other planners, quickest first, those that do not fit last.
 
     Every planner plans steps with the plan's number of samples.
 

@@ -40,7 +40,7 @@ class Asked:
     question: Question
 
     def draft(self, strategy: Strategy | None = None) -> Draft:
-        """The draft of a strategy; None: of the plan's.
+        """Returns the draft of a strategy; None: of the plan's.
 
         Raises:
             InputError: It cannot be evaluated; the message says why.
@@ -62,7 +62,7 @@ class Asked:
         return draft
 
     def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
-        """Step time and memory of a strategy (None: the plan's), op by op where the number of ops allows it."""
+        """Returns step time and memory of a strategy (None: the plan's), op by op where the number of ops allows it."""
         return self.finer.evaluate(self.draft(strategy))
 
     @cached_property
@@ -118,14 +118,14 @@ def ask_again(plan: PlacementPlan, machine: Cluster) -> Asked:
 
 
 def same_model(one: PlacementPlan, other: PlacementPlan) -> bool:
-    """Whether two plans are for one model, cluster and cost table, whatever their batch."""
+    """Returns whether two plans are for one model, cluster and cost table, whatever their batch."""
     keys = ("graph_fingerprint", "cluster_fingerprint", "costs", "host", "cost_version")
     a, b = one.source or {}, other.source or {}
     return all(a.get(key) == b.get(key) and key in a for key in keys)
 
 
 def other_cluster(plan: PlacementPlan, cluster: str) -> Cluster:
-    """Another cluster for a plan with a strategy.
+    """Returns another cluster for a plan with a strategy.
 
     Raises:
         InputError: It has another number of devices.

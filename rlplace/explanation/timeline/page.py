@@ -86,7 +86,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> Repor
 
 
 def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
-    """The blocks as groups, each with an op for every phase."""
+    """Returns the blocks as groups, each with an op for every phase."""
     costs, cluster = asked.question.costs, asked.question.cluster
     count, kind_of = len(costs.names), kind_numbers(costs, cluster)
     time_s: NDArray[np.float64] = np.zeros((len(OPS) * count, cluster.num_devices))
@@ -168,7 +168,7 @@ def _ordered(expanded: ExpandedDraft) -> PlacementPlan:
 
 
 def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
-    """Bytes in use on every device of the cluster, as on the device that stands for it."""
+    """Returns bytes in use on every device of the cluster, as on the device that stands for it."""
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
     for expanded, line in ran:
         for curve, devices in zip(memory_curves(expanded.problem, _ordered(expanded), line), expanded.stands_for, strict=True):
@@ -180,7 +180,7 @@ def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, p
 
 
 def _rivals(asked: Asked, result: Evaluation) -> tuple[PlannerRow, ...]:
-    """The plan and the rivals that it names, with the figures that were predicted then."""
+    """Returns the plan and the rivals that it names, with the figures that were predicted then."""
     plan, strategy = asked.plan, asked.strategy
     rows = [_rival("this strategy", True, strategy.batch, result.step_time_s, result.feasible, len(strategy.devices), "")]
     own = strategy.to_dict()

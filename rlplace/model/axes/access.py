@@ -49,7 +49,7 @@ Rule = Callable[[Space, Sequence[Any], Any], bool]
 def access_of(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, storage: Callable[[torch.Tensor], int]
 ) -> Access | None:
-    """The iteration space of a call, None where no rule knows it.
+    """Returns the iteration space of a call, None where no rule knows it.
 
     Args:
         target: The ATen op.
@@ -73,7 +73,7 @@ def access_of(
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule for an ATen op."""
+    """Returns the rule for an ATen op."""
     from rlplace.model.axes.access_rules import RULES, elementwise
 
     name = base_name(str(target))
@@ -93,7 +93,7 @@ _POINTWISE = frozenset(
 
 
 def _in_order(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments in positional order, keywords and defaults filled in where the schema is known."""
+    """Returns arguments in positional order, keywords and defaults filled in where the schema is known."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return [*args, *kwargs.values()]
@@ -118,7 +118,7 @@ def numbered(prefix: str, count: int) -> Names:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples and dicts."""
+    """Yields tensors in nested lists, tuples and dicts."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple, dict)):
@@ -127,7 +127,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
-    """A view only names the dimensions of its base; a reshape that has to copy is a view of either side."""
+    """Returns a view only names the dimensions of its base; a reshape that has to copy is a view of either side."""
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return False
@@ -139,7 +139,7 @@ def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
 
 
 def _reshape(space: Space, source: torch.Tensor, output: torch.Tensor) -> bool:
-    """Both sides in the finest common shape."""
+    """Returns both sides in the finest common shape."""
     if source.numel() != output.numel() or source.numel() == 0:
         return False
     common = _common_shape(source.shape, output.shape)
@@ -152,7 +152,7 @@ def _reshape(space: Space, source: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 def _common_shape(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
-    """The finest shape that both are row-major groupings of; None when their borders cross."""
+    """Returns the finest shape that both are row-major groupings of; None when their borders cross."""
     borders: set[int] = set()
     for shape in (left, right):
         inner = 1

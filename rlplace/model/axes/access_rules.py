@@ -19,7 +19,7 @@ Args = Sequence[Any]
 
 
 def elementwise(space: Space, args: Args, result: Any) -> bool:
-    """One dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
+    """Returns one dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
     output = next(tensors_in(result), None)
     if output is None or output.dim() == 0:
         return False
@@ -219,13 +219,13 @@ def _reduce(space: Space, args: Args, result: Any) -> bool:
 
 
 def _made_up(space: Space, args: Args, result: Any) -> bool:
-    """Constants and ranges: each device makes its own part."""
+    """Returns constants and ranges: each device makes its own part."""
     space.add(result, numbered("d", result.dim()) if result.dim() else ())
     return bool(result.dim())
 
 
 def _loss(space: Space, args: Args, result: Any) -> bool:
-    """Losses of two tensors of one shape, element by element or summed up."""
+    """Returns losses of two tensors of one shape, element by element or summed up."""
     inputs, target = args[:2]
     if inputs.shape != target.shape or result.dim() not in (0, inputs.dim()):
         return False
@@ -237,7 +237,7 @@ def _loss(space: Space, args: Args, result: Any) -> bool:
 
 
 def _joined(space: Space, args: Args, result: Any) -> bool:
-    """Tensors one after another along an axis, of their own or of the result alone."""
+    """Returns tensors one after another along an axis, of their own or of the result alone."""
     dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
     names = ["" if i == dim else f"d{i}" for i in range(result.dim())]
     for tensor in tensors_in(args[0]):
@@ -247,7 +247,7 @@ def _joined(space: Space, args: Args, result: Any) -> bool:
 
 
 def _pad(space: Space, args: Args, result: Any) -> bool:
-    """Dimensions without padding can be cut."""
+    """Returns dimensions without padding can be cut."""
     names = [f"d{i}" if a == b else "" for i, (a, b) in enumerate(zip(args[0].shape, result.shape, strict=True))]
     space.add(args[0], names)
     space.add(result, names)
@@ -255,7 +255,7 @@ def _pad(space: Space, args: Args, result: Any) -> bool:
 
 
 def _recurrent(space: Space, args: Args, result: Any) -> bool:
-    """All layers and steps as one op, cut along the batch alone."""
+    """Returns all layers and steps as one op, cut along the batch alone."""
     batch_first = args[-1] is True
     inputs, states = args[0], args[1]
     names = ["b", "", ""] if batch_first else ["", "b", ""]

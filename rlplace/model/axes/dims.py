@@ -193,7 +193,7 @@ _MARKS = (
 
 @functools.cache
 def kind_of(name: str) -> str:
-    """Kind of an ATen op.
+    """Returns kind of an ATen op.
 
     Args:
         name: Name without namespace and overload, for example ``"addmm"``.

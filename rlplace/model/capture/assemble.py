@@ -117,7 +117,7 @@ class Assembly:
         self.gradient_storages.update(seen)
 
     def _copied_into(self, made_at: int, storage: int) -> list[int]:
-        """Storages that autograd copies into a fresh gradient buffer, right after it has made the buffer."""
+        """Returns storages that autograd copies into a fresh gradient buffer, right after it has made the buffer."""
         event = self.events[made_at]
         if event.reads:
             return list(event.reads)
@@ -145,7 +145,7 @@ class Assembly:
         return ops
 
     def _collect_touches(self) -> dict[int, list[tuple[Key, bool]]]:
-        """Per storage, the ops that touch it in execution order, and whether they write it."""
+        """Returns per storage, the ops that touch it in execution order, and whether they write it."""
         touches: dict[int, list[tuple[Key, bool]]] = {}
 
         def touch(storage: int, key: Key, writes: bool) -> None:
@@ -167,7 +167,7 @@ class Assembly:
         return all(self.events[i].is_view for i in self.ops[key].events)
 
     def launches(self, key: Key) -> int:
-        """Kernels that an op launches: one for an update, one per ATen op that does work for the others."""
+        """Returns kernels that an op launches: one for an update, one per ATen op that does work for the others."""
         if key[0] == UPDATE_OF:
             return 1
         return sum(1 for i in self.ops[key].events if self.events[i].flops > 0 or self.events[i].bytes > 0)
@@ -177,7 +177,7 @@ class Assembly:
         return None if made_at is None else self.owner_of_event[made_at]
 
     def dominant(self, key: Key) -> Event | None:
-        """The ATen op that an op mostly consists of: by FLOPs at 100 per byte, or bytes."""
+        """Returns the ATen op that an op mostly consists of: by FLOPs at 100 per byte, or bytes."""
         work = [self.events[i] for i in self.ops[key].events if not self.events[i].is_view]
         return max(work, key=lambda e: max(e.flops / 100.0, float(e.bytes)), default=None)
 

@@ -25,7 +25,7 @@ from rlplace.problem.order import UnionFind, components, topological_order
 
 
 def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
-    """Numbers the ops, forms the tensors and returns the checked graph.
+    """Returns numbers the ops, forms the tensors and returns the checked graph.
 
     Args:
         assembly: Events by op.
@@ -103,7 +103,7 @@ def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
 
 
 def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow]) -> Traced | None:
-    """The accesses of all forward ops; None when there are none, as at module granularity."""
+    """Returns the accesses of all forward ops; None when there are none, as at module granularity."""
     accesses = {
         number[FORWARD_OF, index]: access
         for index, label in enumerate(assembly.recording.labels)
@@ -116,7 +116,7 @@ def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow
 
 
 def _composed(assembly: Assembly, index: int) -> Access | None:
-    """The access of a label that no rule knows, from those of the ATen ops that it ran."""
+    """Returns the access of a label that no rule knows, from those of the ATen ops that it ran."""
     parts = assembly.recording.labels[index].parts
     known = [part for part in parts or () if part is not None]
     if not known or len(known) < len(parts or ()):
@@ -126,7 +126,7 @@ def _composed(assembly: Assembly, index: int) -> Access | None:
 
 
 def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
-    """Forward, backward, update; backward ops by the time of their first work, as far as dependencies allow."""
+    """Returns forward, backward, update; backward ops by the time of their first work, as far as dependencies allow."""
     keys = [key for key in assembly.ops if key[0] != UPDATE_OF]
     priority = {
         key: (0, key[1]) if key[0] == FORWARD_OF else (1, assembly.ops[key].events[0]) for key in keys
@@ -161,7 +161,7 @@ def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) ->
 
 
 def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
-    """The access of an op from those of the ATen ops that it runs.
+    """Returns the access of an op from those of the ATen ops that it runs.
 
     Args:
         parts: Their accesses, in execution order.
@@ -201,13 +201,13 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
 
 
 def _agreed(classes: dict[tuple[int, str], str], access: dict[int, Names]) -> list[str]:
-    """Per axis the class that all ATen ops see there, "" where they do not agree."""
+    """Returns per axis the class that all ATen ops see there, "" where they do not agree."""
     seen = [[classes[part, name] if name else "" for name in names] for part, names in access.items()]
     return [row[0] if len(set(row)) == 1 else "" for row in zip(*seen, strict=True)]
 
 
 def _classes(layouts: Layouts) -> dict[tuple[int, str], str]:
-    """A common name for the dimensions of different ATen ops that run along the same axes."""
+    """Returns a common name for the dimensions of different ATen ops that run along the same axes."""
     sets = UnionFind()
     for access in layouts.access.values():
         for axis in range(len(next(iter(access.values())))):

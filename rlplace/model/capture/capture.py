@@ -139,7 +139,7 @@ def _advice(error: BaseException, step: _Step) -> str:
 
 
 def _fits(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a function can be called with these arguments."""
+    """Returns whether a function can be called with these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -206,7 +206,7 @@ def _capture_with(
 
 
 def _tf32() -> dict[str, list[str]]:
-    """The op classes whose float32 arithmetic may run in tf32, where that is not as PyTorch is set by itself."""
+    """Returns the op classes whose float32 arithmetic may run in tf32, where that is not as PyTorch is set by itself."""
     import torch
 
     found = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
@@ -215,7 +215,9 @@ def _tf32() -> dict[str, list[str]]:
 
 
 def _recorded(method: str, step: _Step, seen: bool) -> tuple[Recording, Mapping[str, int]]:
-    """The step of a model, exported from a few of its equal layers where that is (or was seen to be) the same; and guesses."""
+    """Returns the step of a model, exported from a few of its equal layers where that is (or was seen to be) the same; and
+    guesses.
+    """
     from rlplace.model.capture import unroll
     from rlplace.model.capture.record import Recorder
     from rlplace.model.capture.trace import EagerRecorder
@@ -299,7 +301,7 @@ def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _dtype(dtype: str | torch.dtype | None, what: str = "dtype", short: Sequence[str] = tuple(DTYPES)) -> torch.dtype | None:
-    """The dtype of an option, by one of these short names or its long name."""
+    """Returns the dtype of an option, by one of these short names or its long name."""
     import torch
 
     if dtype is None:
@@ -320,7 +322,7 @@ def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | Non
 
 
 def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
-    """Parameters and buffers as (tensor, names, is buffer); names of one storage belong together."""
+    """Returns parameters and buffers as (tensor, names, is buffer); names of one storage belong together."""
     by_storage: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
     for is_buffer, items in (
         (False, fake.named_parameters(remove_duplicate=False)),

@@ -164,17 +164,17 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of call arguments in placeholder order."""
+    """Returns the leaves of call arguments in placeholder order."""
     return pytree.tree_flatten((tuple(args), dict(kwargs)))[0]
 
 
 def op_name(module: str, node: str) -> str:
-    """Name of the forward op of a node: ``module.path/node``, or the bare node in the root module."""
+    """Returns name of the forward op of a node: ``module.path/node``, or the bare node in the root module."""
     return f"{module}/{node}" if module else node
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the innermost module whose forward made the node, "" for the root."""
+    """Returns path of the innermost module whose forward made the node, "" for the root."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -187,7 +187,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the node is a call that yields tensors; indexing a tuple and arithmetic on sizes are not."""
+    """Returns whether the node is a call that yields tensors; indexing a tuple and arithmetic on sizes are not."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op == "call_module" and _yields_tensor(node)
     return _yields_tensor(node)
@@ -223,12 +223,12 @@ def refuse_recomputation() -> Iterator[None]:
 
 
 def lies_in(path: str, module: str) -> bool:
-    """Whether a path is that of a module, or of something in it."""
+    """Returns whether a path is that of a module, or of something in it."""
     return path == module or path.startswith(f"{module}.")
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op of a node draws random numbers as it is called."""
+    """Returns whether the op of a node draws random numbers as it is called."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
@@ -239,7 +239,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Nodes that only assert what export saw: the devices they name are not the ones used here."""
+    """Returns nodes that only assert what export saw: the devices they name are not the ones used here."""
     return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
         node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
     )

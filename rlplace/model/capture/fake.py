@@ -28,12 +28,12 @@ SMALL_CONSTANT_BYTES = 1 << 20
 
 
 def tensors_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by their first names."""
+    """Returns parameters and buffers by their first names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """First name of every parameter and buffer by any of its names, so that tied tensors have one."""
+    """Returns first name of every parameter and buffer by any of its names, so that tied tensors have one."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -42,7 +42,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """The module without its values: what is traced when inputs of another shape come."""
+    """Returns the module without its values: what is traced when inputs of another shape come."""
     memo = computed_values(model)
     for tensor in tensors_in(model).values():
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -51,13 +51,16 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def replaced_forward(module: nn.Module) -> bool:
-    """Whether a function took the place of a module's forward: one that closes over the module calls the original of a copy."""
+    """Returns whether a function took the place of a module's forward: one that closes over the module calls the original of a
+    copy.
+    """
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__self__", None) is not module
 
 
 def computed_values(model: nn.Module) -> dict[int, Any]:
-    """Tensors that modules have computed and keep as plain attributes, without their history, by id: `copy.deepcopy`'s memo.
+    """Returns tensors that modules have computed and keep as plain attributes, without their history, by id: `copy.deepcopy`'s
+    memo.
 
     Weight normalisation by hooks and pruning keep such, and torch refuses to copy what has a history.
     """
@@ -68,7 +71,7 @@ def computed_values(model: nn.Module) -> dict[int, Any]:
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """A fake mode that mixes with the small real constants that a forward creates or holds."""
+    """Returns a fake mode that mixes with the small real constants that a forward creates or holds."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -99,7 +102,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:
-    """The same nested inputs with every tensor fake and on the CPU."""
+    """Returns the same nested inputs with every tensor fake and on the CPU."""
 
     def convert(leaf: Any) -> Any:
         return _fake_like(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
@@ -119,7 +122,7 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _plain_tensors(attributes: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Tensors that a module holds outside its registered parameters and buffers, one container deep."""
+    """Yields tensors that a module holds outside its registered parameters and buffers, one container deep."""
     for name, value in attributes.items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue
@@ -198,7 +201,7 @@ def _cuda_rules() -> Iterator[None]:
 
 
 def _overload(name: str) -> Any:
-    """The op overload of a name such as ``pow.Scalar``; None where this torch does not have it."""
+    """Returns the op overload of a name such as ``pow.Scalar``; None where this torch does not have it."""
     packet = getattr(torch.ops.aten, name.partition(".")[0], None)
     return getattr(packet, name.partition(".")[2] or "default", None)
 

@@ -24,7 +24,7 @@ Formula = Callable[[Args, Sequence[torch.Tensor]], float]
 
 
 def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    """FLOPs of one ATen op.
+    """Returns FLOPs of one ATen op.
 
     Args:
         name: Op name without namespace and overload.
@@ -57,7 +57,7 @@ def _linear(args: Args, outputs: Sequence[torch.Tensor]) -> float:
 
 
 def _grouped_mm(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    """Every row meets one group, so ragged sizes do not matter: 2 x rows x k x n over all groups."""
+    """Returns every row meets one group, so ragged sizes do not matter: 2 x rows x k x n over all groups."""
     left, right = args[0], args[1]
     if left.dim() == 3 and right.dim() == 2:
         return 2.0 * int(left.shape[-2]) * int(left.shape[-1]) * int(right.shape[-1])
@@ -80,7 +80,7 @@ def _convolution(args: Args, outputs: Sequence[torch.Tensor]) -> float:
 
 
 def _convolution_backward(args: Args, outputs: Sequence[torch.Tensor]) -> float:
-    """One forward's worth for each of input and weight gradient that is asked for; groups are in the weight shape."""
+    """Returns one forward's worth for each of input and weight gradient that is asked for; groups are in the weight shape."""
     gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], bool(args[7]), args[10]
     once = _convolution_forward(inputs.shape, weight.shape, gradient.shape, transposed)
     return once * (int(mask[0]) + int(mask[1])) + (int(gradient.numel()) if mask[2] else 0)

@@ -46,7 +46,7 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments of a call without their values; None when they hold something that JSON cannot express.
+    """Returns arguments of a call without their values; None when they hold something that JSON cannot express.
 
     Args:
         args: Positional arguments: tensors and plain values, nested in tuples, lists and dicts.
@@ -63,7 +63,7 @@ def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def described_inputs(description: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that `describe_inputs` described, tensors on the meta device.
+    """Returns the arguments that `describe_inputs` described, tensors on the meta device.
 
     Raises:
         InputError: The description is damaged.
@@ -135,7 +135,7 @@ _WHERE = "which a function that a MODEL names returns as its third part"
 
 
 def loss_of_output(output: Any, loss: Callable[[Any], torch.Tensor] | None, recorder: Recorder) -> torch.Tensor:
-    """The scalar to differentiate.
+    """Returns the scalar to differentiate.
 
     Args:
         output: Of the model.
@@ -166,7 +166,7 @@ def loss_of_output(output: Any, loss: Callable[[Any], torch.Tensor] | None, reco
 
 
 def no_loss(output: Any) -> str:
-    """Why an output has no loss, and what to give.
+    """Explains why an output has no loss, and what to give.
 
     Args:
         output: What a model returned that is no tensor.
@@ -203,7 +203,7 @@ class Optimizer:
     single_temporaries: int
 
     def state_bytes(self, elements: int, element_bytes: int, master_weights: bool) -> int:
-        """State of a parameter; a float32 parameter is its own master."""
+        """Returns state of a parameter; a float32 parameter is its own master."""
         if master_weights and element_bytes < 4:
             return 4 * elements * (1 + self.moments)
         return element_bytes * elements * self.moments

@@ -85,11 +85,11 @@ class FullLengths:
         return self._replaced.get(func)
 
     def packed(self, value: Any) -> bool:
-        """Whether a value is the batch sizes of a packed sequence that was made here."""
+        """Returns whether a value is the batch sizes of a packed sequence that was made here."""
         return any(value is sizes for sizes, _ in self._batch_sizes)
 
     def whole(self, run: Callable[..., tuple[Any, ...]], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A recurrent layer over a packed sequence, as one over all its steps.
+        """Returns a recurrent layer over a packed sequence, as one over all its steps.
 
         Args:
             run: The layer, as `torch.lstm` is called with padded sequences.

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self.parameter_of_storage: dict[int, int] = {}
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's storage; a storage that was not met before gets the next number."""
+        """Returns number of the tensor's storage; a storage that was not met before gets the next number."""
         if tensor.layout == torch.strided:
             storage: Any = tensor.untyped_storage()
             key = storage._cdata
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def storages_of(self, tree: Any) -> tuple[int, ...]:
-        """Storages of the tensors in nested lists, tuples and dicts, without repetition."""
+        """Returns storages of the tensors in nested lists, tuples and dicts, without repetition."""
         return tuple(dict.fromkeys(self.storage(t) for t in tensors_in(tree)))
 
     @contextlib.contextmanager
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel touches: expanded dimensions are stored once."""
+    """Returns bytes that a kernel touches: expanded dimensions are stored once."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.element_size()
     stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
@@ -254,7 +254,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def _traffic(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes read plus bytes written; an op that picks rows reads only those."""
+    """Returns bytes read plus bytes written; an op that picks rows reads only those."""
     written = sum(map(tensor_bytes, outputs))
     if name in _READ_ROWS_ONLY and inputs:
         return 2 * written + sum(map(tensor_bytes, inputs[1:]))

@@ -40,7 +40,7 @@ Reference = tuple[str, int]
 
 
 def parts_of(item: Any) -> tuple[Any, list[Reference]]:
-    """The fields that are equal in equal layers, and the references."""
+    """Returns the fields that are equal in equal layers, and the references."""
     if isinstance(item, Event):
         owner = [("leaf" if item.phase == UPDATE_OF else "label", item.owner)] if item.owner >= 0 else []
         form = (
@@ -58,7 +58,7 @@ def parts_of(item: Any) -> tuple[Any, list[Reference]]:
 
 
 def with_numbers(item: Any, numbers: Sequence[int]) -> Any:
-    """The item with these numbers in place of its references, in the order of `parts_of`."""
+    """Returns the item with these numbers in place of its references, in the order of `parts_of`."""
     rest = list(numbers)
     if isinstance(item, Event):
         owner = rest.pop(0) if item.owner >= 0 else -1

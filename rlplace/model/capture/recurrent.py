@@ -193,5 +193,5 @@ class NeutralFunctions(TorchFunctionMode):
 
 
 def _is_plain(args: Any) -> bool:
-    """Whether the arguments are (input, states, weights, ...) and not (data, batch sizes, states, weights, ...)."""
+    """Returns whether the arguments are (input, states, weights, ...) and not (data, batch sizes, states, weights, ...)."""
     return isinstance(args[2], (list, tuple)) and not isinstance(args[3], (list, tuple))

@@ -52,7 +52,7 @@ class Repeated:
         self.position = {kind: _positions(members, len(self.layer[kind])) for kind, members in self.members.items()}
 
     def result(self) -> Recording:
-        """The recording with all layers."""
+        """Returns the recording with all layers."""
         old = self.old
         sizes = [item.nbytes() for item in old.storages]
         if len({tuple(sizes[s] for s in self.members["storage"].get(layer, ())) for layer in (1, 2, 3)}) > 1:
@@ -144,7 +144,7 @@ class Repeated:
         return result
 
     def _repeated(self, items: Sequence[Any], layers: Sequence[int], order: Sequence[tuple[int, int]]) -> list[Any]:
-        """The items in the new order with new numbers in them."""
+        """Returns the items in the new order with new numbers in them."""
         members = _members(layers)
         if not len(members.get(1, ())) == len(members.get(2, ())) == len(members.get(3, ())):
             raise UnlikeError(f"the layers of {self.path} do not do the same")
@@ -199,7 +199,7 @@ class Repeated:
         return self.new[kind][self.members[kind][layer - self.copies][position], 0]
 
     def _renamed(self, path: str, layer: int, copy: int) -> str:
-        """The path with the new position of its element of the list."""
+        """Returns the path with the new position of its element of the list."""
         if not self.element.match(path):
             return path
         moved = copy if layer == _MIDDLE else self.copies if layer > _MIDDLE else 0
@@ -223,7 +223,7 @@ class Repeated:
         return steps
 
     def _label_name(self, label: Label, layer: int, copy: int, steps: dict[str, int]) -> str:
-        """The name of an op of the exported graph; others are not used."""
+        """Returns the name of an op of the exported graph; others are not used."""
         if label.name == LOSS_LABEL or not self.old.nodes:
             return label.name
         base, number = _counted(_node(label))
@@ -242,7 +242,7 @@ def _members(layers: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _positions(members: dict[int, list[int]], count: int) -> list[int]:
-    """Position of each number among those of its layer."""
+    """Returns position of each number among those of its layer."""
     positions = [0] * count
     for numbers in members.values():
         for position, number in enumerate(numbers):
@@ -255,13 +255,13 @@ def _node(label: Label) -> str:
 
 
 def _counted(node: str) -> tuple[str, int]:
-    """A node's name without its number, and the number: ("linear", 3) for ``linear_3``; 0 for a name without one."""
+    """Returns a node's name without its number, and the number: ("linear", 3) for ``linear_3``; 0 for a name without one."""
     base, _, digits = node.rpartition("_")
     return (base, int(digits)) if base and digits.isdecimal() and digits != "0" else (node, 0)
 
 
 def gapless_kinds(nodes: Iterable[str]) -> frozenset[str]:
-    """Kinds of nodes whose numbers have no gap: none of them was made and removed again."""
+    """Returns kinds of nodes whose numbers have no gap: none of them was made and removed again."""
     numbers: dict[str, set[int]] = {}
     for node in nodes:
         base, number = _counted(node)

@@ -46,7 +46,7 @@ def selective_scan_backward(
     gradient: torch.Tensor, inputs: torch.Tensor, step: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     d: MaybeTensor, gate: MaybeTensor, bias: MaybeTensor, softplus: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Gradients of the operands that are tensors, in order; the states are computed again, as the fused kernel does."""
+    """Returns gradients of the operands that are tensors, in order; the states are computed again, as the fused kernel does."""
     operands = (inputs, step, a, b, c, d, gate, bias)
 
     def scan_of(*tensors: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ selective_scan.register_autograd(_backward, setup_context=_save)
 
 
 def keeps_whole(module_type: str) -> bool:
-    """Whether the scan of a transformers type is kept whole with the installed version of the library."""
+    """Returns whether the scan of a transformers type is kept whole with the installed version of the library."""
     import importlib
 
     with contextlib.suppress(ImportError):

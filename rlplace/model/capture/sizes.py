@@ -62,7 +62,7 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
         return leaf.repeat(-(-wanted // samples), *([1] * (leaf.dim() - 1)))[:wanted]
 
     def items(value: Any) -> bool:
-        """Whether a list has an item a sample."""
+        """Returns whether a list has an item a sample."""
         return listed and isinstance(value, list) and len(value) == samples
 
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
@@ -75,7 +75,7 @@ def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
 
 
 def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:
-    """The graph of a step that a placement runs as one pass; unchanged where no size is asked for.
+    """Returns the graph of a step that a placement runs as one pass; unchanged where no size is asked for.
 
     Args:
         graph: A capture.

@@ -59,13 +59,13 @@ class Tensors:
                     break
 
     def edges(self) -> list[tuple[Key, Key]]:
-        """Every dependency between ops that are not updates."""
+        """Returns every dependency between ops that are not updates."""
         result = [(producer, user) for producer, _, users in self.produced for user in users]
         result += [(writer, reader) for writer, readers in self.ordering.items() for reader in readers]
         return result
 
     def temporary_bytes(self, key: Key) -> int:
-        """Peak of the storages that only this op touches, from their first to their last use."""
+        """Returns peak of the storages that only this op touches, from their first to their last use."""
         storages = self._inner.get(key)
         if not storages:
             return 0
@@ -90,7 +90,7 @@ class Tensors:
         return peak
 
     def rows(self, number: dict[Key, int]) -> list[TensorRow]:
-        """Rows in order of producer."""
+        """Returns rows in order of producer."""
         leaf_of_storage = {leaf.storage: index for index, leaf in reversed(list(enumerate(self.assembly.leaves)))}
         rows: list[TensorRow] = []
         users_of = dict(self.external)

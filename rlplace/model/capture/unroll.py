@@ -63,7 +63,9 @@ def _looks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def shortened(model: nn.Module, lists: Iterable[str]) -> nn.Module:
-    """The model with the first `HELD` elements of these lists; it shares all else with the model, which stays as it is."""
+    """Returns the model with the first `HELD` elements of these lists; it shares all else with the model, which stays
+    as it is.
+    """
     for path in lists:
         model = _shortened(model, path.split("."))
     return model
@@ -79,7 +81,7 @@ def _shortened(module: nn.Module, path: Sequence[str]) -> nn.Module:
 
 
 def unroll(recording: Recording, lists: dict[str, int]) -> Recording:
-    """The recording of the model whose lists have these lengths, from that of the model that `shortened` made.
+    """Returns the recording of the model whose lists have these lengths, from that of the model that `shortened` made.
 
     Raises:
         UnlikeError: The middle layers of a list are not alike.

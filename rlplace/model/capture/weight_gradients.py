@@ -38,7 +38,7 @@ _WHOLE = ("attention", "scan")
 
 
 def split_weight_gradients(graph: OpGraph) -> tuple[OpGraph, NDArray[np.int32]]:
-    """The graph with weight gradients as ops of their own, and which op each of its ops comes from.
+    """Returns the graph with weight gradients as ops of their own, and which op each of its ops comes from.
 
     Args:
         graph: A captured step of N ops whose weight gradients are not split yet.
@@ -189,7 +189,7 @@ def _shares(
     is_weight: NDArray[np.bool_],
     reads: tuple[NDArray[np.bool_], NDArray[np.bool_]],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """FLOPs float64 and bytes int64 [N'] of the new ops.
+    """Returns FLOPs float64 and bytes int64 [N'] of the new ops.
 
     Bytes go by what each part reads and writes. FLOPs of products by the forward: the input gradient costs as much, the rest
     (with the bias) is the weight's; at most half. FLOPs of other ops go with their bytes.
@@ -220,7 +220,7 @@ def _edges(
     second: NDArray[np.int64],
     reads: tuple[NDArray[np.bool_], NDArray[np.bool_]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tensor and consumer of every edge of the new graph, in no order."""
+    """Returns tensor and consumer of every edge of the new graph, in no order."""
     by_input, by_weight = reads
     whole = ~split[graph.consumers]
     tensor = graph.edge_tensor.astype(np.int64)

@@ -18,7 +18,7 @@ from rlplace.problem.order import components, strong_components
 
 
 def picked(graph: OpGraph, ops: NDArray[Any]) -> dict[str, Any]:
-    """The fields that have an entry an op (sizes of named dimensions apart), of these ops."""
+    """Returns the fields that have an entry an op (sizes of named dimensions apart), of these ops."""
     names = (item.name for item in dataclasses.fields(graph) if item.name.startswith("op_") and item.name != "op_dims")
     fields = {name: values for name in names if (values := getattr(graph, name)) is not None}
     numbers = ops.tolist()
@@ -26,7 +26,7 @@ def picked(graph: OpGraph, ops: NDArray[Any]) -> dict[str, Any]:
 
 
 def part_of(graph: OpGraph, ops: NDArray[Any]) -> tuple[OpGraph, NDArray[np.int64]]:
-    """The graph of some ops.
+    """Returns the graph of some ops.
 
     Tensors that other ops make become inputs. All parameters stay listed; ops keep their names, sizes and dimensions.
 
@@ -100,14 +100,14 @@ class ModuleTree:
         return a
 
     def common(self, label: NDArray[np.int64], count: int) -> list[int]:
-        """Per label the deepest module that contains all ops with that label."""
+        """Returns per label the deepest module that contains all ops with that label."""
         module_of_label = [-1] * count
         for node, item in zip(self.node, label.tolist(), strict=True):
             module_of_label[item] = node if module_of_label[item] < 0 else self.lowest_common(module_of_label[item], node)
         return module_of_label
 
     def nearest(self, path: str) -> int:
-        """Index of the first op whose module shares the longest path with `path`."""
+        """Returns index of the first op whose module shares the longest path with `path`."""
         wanted = path.split(".")
 
         def shared(node: int) -> int:
@@ -168,7 +168,7 @@ Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def op_anchors(graph: OpGraph) -> NDArray[np.int32]:
-    """int32 [N], the forward op that each op goes with; an update goes with the first op that reads its parameter."""
+    """Returns int32 [N], the forward op that each op goes with; an update goes with the first op that reads its parameter."""
     anchor = graph.op_forward.copy()
     forward = np.flatnonzero(graph.op_phase == FORWARD)
     reader = np.full(len(graph.parameters), -1, dtype=np.int64)
@@ -212,7 +212,7 @@ def parameter_ties(graph: OpGraph, anchor: NDArray[np.int32]) -> Pairs:
 def anchor_graph(
     graph: OpGraph, anchor: NDArray[np.int32], label: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Distinct edges between labelled anchors: source, target, bytes, and whether a forward op made one of them.
+    """Returns distinct edges between labelled anchors: source, target, bytes, and whether a forward op made one of them.
 
     Backward edges are turned round: contraction that keeps this graph acyclic keeps every phase acyclic.
     """
@@ -290,7 +290,7 @@ def loose_views(graph: OpGraph, label: NDArray[np.int32]) -> list[tuple[int, int
 
 
 def held_bytes(graph: OpGraph, anchor: NDArray[np.int32]) -> NDArray[np.float64]:
-    """float64 [N], bytes of parameters at their first reader and of activations at their forward op."""
+    """Returns float64 [N], bytes of parameters at their first reader and of activations at their forward op."""
     held = np.zeros(graph.num_ops)
     activation = (graph.tensor_producer >= 0) & (graph.tensor_role != GRADIENT)
     producers = graph.tensor_producer[activation]

@@ -335,7 +335,7 @@ def merge_cyclic_tasks(graph: OpGraph, op_cluster: NDArray[np.int32]) -> NDArray
 
 
 def _renumber(value: NDArray[np.int32], forward: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Numbers values 0, 1, ... by the first forward op that has them; also returns that op."""
+    """Returns numbers values 0, 1, ... by the first forward op that has them; also returns that op."""
     values, first = np.unique(value[forward], return_index=True)
     order = np.argsort(first, kind="stable")
     number = np.zeros(int(value.max()) + 1, dtype=np.int32)

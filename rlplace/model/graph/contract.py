@@ -41,15 +41,15 @@ class ContractionGraph:
         return self._sets.find(node)
 
     def edges(self) -> list[tuple[int, int]]:
-        """All live edges, by source and order of first use."""
+        """Returns all live edges, by source and order of first use."""
         return [(a, b) for a in self.live() for b in self.successors[a]]
 
     def live(self) -> list[int]:
-        """Representatives, in ascending order."""
+        """Returns representatives, in ascending order."""
         return [node for node in range(len(self.successors)) if self.find(node) == node]
 
     def contractible(self, a: int, b: int) -> bool:
-        """Whether contracting the edge from a to b is safe."""
+        """Returns whether contracting the edge from a to b is safe."""
         return len(self.successors[a]) == 1 or len(self.predecessors[b]) == 1
 
     def merge(self, a: int, b: int) -> tuple[int, list[tuple[int, int]]]:
@@ -91,13 +91,14 @@ class ContractionGraph:
         return [nodes for nodes in by_neighbours.values() if len(nodes) > 1]
 
     def depth_first_order(self) -> list[int]:
-        """A topological order of the live nodes that follows chains to their end before it turns to the next branch."""
+        """Returns a topological order of the live nodes that follows chains to their end before it turns to the next branch."""
         edges = np.array(self.edges(), dtype=np.int64).reshape(-1, 2)
         order, _ = topological_order(edges[:, 0], edges[:, 1], len(self.successors), depth_first=True)
         return [node for node in order if self.find(node) == node]
 
     def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
-        """Whether a path other than the direct edge leads from a to b; true as well when `budget` visits do not settle it.
+        """Returns whether a path other than the direct edge leads from a to b; true as well when `budget` visits do not settle
+        it.
 
         Returns:
             The answer and the visits it took.

@@ -147,7 +147,7 @@ class Layouts:
         return tuple(name_of_piece.get(piece, "") for piece in line.ranges())
 
     def statistics(self, op: int, access: Access) -> tuple[tuple[Names, int], ...]:
-        """The op's statistics by the dimensions that it has now."""
+        """Returns the op's statistics by the dimensions that it has now."""
         statistics = []
         for names, size in access.statistics:
             pieces = [
@@ -184,7 +184,7 @@ class GradientLayouts:
                     self._touched.setdefault(op, []).append(storage)
 
     def of(self, maker: int, users: Sequence[int], size_bytes: int) -> tuple[tuple[int, ...], dict[int, Names]] | None:
-        """Axes and names by forward op of a tensor that the backward of `maker` passes to the backward of `users`.
+        """Returns axes and names by forward op of a tensor that the backward of `maker` passes to the backward of `users`.
 
         It is the gradient of something that the forward of `maker` reads: the storage of equal size that is nearest to the
         storages of the users.
@@ -221,7 +221,7 @@ class GradientLayouts:
         return None
 
     def _names(self, op: int, storage: int) -> tuple[Names, int] | None:
-        """The names by which an op knows the axes of a storage, and how many ops lie between.
+        """Returns the names by which an op knows the axes of a storage, and how many ops lie between.
 
         Gradients pass through sums and are added up, so that an op may see the gradient of a tensor that it has not
         touched; then axes are followed from tensor to tensor, at most `REACH` ops far.
@@ -242,7 +242,7 @@ class GradientLayouts:
         return None
 
     def _next(self, front: Sequence[tuple[int, tuple[int, ...]]], seen: set[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Storages one op further, with the axis of the first storage that runs along each of theirs; -1 for none."""
+        """Yields storages one op further, with the axis of the first storage that runs along each of theirs; -1 for none."""
         access = self._layouts.access
         for current, axes in front:
             for between, known in access[current].items():
@@ -255,7 +255,7 @@ class GradientLayouts:
                         yield other, there
 
     def _beside(self, storage: int) -> frozenset[int]:
-        """Storages that an op touches together with this one."""
+        """Returns storages that an op touches together with this one."""
         if storage not in self._neighbours:
             ops = self._layouts.access[storage]
             self._neighbours[storage] = frozenset(other for op in ops for other in self._touched.get(op, ()))

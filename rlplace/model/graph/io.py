@@ -170,7 +170,7 @@ _NAMED = {"phase": PHASES, "role": TENSOR_ROLES}
 
 
 def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
-    """The graph as plain JSON data: ops and tensors as columns, so that 100,000 ops stay a small file."""
+    """Returns the graph as plain JSON data: ops and tensors as columns, so that 100,000 ops stay a small file."""
     ptr, consumers = graph.consumer_ptr.tolist(), graph.consumers.tolist()
     rows = [consumers[ptr[i] : ptr[i + 1]] for i in range(graph.num_tensors)]
     data: dict[str, Any] = {

@@ -157,7 +157,7 @@ class OpGraph:
         return np.repeat(np.arange(self.num_tensors, dtype=np.int32), np.diff(self.consumer_ptr))
 
     def forward_inputs(self) -> list[list[int]]:
-        """Per op the forward ops whose tensors it reads."""
+        """Returns per op the forward ops whose tensors it reads."""
         inputs: list[list[int]] = [[] for _ in range(self.num_ops)]
         makers = self.tensor_producer[self.edge_tensor]
         forward = (makers >= 0) & (self.op_phase[np.maximum(makers, 0)] == FORWARD)
@@ -200,7 +200,7 @@ _MASKS = ("copy", "elementwise", "gather", "view", "reduction")
 
 
 def with_causal_attention(graph: OpGraph) -> OpGraph:
-    """The graph with ``causal`` among the dimensions of attention ops whose mask compares positions with each other."""
+    """Returns the graph with ``causal`` among the dimensions of attention ops whose mask compares positions with each other."""
     makers = graph.forward_inputs()
     # True: a triangle; False: made from positions alone, without one; None: anything else, such as activations.
     triangle: list[bool | None] = [None] * graph.num_ops

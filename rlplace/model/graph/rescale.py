@@ -76,7 +76,7 @@ def _alike(first: OpGraph, other: OpGraph) -> bool:
 
 
 def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
-    """The graph at another batch size.
+    """Returns the graph at another batch size.
 
     Args:
         small: A capture.
@@ -120,7 +120,9 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
 
 
 def affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> NDArray[Any]:
-    """Values at `at` on the line through `a` and `b`, exact where its slope is whole; integers are rounded where it is not."""
+    """Returns values at `at` on the line through `a` and `b`, exact where its slope is whole; integers are rounded where it is
+    not.
+    """
     slope, rest = np.divmod(b - a, at_b - at_a)
     if a.dtype.kind == "i" and np.abs(slope.astype(np.float64)).max(initial=1.0) * abs(at - at_a) > MAX_BYTES:
         raise InputError(f"rescale: {show(at)} samples are more than a graph can count; use fewer")

@@ -50,7 +50,7 @@ class Returned:
 
 
 def runs_code(spec: str) -> bool:
-    """Whether a MODEL text names a user's own function, so that loading it runs the user's code."""
+    """Returns whether a MODEL text names a user's own function, so that loading it runs the user's code."""
     kind, colon, rest = spec.partition(":")
     return bool(kind and colon and rest) and kind not in ("hf", "zoo")
 
@@ -93,7 +93,9 @@ def function_and_options(source: str, rest: str, batch: int, seq: int) -> tuple[
 
 
 def takes_batch(spec: str) -> bool:
-    """Whether a model is built for the samples that are asked for: all but a function without a free parameter `batch`."""
+    """Returns whether a model is built for the samples that are asked for: all but a function without a free parameter
+    `batch`.
+    """
     source, _, rest = spec.partition(":")
     return not runs_code(spec) or _sized(rest, function_and_options(source, rest, 8, 512)[1])
 
@@ -167,7 +169,7 @@ def call_function(source: str, rest: str, batch: int | None, seq: int, *, resize
 
 
 def fixed_line(spec: str, samples: int, then: str) -> str:
-    """The line about a function that is not given the number of samples.
+    """Returns the line about a function that is not given the number of samples.
 
     Args:
         spec: MODEL text.
@@ -236,5 +238,5 @@ def _make_importable(folder: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not empty, or its type."""
+    """Returns the first line of an error's text that is not empty, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

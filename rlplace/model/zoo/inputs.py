@@ -25,7 +25,7 @@ class _Batch:
         self.generator = torch.Generator().manual_seed(0)
 
     def said(self, *names: str, default: Any = None) -> Any:
-        """The first of these that the configuration, or one inside it, sets."""
+        """Returns the first of these that the configuration, or one inside it, sets."""
         inner = [getattr(self.config, key, None) for key in (getattr(self.config, "sub_configs", None) or ())]
         values = (getattr(config, name, None) for config in (self.config, *inner) for name in names)
         return next((value for value in values if value is not None), default)
@@ -127,7 +127,7 @@ def inputs_of(module: nn.Module, config: Any, kind: str, task: str, size: int, s
 
 
 def mean_square(output: Any) -> torch.Tensor:
-    """The loss of a model that computes none: the mean square of each tensor that it returns, added up."""
+    """Returns the loss of a model that computes none: the mean square of each tensor that it returns, added up."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.numel()]
     trained = [leaf.square().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
     return torch.stack(trained or [torch.zeros(())]).sum()

@@ -31,7 +31,8 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
 
 
 def config_file(model: str) -> Path | None:
-    """The configuration that ``hf:PATH[,key=value...]`` names, a JSON file or a folder with a ``config.json``; None: no path.
+    """Returns the configuration that ``hf:PATH[,key=value...]`` names, a JSON file or a folder with a ``config.json``; None: no
+    path.
 
     Args:
         model: MODEL text.
@@ -106,7 +107,7 @@ def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
 
 
 def guessed(text: str) -> Any:
-    """A text as a number, a truth value, None or text, by its form."""
+    """Returns a text as a number, a truth value, None or text, by its form."""
     lower = text.lower()
     if lower in ("none", "null"):
         return None

@@ -100,7 +100,7 @@ _NOT_BUILT = ("model_type", "transformers_version", "auto_map", "quantization_co
 
 
 def read_config(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """The type and the arguments of a configuration in a file.
+    """Returns the type and the arguments of a configuration in a file.
 
     Args:
         name: A JSON file, or a folder with a ``config.json``.
@@ -128,7 +128,9 @@ def read_config(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]]
 
 
 def _head(modeling_auto: Any, config: Any, kind: str) -> tuple[str, Any]:
-    """The task of a configuration, and its class: the one that its file names, else the first that the library holds."""
+    """Returns the task of a configuration, and its class: the one that its file names, else the first that the library
+    holds.
+    """
     others = (name for name in sorted(vars(modeling_auto), reverse=True) if name.endswith("_MAPPING"))
     known = ((task, f"MODEL_FOR_{name}_MAPPING") for task, name in _HEADS)
     named, first = (getattr(config, "architectures", None) or [None])[0], None
@@ -150,7 +152,7 @@ def _head(modeling_auto: Any, config: Any, kind: str) -> tuple[str, Any]:
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """The configurations that a configuration holds."""
+    """Returns the configurations that a configuration holds."""
     held = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()}
     return {name: part for name, part in held.items() if hasattr(part, "to_diff_dict")}
 
@@ -165,7 +167,7 @@ def _enable_checkpointing(module: Any, kind: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The library warns about defaults that do not matter for random weights."""
+    """Returns the library warns about defaults that do not matter for random weights."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -199,14 +201,14 @@ def _configure(config_class: Any, kind: str, options: dict[str, str], base: dict
 
 
 def _names(config: Any) -> dict[str, Any]:
-    """All options with their defaults; ``part.name`` for those of a configuration inside."""
+    """Returns all options with their defaults; ``part.name`` for those of a configuration inside."""
     names = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")}
     names |= {alias: getattr(config, name) for alias, name in config.attribute_map.items() if name in names}
     return names | {f"{part}.{key}": value for part, inner in _parts(config).items() for key, value in _names(inner).items()}
 
 
 def _nested(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Options as arguments of the class: a part that is reached into keeps what it sets beside them."""
+    """Returns options as arguments of the class: a part that is reached into keeps what it sets beside them."""
     result = {key: value for key, value in values.items() if "." not in key}
     for name, part in _parts(config).items():
         own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
@@ -217,7 +219,7 @@ def _nested(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(config: Any, held: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The lists of a configuration with an element a layer, for another number of layers."""
+    """Returns the lists of a configuration with an element a layer, for another number of layers."""
     old, new = getattr(config, "num_hidden_layers", None), values.get("num_hidden_layers", 0)
     return {key: value[:new] for key, value in held.items() if isinstance(value, list) and len(value) == old and new}
 

@@ -69,7 +69,9 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def device_time_s(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G, D], seconds for which each group occupies a device, inf where not allowed; ops of collectives occupy none."""
+    """Returns float64 [G, D], seconds for which each group occupies a device, inf where not allowed; ops of collectives occupy
+    none.
+    """
     if not problem.collectives:
         return problem.group_time_s
     time_s = np.nan_to_num(problem.time_s, nan=0.0)
@@ -81,7 +83,7 @@ def device_time_s(problem: Problem) -> NDArray[np.float64]:
 
 
 def critical_path_s(problem: Problem) -> float:
-    """Seconds of the longest chain of ops, each on its fastest device, without transfers."""
+    """Returns seconds of the longest chain of ops, each on its fastest device, without transfers."""
     shortest = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf).min(axis=1)
     return float((shortest + longest_ways(problem, shortest.tolist(), backwards=True)).max())
 
@@ -115,7 +117,7 @@ def _work(time_s: NDArray[np.float64], steps: int = 30) -> float:
 
 
 def live_bytes(problem: Problem) -> int:
-    """Bytes of the tensors that exist, each at least once, when the first backward op starts."""
+    """Returns bytes of the tensors that exist, each at least once, when the first backward op starts."""
     backward = np.flatnonzero(problem.op_phase >= BACKWARD)
     if len(backward) == 0:
         return 0
@@ -134,7 +136,7 @@ def live_bytes(problem: Problem) -> int:
 
 
 def largest_op_bytes(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], most bytes that one op of each group needs beside the resident bytes: outputs, temporaries, inputs.
+    """Returns float64 [G], most bytes that one op of each group needs beside the resident bytes: outputs, temporaries, inputs.
 
     Inputs that live in some group's resident bytes are left out: they may cost nothing more.
     """
@@ -160,7 +162,7 @@ def finite(value: float) -> float:
 
 
 def largest(critical_path_s: float, work_s: float, largest_group_s: float, memory_s: float) -> tuple[float, str]:
-    """The bound that binds and its name."""
+    """Returns the bound that binds and its name."""
     named = ((critical_path_s, CRITICAL_PATH), (work_s, WORK), (largest_group_s, LARGEST_GROUP), (memory_s, MEMORY))
     best = named[0]
     for item in named[1:]:
@@ -170,14 +172,14 @@ def largest(critical_path_s: float, work_s: float, largest_group_s: float, memor
 
 
 def largest_bound(problem: Problem) -> tuple[float, str]:
-    """The largest bound on the step time of a plan, and its name."""
+    """Returns the largest bound on the step time of a plan, and its name."""
     once = lower_bounds(problem)
     memory = memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)
     return largest(once.critical_path_s, finite(once.work_s), finite(once.largest_group_s), finite(memory))
 
 
 def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:
-    """The same from arrays.
+    """Returns the same from arrays.
 
     Args:
         time_s: float64 [G, D], inf where a group is not allowed.

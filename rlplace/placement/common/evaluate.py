@@ -29,7 +29,7 @@ _SLOPE, _BASE = 3.0, 0.02
 
 
 def objective_s(step_s: float, overflow: float) -> float:
-    """The objective: the step time of a plan that fits; for any other plan `UNFIT_S` times 1 + overflow.
+    """Returns the objective: the step time of a plan that fits; for any other plan `UNFIT_S` times 1 + overflow.
 
     Args:
         step_s: Step time; inf when the step cannot complete.
@@ -41,7 +41,7 @@ def objective_s(step_s: float, overflow: float) -> float:
 
 
 def descent_s(step_s: float, overflow: float) -> float:
-    """The value by which a search weighs its next move: step time, raised where memory overflows.
+    """Returns the value by which a search weighs its next move: step time, raised where memory overflows.
 
     The way to a better plan that fits often leads through plans that do not, which the objective would bar. The answer of a
     search is chosen by the objective.
@@ -76,11 +76,11 @@ class Deadline:
         self._grace_s = 0.0 if time_limit_s is None else min(1.0, 0.25 * time_limit_s + 0.25)
 
     def left_s(self) -> float:
-        """Seconds left, negative when passed, inf without a limit."""
+        """Returns seconds left, negative when passed, inf without a limit."""
         return self.end_s - time.monotonic()
 
     def passed(self) -> bool:
-        """Whether the time is up."""
+        """Returns whether the time is up."""
         return self.end_s != float("inf") and time.monotonic() >= self.end_s + (0.0 if self.secured else self._grace_s)
 
 
@@ -167,7 +167,7 @@ class Evaluator:
         self.simulator = Simulator(problem) if simulator is None else simulator
 
     def score(self, devices: Assignment) -> Score:
-        """Step time and memory overflow of an assignment."""
+        """Returns step time and memory overflow of an assignment."""
         self.count()
         return Score(*self.simulator.evaluate(devices))
 
@@ -177,7 +177,7 @@ class Evaluator:
         return Answer(devices, score, self.simulator.peak_memory_bytes.copy())
 
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
-        """The timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""
+        """Returns the timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""
         self.count()
         return simulate(self.problem, devices, **order)
 

@@ -40,7 +40,7 @@ LARGE_OPS = 30_000
 
 
 def device_classes(problem: Problem, among: Sequence[int] | None = None) -> list[list[int]]:
-    """Classes of devices, of all or of some, with equal op times, equal memory and the same allowed groups."""
+    """Returns classes of devices, of all or of some, with equal op times, equal memory and the same allowed groups."""
     graph = group_graph(problem)
     classes: dict[tuple[bytes, float], list[int]] = {}
     for device in range(problem.num_devices) if among is None else among:
@@ -50,7 +50,7 @@ def device_classes(problem: Problem, among: Sequence[int] | None = None) -> list
 
 
 def device_order(problem: Problem) -> list[int]:
-    """All devices in greedy order: the next one is the fastest for its links to those before it.
+    """Returns all devices in greedy order: the next one is the fastest for its links to those before it.
 
     Speed is the mean group time on the device; links count with the mean traffic of a group.
     """
@@ -71,7 +71,7 @@ def device_order(problem: Problem) -> list[int]:
 
 
 def device_subsets(problem: Problem, *, least: int = 1) -> list[list[int]]:
-    """Prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included."""
+    """Returns prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included."""
     order = device_order(problem)
     count = len(order)
     most = MAX_COUNTS if problem.num_ops <= LARGE_OPS else MAX_COUNTS_LARGE
@@ -183,7 +183,7 @@ def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) 
 
 
 def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """The planner of a module that defines `candidates`, and `REPAIRS` in place of the default.
+    """Returns the planner of a module that defines `candidates`, and `REPAIRS` in place of the default.
 
     Options of `candidates` are options of the planner.
     """
@@ -198,7 +198,7 @@ def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPl
 
 
 def with_options(planner: Callable[..., PlacementPlan], options: Sequence[inspect.Parameter]) -> Callable[..., PlacementPlan]:
-    """A planner whose signature names its options instead of taking any."""
+    """Returns a planner whose signature names its options instead of taking any."""
     signature = inspect.signature(planner)
     named = [option.replace(kind=option.KEYWORD_ONLY) for option in options]
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]

@@ -55,11 +55,13 @@ class GroupGraph:
     neighbor_out: NDArray[np.bool_]
 
     def edge_s(self, latency_s: float, inverse_bandwidth: float) -> NDArray[np.float64]:
-        """float64 [M], seconds of every edge over a link of the given latency and seconds per byte, without waiting."""
+        """Returns float64 [M], seconds of every edge over a link of the given latency and seconds per byte, without waiting."""
         return self.edge_count * latency_s + self.edge_bytes * inverse_bandwidth + self.edge_fixed_s
 
     def crossing_s(self, order: NDArray[np.int32], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [G + 1], sum of `seconds` [M] of all edges over a cut before each group of an order, and at its end."""
+        """Returns float64 [G + 1], sum of `seconds` [M] of all edges over a cut before each group of an order, and at
+        its end.
+        """
         position = np.argsort(order)
         at, to = position[self.source], position[self.target]
         opens = np.bincount(np.minimum(at, to) + 1, weights=seconds, minlength=len(order) + 2)
@@ -87,7 +89,7 @@ def finite_links(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.floa
 
 
 def mean_link(problem: Problem) -> tuple[float, float]:
-    """Mean latency in seconds and mean seconds per byte over the links that exist; zeros for a single device."""
+    """Returns mean latency in seconds and mean seconds per byte over the links that exist; zeros for a single device."""
     exists = (problem.links.bandwidth_bytes_per_s > 0) & ~np.eye(problem.num_devices, dtype=bool)
     if not exists.any():
         return 0.0, 0.0
@@ -95,14 +97,16 @@ def mean_link(problem: Problem) -> tuple[float, float]:
 
 
 def mean_transfer_s(problem: Problem) -> NDArray[np.float64]:
-    """float64 [T], seconds of every tensor over the mean link, or the mean of its own times."""
+    """Returns float64 [T], seconds of every tensor over the mean link, or the mean of its own times."""
     latency, inverse = mean_link(problem)
     size, count, fixed = tensor_traffic(problem)
     return count * latency + size * inverse + fixed
 
 
 def tensor_traffic(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [T] each: bytes, and 1; 0 and 0 for a tensor with times of its own; and the mean of these, 0 for all others."""
+    """Returns float64 [T] each: bytes, and 1; 0 and 0 for a tensor with times of its own; and the mean of these, 0 for all
+    others.
+    """
     size, count, fixed = problem.tensor_bytes.astype(np.float64), np.ones(problem.num_tensors), np.zeros(problem.num_tensors)
     apart = ~np.eye(problem.num_devices, dtype=bool)
     for tensor, table in problem.tensor_transfer_s.items():
@@ -112,14 +116,14 @@ def tensor_traffic(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 
 def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float64]:
-    """Mean of the finite numbers along an axis; 0 where there is none."""
+    """Returns mean of the finite numbers along an axis; 0 where there is none."""
     finite = np.isfinite(values)
     return np.where(finite, values, 0.0).sum(axis=axis) / np.maximum(finite.sum(axis=axis), 1)
 
 
 @memoized
 def group_graph(problem: Problem) -> GroupGraph:
-    """The group graph of a problem, built on first use and kept while the problem lives."""
+    """Returns the group graph of a problem, built on first use and kept while the problem lives."""
     groups = problem.num_groups
     source, target, size, count, fixed = _edges(problem)
     order = _order(problem)
@@ -159,7 +163,7 @@ def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDAr
 
 
 def kept_for_backward(problem: Problem) -> NDArray[np.bool_]:
-    """Bool [T], tensors that forward ops make and backward ops read."""
+    """Returns bool [T], tensors that forward ops make and backward ops read."""
     producer = problem.tensor_producer[problem.edge_tensor]
     from_forward = (producer >= 0) & (problem.op_phase[np.maximum(producer, 0)] == FORWARD)
     kept = np.zeros(problem.num_tensors, dtype=bool)

@@ -45,7 +45,7 @@ class OpArrays(NamedTuple):
 
 
 def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]:
-    """float64 [N], mean time of an op plus the longest mean time to the end of the step after it.
+    """Returns float64 [N], mean time of an op plus the longest mean time to the end of the step after it.
 
     Args:
         problem: The problem.
@@ -59,7 +59,7 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
 
 
 def empty_schedule(problem: Problem, subset: Sequence[int], room: NDArray[np.float64]) -> listkernels.Schedule:
-    """A schedule on some devices, without any op; `room` [D] bytes may be planned, and change."""
+    """Returns a schedule on some devices, without any op; `room` [D] bytes may be planned, and change."""
     ops, count = problem.num_ops, problem.num_devices
     return listkernels.Schedule(
         mask=np.isin(np.arange(count), subset),
@@ -81,14 +81,14 @@ def place_rest(problem: Problem, devices: NDArray[np.int32], room: NDArray[np.fl
 
 
 def by_rank(problem: Problem, rank: NDArray[np.float64]) -> NDArray[np.int32]:
-    """int32 [N], ops by falling rank, producers always before consumers."""
+    """Returns int32 [N], ops by falling rank, producers always before consumers."""
     position = np.argsort(problem.topological_order)
     return np.lexsort((position, -rank)).astype(np.int32)
 
 
 @memoized
 def op_arrays(problem: Problem) -> OpArrays:
-    """The arrays of a problem, built on first use and kept while the problem lives."""
+    """Returns the arrays of a problem, built on first use and kept while the problem lives."""
     input_ptr, inputs = grouped(problem.consumers, problem.edge_tensor, problem.num_ops)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     count = problem.num_devices
@@ -127,7 +127,7 @@ def op_arrays(problem: Problem) -> OpArrays:
 
 
 def _frozen(name: str, value: Any) -> Any:
-    """One type per array for the compiler, whatever the problem was built from."""
+    """Returns one type per array for the compiler, whatever the problem was built from."""
     if isinstance(value, int):
         return value
     wide = name.endswith("_ptr") or name in ("footprint", "num_made_inputs")

@@ -29,7 +29,7 @@ _TRIES = 24
 
 
 def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
-    """A copy with every group on an allowed device, and without missing links where moving groups can avoid them.
+    """Returns a copy with every group on an allowed device, and without missing links where moving groups can avoid them.
 
     Every group must have an allowed device (`rlplace.placement.common.shortage.check_possible`).
     """
@@ -92,7 +92,7 @@ def repair_answer(
 
 @memoized
 def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """The arguments of `rlplace.placement.common.kernels` that price transfers."""
+    """Returns the arguments of `rlplace.placement.common.kernels` that price transfers."""
     graph = group_graph(problem)
     return (
         graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out,
@@ -101,12 +101,12 @@ def traffic(problem: Problem) -> tuple[NDArray[Any], ...]:
 
 
 def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bytes over and bytes under the limit of every device."""
+    """Returns bytes over and bytes under the limit of every device."""
     return np.maximum(peaks - problem.capacity_bytes, 0.0), np.maximum(problem.capacity_bytes - peaks, 0.0)
 
 
 def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator) -> Answer | None:
-    """One round of estimated moves off all overflowing devices; None when the overflow did not shrink."""
+    """Returns one round of estimated moves off all overflowing devices; None when the overflow did not shrink."""
     over, room = _over(problem, current.peaks)
     links = traffic(problem)
     members, slot = np.zeros(problem.num_groups, dtype=np.int64), np.zeros(problem.num_groups, dtype=np.int64)
@@ -135,7 +135,7 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
 def _try_moves(
     problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator, deadline: Deadline, last_call: int
 ) -> Answer | None:
-    """The first single move or swap, cheapest first, that lowers the simulated overflow."""
+    """Returns the first single move or swap, cheapest first, that lowers the simulated overflow."""
     for devices in _neighbors(problem, graph, current):
         if evaluator.calls >= last_call or deadline.passed():
             return None

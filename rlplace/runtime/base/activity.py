@@ -50,7 +50,7 @@ def record(device: torch.device) -> None:
 
 
 def recorded() -> dict[str, float]:
-    """The seconds by kind since `record`; no more are added."""
+    """Returns the seconds by kind since `record`; no more are added."""
     global _device, _spent_s
     taken, _spent_s, _device = _spent_s, {}, None
     return taken
@@ -77,7 +77,7 @@ def marked(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: str, *details: Any, source: int) -> Iterator[None]:
-    """The process waits for another one, then goes on with what it did; when that fails, see `inside`."""
+    """Returns the process waits for another one, then goes on with what it did; when that fails, see `inside`."""
     global _now
     before, kind = _now, _kind[0]
     mark("wait")
@@ -89,7 +89,7 @@ def waiting(what: str, *details: Any, source: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """The process works for the model; when that fails, what it was doing is kept for whoever asks why."""
+    """Returns the process works for the model; when that fails, what it was doing is kept for whoever asks why."""
     doing(what)
     yield
     doing(OUTSIDE)
@@ -125,7 +125,7 @@ def current(error: BaseException) -> Activity:
 
 
 def _location(frame: traceback.FrameSummary) -> str | None:
-    """A line of the program, for messages; None for a line of a library."""
+    """Returns a line of the program, for messages; None for a line of a library."""
     if "site-packages" in frame.filename or frame.filename.startswith(_LIBRARIES):
         return None
     return f"{Path(frame.filename).name}:{frame.lineno}" + (f" in {frame.name}" if frame.name != "<module>" else "")

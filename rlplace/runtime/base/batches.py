@@ -64,7 +64,7 @@ class Pass:
     by_targets: bool = False
 
     def counting(self) -> contextlib.AbstractContextManager[Targets | None]:
-        """A context for the forward and the loss, which counts targets where they are what counts."""
+        """Returns a context for the forward and the loss, which counts targets where they are what counts."""
         return Targets() if self.by_targets else contextlib.nullcontext()
 
     def counted(self, targets: Targets | None, device: torch.device) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Pass:
 
 
 def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
-    """The share of a replica: its number on replicate x shard.
+    """Returns the share of a replica: its number on replicate x shard.
 
     A batch of another size than the strategy's, such as the last one of an epoch, is dealt out as evenly as it goes, in the
     strategy's number of passes or fewer, the same on all replicas. In a pipeline the passes of a replica are of one size.
@@ -117,12 +117,12 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_d
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
-    """Sizes as equal as possible, larger ones first."""
+    """Returns sizes as equal as possible, larger ones first."""
     return tuple(samples // parts + (number < samples % parts) for number in range(parts))
 
 
 def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
-    """The micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
+    """Returns the micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
     made: dict[str, Any] = pytree.tree_map_only(
         torch.Tensor, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf, dict(batch)
     )
@@ -147,7 +147,7 @@ def passes_of(
     device: torch.device,
     counted: str | None = None,
 ) -> list[Pass]:
-    """A replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
+    """Returns a replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
 
     Args:
         batch: What the model is called with, and what the loss needs besides.
@@ -194,7 +194,7 @@ def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
 
 
 def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Micro-batches put together again.
+    """Returns micro-batches put together again.
 
     Floating-point scalars, such as losses, are added up by their weights, tensors whose first dimension
     grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
@@ -219,7 +219,7 @@ def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights:
 
 
 def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
-    """Whether the first dimension grows with the number of samples.
+    """Returns whether the first dimension grows with the number of samples.
 
     It does when it is that number, or always so many times it, unless every micro-batch has the same values: a mask of ten
     by ten tokens is as long as ten tokens of one sample, but does not depend on the sample.

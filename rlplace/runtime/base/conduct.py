@@ -74,7 +74,7 @@ class Conduct:
         }
 
     def reason(self) -> str:
-        """Why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""
+        """Explains why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""
         if self.indivisible is not None:
             return f"the batch cannot be divided, a part of it raised {self.indivisible}"
         if self.written:

@@ -58,14 +58,16 @@ def own_device(named: str | torch.device | None, verb: str) -> torch.device:
 
 
 def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds by a clock once a device has done everything that was given to it."""
+    """Returns seconds by a clock once a device has done everything that was given to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock()
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:
-    """The thread's processor time where one thread does all the work, which other programs cannot lengthen; else wall time."""
+    """Returns the thread's processor time where one thread does all the work, which other programs cannot lengthen; else wall
+    time.
+    """
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -97,7 +99,7 @@ def read_environment(device: torch.device) -> Environment:
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """The clock as it is now, the mean over the cores of a processor; None where nothing tells it."""
+    """Returns the clock as it is now, the mean over the cores of a processor; None where nothing tells it."""
     if device.type == "cuda":
         return nvidia_readings(device).get("clocks.sm")
     values = [float(value) for value in _processor_values("cpu MHz")]
@@ -189,14 +191,14 @@ class PeakMemory:
                 self._rest_bytes = _status_bytes("VmRSS")
 
     def read_bytes(self) -> int | None:
-        """The peak so far; None where the system does not tell."""
+        """Returns the peak so far; None where the system does not tell."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return self._held_bytes + max(_status_bytes("VmHWM") - self._rest_bytes, 0) if self._rest_bytes else None
 
 
 def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """The tensors of a module and its optimizer that stay from step to step."""
+    """Returns the tensors of a module and its optimizer that stay from step to step."""
     states = [] if optimizer is None else list(optimizer.state.values())
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters()), *pytree.tree_leaves(states)]
     return [t.to_local() if hasattr(t, "to_local") else t for t in held if isinstance(t, torch.Tensor)]

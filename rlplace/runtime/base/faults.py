@@ -79,7 +79,7 @@ class _Job:
         return (self.look(f"member/{rank}") or {}).get("host") == platform.node()
 
     def gone(self, rank: int) -> bool:
-        """Whether a process of this host has disappeared without a word; of other hosts this is not known."""
+        """Returns whether a process of this host has disappeared without a word; of other hosts this is not known."""
         found = self.look(f"member/{rank}")
         if found is None or not self.here(rank) or self.look(f"ended/{rank}") is not None:
             return False
@@ -196,14 +196,14 @@ def _end(job: _Job, error: BaseException, debug: bool) -> NoReturn:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left."""
+    """Returns whether the device or the host had no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether another process is the cause."""
+    """Returns whether another process is the cause."""
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
         return not is_out_of_memory(error)
     text = str(error).lower()
@@ -256,7 +256,7 @@ def _cause(job: _Job, error: BaseException) -> str | None:
 
 
 def blamed(rank: int, source_of: Mapping[int, int | None], others: list[int]) -> int | None:
-    """The rank at the end of the chain of waits that begins at one; None when they wait in a circle.
+    """Returns the rank at the end of the chain of waits that begins at one; None when they wait in a circle.
 
     Args:
         rank: Where to begin.

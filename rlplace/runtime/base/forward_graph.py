@@ -229,7 +229,9 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
-    """First names of the parameters, buffers and constants that an exported graph reads; each is one placeholder afterwards."""
+    """Returns first names of the parameters, buffers and constants that an exported graph reads; each is one placeholder
+    afterwards.
+    """
     graph, held = program.graph, dict[str, fx.Node]()
     for node in reversed(graph.nodes):
         if is_check(node):
@@ -275,13 +277,13 @@ def autocast_state() -> Hashable:
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:
-    """The leaves of a call's arguments, then those of the target, in the order of a graph's input placeholders."""
+    """Returns the leaves of a call's arguments, then those of the target, in the order of a graph's input placeholders."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return leaves if target is None else [*leaves, *pytree.tree_leaves(target)]
 
 
 def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) -> fx.Node | None:
-    """The node of the loss; a loss function becomes the last op, with a placeholder for every leaf of the target."""
+    """Returns the node of the loss; a loss function becomes the last op, with a placeholder for every leaf of the target."""
     output = graph.output_node()
     flat: Sequence[Any] = output.args[0]  # type: ignore[assignment]
     if loss is None:

@@ -164,7 +164,7 @@ class DistributedModel(nn.Module):
 
     @abstractmethod
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
-        """Processes that hold a parameter of this rank, or a part of it."""
+        """Returns processes that hold a parameter of this rank, or a part of it."""
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank trains, each with the first of the names that the model has for it."""
@@ -217,7 +217,7 @@ class DistributedModel(nn.Module):
 
 
 def _parts(gradient: torch.Tensor) -> int:
-    """Processes that a gradient is cut over; others hold copies."""
+    """Returns processes that a gradient is cut over; others hold copies."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))

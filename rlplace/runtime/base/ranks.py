@@ -26,7 +26,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = 
 
 
 def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
-    """The process group of some ranks; only they call this, all of them in the same order of groups.
+    """Returns the process group of some ranks; only they call this, all of them in the same order of groups.
 
     Args:
         ranks: Global ranks.
@@ -46,7 +46,9 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
 
 
 def attempt() -> int:
-    """How often torchrun has restarted the job: its store outlives that, with all that the attempt before left in it."""
+    """Returns how often torchrun has restarted the job: its store outlives that, with all that the attempt before left
+    in it.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -84,7 +86,7 @@ def wait_for_all() -> None:
 
 
 def default_timeout_s() -> float:
-    """The timeout of the default group, which is where a program says how long is too long."""
+    """Returns the timeout of the default group, which is where a program says how long is too long."""
     group = default_group()
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     options = getattr(group._get_backend(device), "options", None)
@@ -130,7 +132,7 @@ def part_text(plan: PlacementPlan, rank: int) -> str:
 
 
 def devices_of(plan: PlacementPlan) -> Sequence[int]:
-    """Device of every process that a plan needs: all up to the last that a placement uses, those of a strategy."""
+    """Returns device of every process that a plan needs: all up to the last that a placement uses, those of a strategy."""
     return range(int(plan.device_of_group.max(initial=0)) + 1) if plan.strategy is None else sorted(plan.strategy.devices)
 
 
@@ -185,12 +187,12 @@ def broadcast_object(said: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """All processes, which may wait for each other for long."""
+    """Returns all processes, which may wait for each other for long."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first sentence of a torch.distributed error, without its stack of native frames."""
+    """Returns the first sentence of a torch.distributed error, without its stack of native frames."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -61,7 +61,7 @@ def train_step(
     clip: float | None = None,
     autocast: Autocast = contextlib.nullcontext,
 ) -> Tensor:
-    """One training step; leaves the gradients in place and returns the loss, detached.
+    """Returns one training step; leaves the gradients in place and returns the loss, detached.
 
     Args:
         module: The model, or this process's part of a distributed one.
@@ -86,7 +86,9 @@ def train_step(
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The scalar to differentiate: `loss` of the output, else the output's ``loss`` (attribute or key), else the output."""
+    """Returns the scalar to differentiate: `loss` of the output, else the output's ``loss`` (attribute or key), else the
+    output.
+    """
     if loss is not None:
         return loss(output)
     if isinstance(output, Mapping):

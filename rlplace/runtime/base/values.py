@@ -28,7 +28,7 @@ from rlplace.runtime.base.ranks import Ranks, gather_objects
 
 
 def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of one micro-batch: those given, else, on the meta device, what the plan's model was captured with.
+    """Returns arguments of one micro-batch: those given, else, on the meta device, what the plan's model was captured with.
 
     Raises:
         InputError: Neither is there, or they are something else than a tensor, a sequence or a mapping.
@@ -45,12 +45,12 @@ def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ..
 
 
 def has_target(model: nn.Module) -> bool:
-    """Whether ``target=`` of a call is an input of the model itself and not one of the loss."""
+    """Returns whether ``target=`` of a call is an input of the model itself and not one of the loss."""
     return "target" in inspect.signature(model.forward).parameters
 
 
 def takes_target(loss: Loss | None) -> bool:
-    """Whether a loss function needs a second argument besides the model's output."""
+    """Returns whether a loss function needs a second argument besides the model's output."""
     if loss is None:
         return False
     try:
@@ -119,7 +119,7 @@ def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
 
 
 def digest(inputs: Any) -> bytes:
-    """A few bytes that tell batches apart."""
+    """Returns a few bytes that tell batches apart."""
     seen = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
@@ -151,7 +151,9 @@ def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
 
 
 def graph_lines(graph: ForwardGraph) -> list[str]:
-    """A line for every node, then one for the rest, without what differs between processes that trace the same model."""
+    """Returns a line for every node, then one for the rest, without what differs between processes that trace the same
+    model.
+    """
     modules = [module for module in graph.module.modules() if isinstance(module, fx.GraphModule)]
     lines = [_DEVICE.sub(r"\1", str(node.format_node())) for module in modules for node in module.graph.nodes]
     rest = (graph.held, str(graph.outputs), str(graph.loss), list(graph.op_of_node.items()))

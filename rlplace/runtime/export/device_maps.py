@@ -26,7 +26,7 @@ _OFFLOADED = ("disk", "meta")
 def plan_from_device_map(
     problem: Problem, device_map: Mapping[str, Any], *, devices: Sequence[Any] | None = None, model: nn.Module | None = None
 ) -> PlacementPlan:
-    """The plan that a device map is, with the simulator's prediction.
+    """Returns the plan that a device map is, with the simulator's prediction.
 
     Args:
         problem: The model's problem, priced from its graph (`rlplace.price`), so that it knows the modules.
@@ -82,7 +82,8 @@ def plan_from_device_map(
 
 
 def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence[Any] | None = None) -> dict[str, Any]:
-    """The plan as a device map that covers every parameter and buffer of the model, as `accelerate.dispatch_model` wants.
+    """Returns the plan as a device map that covers every parameter and buffer of the model, as `accelerate.dispatch_model`
+    wants.
 
     `to_device_map` knows what runs. What does not run goes with what is nearest; a parameter that a module holds itself while
     its children are on several devices gets an entry of its own name.
@@ -110,7 +111,7 @@ def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence
 
 
 def _index_of_name(problem: Problem, devices: Sequence[Any] | None) -> dict[str, int]:
-    """Device of the problem by what a map calls it."""
+    """Returns device of the problem by what a map calls it."""
     numbers = itertools.count()
     names = ["cpu" if (d.kind or d.name).startswith("cpu") else next(numbers) for d in problem.devices]
     if devices is not None and len(devices) != problem.num_devices:

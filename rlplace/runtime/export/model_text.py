@@ -23,7 +23,7 @@ from rlplace.runtime.strategy.model_layouts import BlockLayout
 
 
 def model_text(asked: Asked) -> dict[str, Any]:
-    """Values of the template: import line of the model, lines of `build_model` and of `whole_batch`, and the loss."""
+    """Returns values of the template: import line of the model, lines of `build_model` and of `whole_batch`, and the loss."""
     _, _, rest = asked.recipe.model.partition(":")
     cast = "" if asked.recipe.dtype == "fp32" else f".to(torch.{DTYPES[asked.recipe.dtype]})"
     made = _of_function(asked, cast) if runs_code(asked.recipe.model) else _of_configuration(asked, rest, cast)
@@ -107,7 +107,7 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 
 def loss_text(asked: Asked) -> str:
-    """The loss as an expression of `output`."""
+    """Returns the loss as an expression of `output`."""
     if asked.loss:
         return "loss_of(output)"
     if isinstance(asked.output, torch.Tensor):
@@ -149,7 +149,7 @@ def tensor_wraps(asked: Asked) -> Wraps:
 
 
 def numbered(paths: Sequence[str]) -> str:
-    """Paths as a list of Python; neighbours that count up stand as one range."""
+    """Returns paths as a list of Python; neighbours that count up stand as one range."""
 
     def run(item: tuple[int, str]) -> tuple[Any, ...]:
         stem, _, number = item[1].rpartition(".")
@@ -200,7 +200,7 @@ def _styles(path: str, layout: BlockLayout, calls: dict[str, Any], sequence: boo
 
 
 def _entry(call: tuple[tuple[Any, ...], dict[str, Any]], before: str, after: str, local: str = "") -> str:
-    """The style that changes the one activation of a call, by position or by name."""
+    """Returns the style that changes the one activation of a call, by position or by name."""
     args, kwargs = call
     if any(_is_activation(value) for value in args):
         given, wanted = (", ".join(to if _is_activation(v) else "None" for v in args) for to in (before, after))
@@ -215,7 +215,7 @@ def _is_activation(value: Any) -> bool:
 
 
 def _run_of_blocks(asked: Asked, calls: dict[str, Any]) -> Wraps:
-    """The first block of a stage takes its part of the sequence, the last gives the whole."""
+    """Returns the first block of a stage takes its part of the sequence, the last gives the whole."""
     assert asked.layouts is not None
     firsts, lasts = [], []
     for stage in asked.pipeline.stages:

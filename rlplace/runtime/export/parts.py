@@ -219,7 +219,7 @@ _IMPORTS = (
 
 
 def script_text(**values: Any) -> str:
-    """The script; `values` are those that the template names."""
+    """Returns the script; `values` are those that the template names."""
     templates = Environment(trim_blocks=True, keep_trailing_newline=True)
     body = templates.from_string(_SCRIPT).render(values)
     lines = []

@@ -29,7 +29,7 @@ _OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"
 
 
 def training_script(plan: PlacementPlan) -> str:
-    """The text of a script for a plan with a strategy; see `rlplace.export`."""
+    """Returns the text of a script for a plan with a strategy; see `rlplace.export`."""
     asked = ask(plan)
     pipeline, stage = asked.pipeline, asked.stage
     assert plan.strategy is not None
@@ -80,7 +80,7 @@ def _source(code: Any) -> str:
 
 
 def _cut(asked: Asked) -> list[StageGraph]:
-    """The stages, found to be what skipping the blocks of others makes."""
+    """Returns the stages, found to be what skipping the blocks of others makes."""
     named = [list(stage.blocks) for stage in asked.pipeline.stages]
     with torch.autocast("cpu", torch.bfloat16, enabled=asked.recipe.autocast is not None):
         stages = cut(capture(asked.model, asked.inputs, list(chain(*named))), named)
@@ -99,7 +99,7 @@ def _cut(asked: Asked) -> list[StageGraph]:
 
 
 def _inputs(asked: Asked) -> tuple[str, str]:
-    """The input that later stages do without, and the one that takes what the stage before made."""
+    """Returns the input that later stages do without, and the one that takes what the stage before made."""
     first = next(iter(asked.inputs))
     return first, "inputs_embeds" if "inputs_embeds" in inspect.signature(asked.model.forward).parameters else first
 
@@ -119,7 +119,7 @@ def _stage_constants(asked: Asked, stages: list[StageGraph]) -> dict[str, Any]:
 
 
 def _copies(asked: Asked) -> bool:
-    """Whether whole copies of the model are all that there is."""
+    """Returns whether whole copies of the model are all that there is."""
     stage = asked.stage
     return len(asked.pipeline.stages) == 1 and stage.sharding == 0 and stage.data_degree > 1 and stage.axis("tensor") == 1
 

@@ -87,7 +87,7 @@ _NAMES = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head
 
 
 def torchtitan_job(plan: PlacementPlan) -> str:
-    """The text of a job file for a plan with a strategy; see `rlplace.export`."""
+    """Returns the text of a job file for a plan with a strategy; see `rlplace.export`."""
     recipe = recipe_of(plan)
     assert plan.strategy is not None
     pipeline = plan.strategy.pipelines[0]

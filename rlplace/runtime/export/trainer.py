@@ -132,7 +132,7 @@ def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: Pla
 
 
 def _distributed(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, options: dict[str, Any]) -> DistributedModel:
-    """The distributed model, known to an accelerator; every process draws the batch of all replicas."""
+    """Returns the distributed model, known to an accelerator; every process draws the batch of all replicas."""
     if options.get("share", "global") != "global":
         raise InputError("share: every process loads the batch of all replicas here; leave it out")
     see_one_process(accelerator)
@@ -253,7 +253,9 @@ def _refuse(trainer: Any) -> None:
 
 
 def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
-    """Whether the model divides its loss by the number of labels that it is told: some take the keyword and ignore it."""
+    """Returns whether the model divides its loss by the number of labels that it is told: some take the keyword and
+    ignore it.
+    """
     args, kwargs = micro_batch(plan, example_inputs)
     graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
     return bool(graph.module.graph.find_nodes(op="placeholder")[-1].users)
@@ -283,6 +285,8 @@ def _as_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(trainer: Any) -> Iterator[None]:
-    """Any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer works."""
+    """Returns any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer
+    works.
+    """
     see_one_process(trainer.accelerator)
     yield

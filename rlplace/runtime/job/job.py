@@ -259,7 +259,7 @@ def _check_draws(plan: PlacementPlan, count: int) -> None:
 
 
 def _parts(plan: PlacementPlan) -> int:
-    """Micro-batches of all replicas in a step."""
+    """Returns micro-batches of all replicas in a step."""
     if plan.strategy is None:
         return 1
     pipeline = plan.strategy.pipelines[0]

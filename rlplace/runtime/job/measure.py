@@ -135,7 +135,7 @@ class PlanTimer:
 
 
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[str, float]]:
-    """The time of a step on the slowest process, and what this one did meanwhile."""
+    """Returns the time of a step on the slowest process, and what this one did meanwhile."""
     wait_for_all()
     activity.record(device)
     start_s = read_clock(device)
@@ -147,7 +147,7 @@ def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[s
 
 
 def _stage_busy_s(plan: PlacementPlan, step: Callable[[], Any], device: torch.device) -> tuple[float, ...]:
-    """Seconds of the passes of every stage of a pipeline, on the slowest process of each.
+    """Returns seconds of the passes of every stage of a pipeline, on the slowest process of each.
 
     They are of a step of their own: where work is queued on a device, telling passes apart takes time.
     """
@@ -158,7 +158,7 @@ def _stage_busy_s(plan: PlacementPlan, step: Callable[[], Any], device: torch.de
 
 
 def _pace_s(device: torch.device) -> float:
-    """Seconds of a matrix product that tells how fast this device is beside others, while all run it."""
+    """Returns seconds of a matrix product that tells how fast this device is beside others, while all run it."""
     factor, seconds = torch.ones(512, 512, device=device), []
     for _ in range(PACES):
         begin_s = read_clock(device)
@@ -188,7 +188,7 @@ def _places(
 
 
 def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> PlanTimer:
-    """A timer of a loaded model, with made-up batches.
+    """Returns a timer of a loaded model, with made-up batches.
 
     Args:
         loaded: The model with inputs of one micro-batch, the same on every process.

@@ -40,7 +40,9 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
 
 
 def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
-    """Whether the first devices of the plan's cluster are of the kinds and hosts of these, so that these may be those."""
+    """Returns whether the first devices of the plan's cluster are of the kinds and hosts of these, so that these may be
+    those.
+    """
     try:
         cluster = cluster_of_plan(plan)
     except InputError:  # of a file that is not here: nobody knows
@@ -60,7 +62,7 @@ def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
 
 
 def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> Any:
-    """A batch for one step, the same on every rank: whole samples of a model's example inputs.
+    """Returns a batch for one step, the same on every rank: whole samples of a model's example inputs.
 
     Every sample of the example comes as often as any other, or once more, in an order of the step's own. Tensors with one row a
     sample are indexed alike; all others stay as they are. Where rows may belong to samples in another way, such as values with
@@ -93,7 +95,7 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
 
 
 def _in_order(leaves: Sequence[torch.Tensor], length: int) -> bool:
-    """Whether the order of samples may mean something.
+    """Returns whether the order of samples may mean something.
 
     It may where a tensor has another number of rows (ids of all bags behind one another, a graph's edges), where a vector of
     integers falls (lengths, as packed sequences need them), and where one counts rows of another (an offset for every id).

@@ -69,7 +69,7 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batch: Any, tolerance: float) -> float:
-        """One step of the whole batch in one piece; leaves the gradients in place and returns the loss."""
+        """Returns one step of the whole batch in one piece; leaves the gradients in place and returns the loss."""
         batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(self.device), batch)
         before = self._copy() if self.steps == 0 and self.parts > 1 else None
         self.optimizer.zero_grad(set_to_none=True)

@@ -140,7 +140,7 @@ def _check_module_names(model: nn.Module, plan: PlacementPlan) -> None:
 
 
 def _check_devices(plan: PlacementPlan, devices: Sequence[Any]) -> tuple[torch.device, ...]:
-    """The devices as tensors name them, one per device of the plan."""
+    """Returns the devices as tensors name them, one per device of the plan."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise InputError("apply: devices must be a list, one entry per device of the plan")
     if plan.device_of_group.min(initial=0) < 0:

@@ -169,7 +169,7 @@ _BANDWIDTH_BYTES_PER_S, _COMPUTE_FLOPS_PER_S, _LAUNCH_S = 1e12, 1e14, 5e-6
 
 
 def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes of all devices in one list, by when they would start on nominal devices.
+    """Returns the nodes of all devices in one list, by when they would start on nominal devices.
 
     Args:
         placement: Where everything runs.
@@ -206,7 +206,7 @@ def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node]) -> list[fx.
 
 
 def _maker(value: fx.Node) -> fx.Node:
-    """The task that makes a value."""
+    """Returns the task that makes a value."""
     return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 

@@ -103,7 +103,7 @@ class Emitter:
     def _plan_moves(
         self, order: Sequence[fx.Node], sources: Mapping[fx.Node, Sequence[int | None]], wanted: Iterable[tuple[fx.Node, int]]
     ) -> dict[fx.Node, list[wire.Message]]:
-        """Every move of a value to another device; tags rise in the order in which values are made."""
+        """Returns every move of a value to another device; tags rise in the order in which values are made."""
         device_of = self._placement.device_of
         readers: dict[fx.Node, dict[int, int]] = {}
         for index, node in enumerate(order):
@@ -182,7 +182,7 @@ class Emitter:
                 self.graph.call_function(wire.send, (self._wire, made, message.tag))
 
     def at(self, node: fx.Node, device: int | None) -> fx.Node:
-        """A value on a device."""
+        """Returns a value on a device."""
         if (node, device) not in self._made:
             if is_view_node(node):
                 base = self.at(node.args[0], device)  # type: ignore[arg-type]
@@ -194,14 +194,14 @@ class Emitter:
         return self._made[node, device]
 
     def anywhere(self, node: Any) -> fx.Node | None:
-        """A value where it was made; None: in another process, or it is none of the graph."""
+        """Returns a value where it was made; None: in another process, or it is none of the graph."""
         if not isinstance(node, fx.Node):
             return None
         base = base_of(node)
         return next((self.at(node, device) for value, device in self._made if value is base), None)
 
     def gradients(self) -> dict[str, fx.Node]:
-        """The sum of the parts of every gradient that is held here, by parameter."""
+        """Returns the sum of the parts of every gradient that is held here, by parameter."""
         joint, owners = self._placement.joint, self._placement.owners
         results = (*(part for parts in joint.gradients.values() for part in parts), *joint.outputs)
         shared = Counter(base_of(item) for item in results if isinstance(item, fx.Node))

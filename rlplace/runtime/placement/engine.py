@@ -46,7 +46,7 @@ class Engine:
         self._programs: dict[bool, Program] = {}
 
     def train(self, leaves: Sequence[Any], key: tuple[int, int]) -> torch.Tensor:
-        """Forward and backward.
+        """Returns forward and backward.
 
         Afterwards ``.grad`` of every own parameter holds the gradient of the loss (it is None on entry; it stays None for a
         parameter without any gradient).
@@ -74,7 +74,7 @@ class Engine:
         return loss
 
     def evaluate(self, leaves: Sequence[Any]) -> list[Any]:
-        """Forward only, without gradients.
+        """Returns forward only, without gradients.
 
         Returns:
             The outputs of the forward graph, on every rank.
@@ -84,7 +84,7 @@ class Engine:
         return [made.get(number, item) for number, item in enumerate(outputs)]
 
     def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:
-        """A step; returns what this process has of the loss or the outputs, and the gradients that it owns."""
+        """Returns a step; returns what this process has of the loss or the outputs, and the gradients that it owns."""
         ranks, joint = self.ranks, self.placement.joint
         if ranks.replica is None:
             return {}

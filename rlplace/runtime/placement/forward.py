@@ -151,7 +151,7 @@ class PlacedForward:
         return pytree.tree_unflatten(flat, source.out_spec)
 
     def guess(self, source: ForwardGraph, outputs: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Numbers of the outputs that are likely to get a gradient.
+        """Returns numbers of the outputs that are likely to get a gradient.
 
         That is known in backward only. The forward prepares for those that got one the last time, at first for the loss; should
         others get one, it runs again, with the same random numbers.
@@ -165,7 +165,7 @@ class PlacedForward:
         return self._guess.setdefault(source, tuple(range(len(source.outputs))) if source.loss is None else (source.loss,))
 
     def parts(self, source: ForwardGraph, values: Sequence[Any], outputs: tuple[int, ...]) -> TwoParts:
-        """The graph that differentiates some outputs, for parameters and buffers, then flat inputs, as they are now."""
+        """Returns the graph that differentiates some outputs, for parameters and buffers, then flat inputs, as they are now."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         key = source, outputs, tuple((tensor.stride(), bool(outputs) and tensor.requires_grad) for tensor in tensors)
         if key not in self._parts:
@@ -188,7 +188,7 @@ class PlacedForward:
             own.update(hidden)
 
     def _values(self, source: ForwardGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The parameters and buffers that a graph reads, then the flat inputs."""
+        """Returns the parameters and buffers that a graph reads, then the flat inputs."""
         return [*(operator.attrgetter(name)(self.model) for name in _names(source)), *flat_inputs(args, kwargs)]
 
 
@@ -237,7 +237,7 @@ MOST_TRACED = 1500
 
 
 def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> str | None:
-    """Why the engine of placements cannot trace a model; None where nothing is known against it.
+    """Explains why the engine of placements cannot trace a model; None where nothing is known against it.
 
     Args:
         model: Real or meta module.

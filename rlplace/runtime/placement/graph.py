@@ -180,7 +180,7 @@ def _wrap(value: Any) -> Any:
 
 
 def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A node that makes the value itself."""
+    """Returns a node that makes the value itself."""
     if not is_view_node(node) and node.op != "placeholder":
         return node
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -189,7 +189,7 @@ def _own(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _made(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A node of a value that some op makes, be it as a view."""
+    """Returns a node of a value that some op makes, be it as a view."""
     return _own(graph, node) if base_of(node).op == "placeholder" else node
 
 

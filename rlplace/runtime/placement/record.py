@@ -49,14 +49,16 @@ class Recorder(TorchDispatchMode):
         self._draws: list[tuple[Any, ...]] = []
 
     def input(self, name: str, value: torch.Tensor) -> fx.Node:
-        """A placeholder for a tensor."""
+        """Returns a placeholder for a tensor."""
         node = self.graph.placeholder(name)
         self._name(value, node)
         return node
 
     @contextlib.contextmanager
     def running(self, op: str | None, number: int | None) -> Iterator[None]:
-        """A node of the forward runs inside, which is this op or none, and draws from the stream of this number or of none."""
+        """Returns a node of the forward runs inside, which is this op or none, and draws from the stream of this number or of
+        none.
+        """
         self._op, self._number, self._draws = op, number, []
         first = sequence_number()
         yield
@@ -64,7 +66,7 @@ class Recorder(TorchDispatchMode):
         self._op = self._number = None
 
     def node(self, value: torch.Tensor) -> fx.Node:
-        """The node that made a tensor."""
+        """Returns the node that made a tensor."""
         node = self._node_of.get(id(value))
         return self._constant(value) if node is None else node
 
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
 
 def last_draw(*draws: tuple[Any, ...]) -> Any:
-    """The last of several draws that one op makes from its stream, each an op with its keyword and other arguments."""
+    """Returns the last of several draws that one op makes from its stream, each an op with its keyword and other arguments."""
     result = None
     for op, kwargs, *args in draws:
         result = op(*args, **kwargs)
@@ -149,7 +151,9 @@ def last_draw(*draws: tuple[Any, ...]) -> Any:
 
 
 def is_view_node(node: fx.Node) -> bool:
-    """Whether every reader makes the node for itself: a view of all elements of its base, however that lies in memory."""
+    """Returns whether every reader makes the node for itself: a view of all elements of its base, however that lies in
+    memory.
+    """
     target, value = node.target, node.meta.get("val")
     if not getattr(target, "is_view", False) or target is _aten.as_strided.default or not isinstance(value, torch.Tensor):
         return target is _aten._unsafe_view.default
@@ -157,25 +161,25 @@ def is_view_node(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node that a chain of views starts from; the node itself when it is no view."""
+    """Returns the node that a chain of views starts from; the node itself when it is no view."""
     while is_view_node(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def as_made(node: fx.Node) -> Any:
-    """The op that makes a view of a base which may lie otherwise in memory than it did when it was traced."""
+    """Returns the op that makes a view of a base which may lie otherwise in memory than it did when it was traced."""
     return _aten.reshape.default if node.target in (_aten.view.default, _aten._unsafe_view.default) else node.target
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:
-    """The values that a run makes: the node's own, or its items."""
+    """Returns the values that a run makes: the node's own, or its items."""
     items = [user for user in node.users if user.target is operator.getitem]
     return items if items else [node]
 
 
 def lay_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The value with the strides that tracing promised, unless those are of an expanded one."""
+    """Returns the value with the strides that tracing promised, unless those are of an expanded one."""
     expanded = any(step == 0 and size > 1 for step, size in zip(strides, value.shape, strict=True))
     if value.stride() == tuple(strides) or expanded:
         return value

@@ -170,7 +170,7 @@ def start_copy(tensor: torch.Tensor, device: torch.device) -> Moving:
 
 
 def finish(moving: Moving) -> torch.Tensor:
-    """The copied tensor, for use on the current stream of its device."""
+    """Returns the copied tensor, for use on the current stream of its device."""
     value, event = moving
     if event is not None:
         stream = torch.cuda.current_stream(value.device)
@@ -181,5 +181,5 @@ def finish(moving: Moving) -> torch.Tensor:
 
 @functools.cache
 def side_stream(source: torch.device, destination: torch.device) -> tuple[Any, Any]:
-    """The streams at both ends that copies from one device to another use."""
+    """Returns the streams at both ends that copies from one device to another use."""
     return torch.cuda.Stream(source), torch.cuda.Stream(destination)

@@ -81,7 +81,7 @@ def load_optimizer(
 
 
 def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer over the whole model; every process calls it.
+    """Returns the state dict of an optimizer over the whole model; every process calls it.
 
     Args:
         model: The distributed model.
@@ -158,7 +158,7 @@ def _set(
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Named]]:
-    """An optimizer's groups, and the parameters of each with the first of their names in the undistributed model.
+    """Returns an optimizer's groups, and the parameters of each with the first of their names in the undistributed model.
 
     The parameter without elements that a rank without parameters trains is the only one of its group, and left out.
     """

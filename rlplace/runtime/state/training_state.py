@@ -174,7 +174,9 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The complete checkpoint of the most steps in a folder; None when there is none. Only looks at this host's disk."""
+    """Returns the complete checkpoint of the most steps in a folder; None when there is none. Only looks at this host's
+    disk.
+    """
     complete = _complete(Path(folder))
     return complete[-1] if complete else None
 
@@ -185,7 +187,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def _resolve(path: Path, model: nn.Module) -> Path:
-    """The checkpoint that is meant, the same on every rank."""
+    """Returns the checkpoint that is meant, the same on every rank."""
     folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
     if _together(model):
         folder = broadcast_object(folder)
@@ -203,12 +205,12 @@ def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors of the model by name; of those that other processes hold only the shapes."""
+    """Returns all tensors of the model by name; of those that other processes hold only the shapes."""
     return tensors_of((model.meta_model if isinstance(model, DistributedModel) else model).state_dict())
 
 
 def _together(model: nn.Module) -> bool:
-    """Whether all ranks save or load at once; a plain model is this process's own affair."""
+    """Returns whether all ranks save or load at once; a plain model is this process's own affair."""
     return isinstance(model, DistributedModel) and dist.is_initialized()
 
 

@@ -130,7 +130,9 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _claimed_bytes(index: Metadata) -> int:
-    """Bytes of all tensors; reads every field that loading relies on, because unpickling may make objects without them."""
+    """Returns bytes of all tensors; reads every field that loading relies on, because unpickling may make objects
+    without them.
+    """
     claimed = 0
     for name, item in dict(index.state_dict_metadata).items():
         if not isinstance(name, str):
@@ -152,7 +154,7 @@ class IndexReader(FileSystemReader):
         self._folder = Path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Returns the index.
 
         Raises:
             InputError: It is damaged, or holds something else.

@@ -20,7 +20,8 @@ _BUCKET_BYTES = 1 << 28
 
 
 def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int, device: torch.device) -> nn.Module:
-    """The tensors of a model that a process holds, on its device, in bare modules under the names that they have in the model.
+    """Returns the tensors of a model that a process holds, on its device, in bare modules under the names that they have in the
+    model.
 
     Args:
         model: The whole model. A tensor on the meta device becomes one with undefined values.
@@ -71,7 +72,7 @@ def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
 
 
 def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: bool = False) -> dict[Any, Any]:
-    """The values of all ranks by name; every rank calls it.
+    """Returns the values of all ranks by name; every rank calls it.
 
     Args:
         own: This rank's: any nesting of tensors and plain data. Of a name that several have, the one of the lowest rank is
@@ -109,7 +110,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """All of it; every process that has a part calls it.
+    """Returns all of it; every process that has a part calls it.
 
     A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
     """
@@ -132,7 +133,7 @@ def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def packed(value: Any) -> bool:
-    """Whether the tensor axis cuts it in more places than one, as it does weights of queries, keys and values in one.
+    """Returns whether the tensor axis cuts it in more places than one, as it does weights of queries, keys and values in one.
 
     `torch.distributed.checkpoint` takes a process's part for one piece, so such tensors are written and read whole.
     """
@@ -143,7 +144,7 @@ def packed(value: Any) -> bool:
 
 
 def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, packed ones whole; all processes that have a part of one call it."""
+    """Returns the same, packed ones whole; all processes that have a part of one call it."""
     return {name: whole_tensor(value) if packed(value) else value for name, value in tensors.items()}
 
 

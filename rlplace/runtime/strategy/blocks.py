@@ -21,12 +21,12 @@ _KEPT = (DropoutNd, NormBase)
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Paths of a model's blocks, in the order of its modules."""
+    """Returns paths of a model's blocks, in the order of its modules."""
     return tuple(path for path, module in units(model) if any(True for _ in module.parameters()))
 
 
 def units(model: nn.Module, named: Iterable[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of everything that stays whole when the model is cut: its blocks, and random leaf modules.
+    """Yields path and module of everything that stays whole when the model is cut: its blocks, and random leaf modules.
 
     Args:
         model: The model.
@@ -50,7 +50,7 @@ def units(model: nn.Module, named: Iterable[str] = ()) -> Iterator[tuple[str, nn
 
 
 def _callable(path: str, module: nn.Module) -> Iterator[str]:
-    """The path of a module, or those of the modules in a list, which has no forward of its own."""
+    """Yields the path of a module, or those of the modules in a list, which has no forward of its own."""
     if type(module) not in (nn.ModuleList, nn.ModuleDict):
         yield path
         return
@@ -69,12 +69,12 @@ def _inside(module: nn.Module, path: str, chosen: set[str], listed: bool) -> Ite
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether it reads parameters of its own, or draws random numbers or keeps statistics."""
+    """Returns whether it reads parameters of its own, or draws random numbers or keeps statistics."""
     return any(True for _ in module.parameters(recurse=False)) or isinstance(module, _KEPT)
 
 
 def owner(path: str, blocks: Iterable[str]) -> str | None:
-    """The block that a module or parameter path lies in; the innermost where blocks are nested."""
+    """Returns the block that a module or parameter path lies in; the innermost where blocks are nested."""
     holding = [block for block in blocks if lies_in(path, block)]
     return max(holding, key=len, default=None)
 
@@ -88,11 +88,11 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a module computes statistics over the samples of its process, or keeps running ones."""
+    """Returns whether a module computes statistics over the samples of its process, or keeps running ones."""
     norms = (module for module in model.modules() if isinstance(module, NormBase) and not isinstance(module, nn.SyncBatchNorm))
     return any(isinstance(module, BatchNorm) or module.track_running_stats for module in norms)
 
 
 def has_sync_norm(model: nn.Module) -> bool:
-    """Whether a module computes statistics over all processes of the job."""
+    """Returns whether a module computes statistics over all processes of the job."""
     return any(isinstance(module, nn.SyncBatchNorm) and module.process_group is None for module in model.modules())

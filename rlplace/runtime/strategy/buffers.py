@@ -85,11 +85,11 @@ class StepBuffers:
         self._written, self._checked = set(self._first), True
 
     def written(self) -> dict[str, bytes]:
-        """Digests of what the last step has written, by name."""
+        """Returns digests of what the last step has written, by name."""
         return {name: digest(value) for name, value in self._first.items()}
 
     def _held(self) -> list[tuple[str, dict[str, Any], str]]:
-        """Name, dictionary and key of every buffer that may have been written."""
+        """Returns name, dictionary and key of every buffer that may have been written."""
         found: list[tuple[str, dict[str, Any], str]] = []
         for root in self._modules:
             for path, module in root.named_modules():
@@ -143,7 +143,7 @@ class Accumulation:
         self.keeps_gradients = isinstance(root, DistributedDataParallel)
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Forward and backward of every micro-batch.
+        """Returns forward and backward of every micro-batch.
 
         Returns:
             float [2], the weighted sum of their losses, and the sum of the weights.
@@ -193,7 +193,7 @@ def forward_autocast(device: torch.device) -> Iterator[Region]:
 
 
 def _reducing(root: nn.Module, reduce: bool, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Whether gradients are reduced over the replicas in the backward of this pass, which runs inside."""
+    """Returns whether gradients are reduced over the replicas in the backward of this pass, which runs inside."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(reduce)

@@ -137,7 +137,7 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = (), seen: O
 
 
 def _writes(module: fx.GraphModule) -> bool:
-    """Whether an op of a graph, or of a graph in it, writes in place."""
+    """Returns whether an op of a graph, or of a graph in it, writes in place."""
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
     schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
     return any(schema is not None and schema.is_mutable for schema in schemas)
@@ -313,7 +313,9 @@ def _observe(model: nn.Module, inputs: Any, found: dict[str, nn.Module], mode: A
 
 
 def _reached(output: Any) -> set[int]:
-    """Ids of the parameters that a gradient of the loss, or of all that a forward returned without one, flows back to."""
+    """Returns ids of the parameters that a gradient of the loss, or of all that a forward returned without one, flows
+    back to.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output if loss is None else loss) if isinstance(leaf, torch.Tensor)]
     seen, found = set[Any](), set[int]()
@@ -372,7 +374,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def strange_in(call: Any) -> Any:
-    """The first of the arguments of a call that is neither a tensor nor a plain value, such as a cache; None without one."""
+    """Returns the first of the arguments of a call that is neither a tensor nor a plain value, such as a cache; None without
+    one.
+    """
     return next((leaf for leaf in pytree.tree_leaves(call) if not isinstance(leaf, (*_PLAIN, torch.Tensor))), None)
 
 
@@ -386,7 +390,7 @@ def _noted(name: str, results: dict[Any, Any], shapes: tuple[Any, ...]) -> Any:
 
 
 def _leaf(output: Any, number: int) -> torch.Tensor:
-    """The n-th tensor of what a unit returned."""
+    """Returns the n-th tensor of what a unit returned."""
     tensor: torch.Tensor = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)][number]
     return tensor
 
@@ -416,6 +420,6 @@ def _call_units(graph: fx.Graph) -> None:
 
 
 def written_buffer(node: fx.Node) -> fx.Node | None:
-    """The buffer that a node gives a new value."""
+    """Returns the buffer that a node gives a new value."""
     written = node.args[0] if node.target is torch.ops.aten.copy_.default else None
     return written if isinstance(written, fx.Node) and written.op == "get_attr" else None

@@ -86,7 +86,7 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
 
 
 def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The stage of every node, `FLOATING` for what has no parameter behind it."""
+    """Returns the stage of every node, `FLOATING` for what has no parameter behind it."""
     stage_of: dict[fx.Node, int] = {}
     parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
     for node in captured.graph.nodes:
@@ -126,7 +126,7 @@ def _is_parameter(captured: Captured, node: fx.Node) -> bool:
 
 
 def _trained(captured: Captured) -> set[fx.Node]:
-    """Nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
+    """Returns nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
         own = node.op == "call_module" and any(p.requires_grad for p in captured.units[node.target].parameters())
@@ -142,7 +142,7 @@ def _trained(captured: Captured) -> set[fx.Node]:
 def stage_graph(
     nodes: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], needed: set[fx.Node]
 ) -> tuple[fx.Graph, tuple[int, ...]]:
-    """A graph of some nodes, and the positions of the flat inputs that it reads."""
+    """Returns a graph of some nodes, and the positions of the flat inputs that it reads."""
     placeholders = [node for node in nodes if node.op == "placeholder"]
     read = [node for node in placeholders if node in needed and node not in taken]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -180,7 +180,9 @@ def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.T
 
 
 def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
-    """A stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved there."""
+    """Returns a stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved
+    there.
+    """
     made = fx.GraphModule(captured.module, stage.graph)
     for node in made.graph.nodes:
         rewrite_devices(node, device)

@@ -29,7 +29,7 @@ from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
 
 
 def notes_of(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
-    """Sentences about what a strategy computes that the model in one piece would not; empty where it computes the same.
+    """Returns sentences about what a strategy computes that the model in one piece would not; empty where it computes the same.
 
     Args:
         strategy: The answer.
@@ -104,7 +104,9 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
 
 
 def hooks_of(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own that run with its forward or its backward, or a forward put in from outside."""
+    """Returns whether a module has hooks of its own that run with its forward or its backward, or a forward put in from
+    outside.
+    """
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooked) or replaced_forward(module)
 

@@ -129,7 +129,7 @@ def _by_rows(
     kinds = _Kinds({}, set())
 
     def scales(node: fx.Node) -> bool:
-        """Whether the first dimension alone grows with the number of samples."""
+        """Returns whether the first dimension alone grows with the number of samples."""
         own, whole = node.meta.get("val"), twin[node].meta.get("val")
         if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor) or not own.dim():
             return False
@@ -149,7 +149,7 @@ def _by_rows(
 
 
 def _keeps(node: fx.Node, kinds: _Kinds, mixing: Collection[str]) -> bool:
-    """Whether a node with inputs by rows works on every row by itself, as far as is known."""
+    """Returns whether a node with inputs by rows works on every row by itself, as far as is known."""
     if node.op == "call_module":
         return not any(lies_in(path, str(node.target)) or lies_in(str(node.target), path) for path in mixing)
     name = base_name(str(node.target))
@@ -193,7 +193,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered(value: torch.Tensor, place: Place) -> torch.Tensor:
-    """A value's rows of all replicas, in the order of the batch; every replica has as many."""
+    """Returns a value's rows of all replicas, in the order of the batch; every replica has as many."""
     column = place.mesh.mesh[place.index["pipeline"], :, :, place.index["tensor"]].flatten().tolist()
     if value.dtype == torch.bool:
         return _gather(value.to(torch.uint8), tuple(column)).bool()
@@ -236,7 +236,7 @@ class GatheredForward:
         self._splits: dict[Any, Split] = {}
 
     def record(self, inputs: Batch) -> Split:
-        """The parts for inputs of this signature, in the present mode."""
+        """Returns the parts for inputs of this signature, in the present mode."""
         self._meta.train(self._model.training)
         key = signature_of(dict(inputs)), self._model.training, autocast_state()
         if key not in self._splits:
@@ -261,7 +261,7 @@ def gather_output(output: Any, samples: int, place: Place) -> Any:
 
 
 def why_no_gather(model: nn.Module, inputs: Batch, mixing: Sequence[str]) -> str | None:
-    """Why the loss of the whole batch cannot be kept by gathering; None where it can."""
+    """Explains why the loss of the whole batch cannot be kept by gathering; None where it can."""
     try:
         split_forward(model, inputs, 2, mixing=mixing, device=torch.device("cpu"))
     except InputError as error:

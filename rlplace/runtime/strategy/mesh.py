@@ -68,7 +68,7 @@ class Place:
         return self.mesh["replicate"].size() * self.mesh["shard"].size()
 
     def peers(self, pipeline: Pipeline, own: int, other: int, *, sends: bool) -> list[Peer]:
-        """The processes of another stage that have samples of this process's, in the order of the samples.
+        """Returns the processes of another stage that have samples of this process's, in the order of the samples.
 
         Every process of a tensor group takes what it needs from one process, so some may have nothing to send.
 

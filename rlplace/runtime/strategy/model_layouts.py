@@ -123,7 +123,7 @@ def _vocabulary(units: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 
 def _readers(units: Mapping[str, nn.Module]) -> dict[nn.Parameter, set[int]]:
-    """The modules that hold each parameter."""
+    """Returns the modules that hold each parameter."""
     readers: dict[nn.Parameter, set[int]] = {}
     for module in {id(module): module for unit in units.values() for module in unit.modules()}.values():
         for parameter in module.parameters(recurse=False):
@@ -253,7 +253,7 @@ def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str,
 
 
 def _handed_on(node: fx.Node, inside: Sequence[fx.Node]) -> fx.Node | None:
-    """The one block that reads what a block makes, None where another op reads it too."""
+    """Returns the one block that reads what a block makes, None where another op reads it too."""
     readers = list(node.users)
     if len(readers) == 1 and readers[0].op == "call_function" and readers[0].args == (node, 0):
         readers = list(readers[0].users)

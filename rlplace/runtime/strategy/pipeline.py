@@ -84,7 +84,7 @@ _join: Callable[..., torch.Tensor] = _Join.apply
 
 
 def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
-    """Whether a gradient flows back from a value, and to nothing that was taken."""
+    """Returns whether a gradient flows back from a value, and to nothing that was taken."""
     nodes, seen = [value.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -205,7 +205,7 @@ class PipelineRun:
         self._buffers = {number: StepBuffers([body], by_replica=by_replica) for number, body in first[1].bodies.items()}
 
     def recorded(self, passes: Sequence[Pass]) -> tuple[Any, Recorded]:
-        """The stages for these micro-batches, and what they are kept under.
+        """Returns the stages for these micro-batches, and what they are kept under.
 
         Raises:
             InputError: The micro-batches are unlike.
@@ -226,7 +226,7 @@ class PipelineRun:
         return kind, next(iter(self._roots.values())).training, autocast_state()
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Forward and backward of all micro-batches.
+        """Returns forward and backward of all micro-batches.
 
         Returns:
             float [2], the weighted sum of their losses, and the sum of the weights; zeros without the last stage.
@@ -262,7 +262,7 @@ class PipelineRun:
         return outputs if last in self._roots else None
 
     def _pass(self, recorded: Recorded, at: int, group: Any) -> tuple[torch.Tensor, ...]:
-        """The forward of one micro-batch through the stages of this process; returns what the last one made."""
+        """Returns the forward of one micro-batch through the stages of this process; returns what the last one made."""
         values: tuple[torch.Tensor, ...] = ()
         for number, root in sorted(self._roots.items()):
             if number and number - 1 not in self._roots:
@@ -359,7 +359,7 @@ class PipelineRun:
         return runs
 
     def _name(self, microbatches: int) -> str:
-        """The strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
+        """Returns the strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
 
         Raises:
             InputError: There is none.

@@ -71,7 +71,7 @@ class _Run:
 
 
 def affordable(model: nn.Module, flops: float) -> str | None:
-    """Why a model is too large to be rehearsed; None where it is not.
+    """Explains why a model is too large to be rehearsed; None where it is not.
 
     Args:
         model: The model.
@@ -167,7 +167,7 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
 
 
 def _reduction(divided: Sequence[Sequence[_Run]]) -> str:
-    """How the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does.
+    """Returns how the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does.
 
     Args:
         divided: The whole batch and its parts, for every way that it was divided.
@@ -190,7 +190,9 @@ def _reduction_of_targets(
 
 
 def _ragged(inputs: Any, samples: int) -> Any:
-    """The inputs with zeros at the ends of masks that are all ones, as padding makes them; None where there is no such mask."""
+    """Returns the inputs with zeros at the ends of masks that are all ones, as padding makes them; None where there is no such
+    mask.
+    """
     changed = False
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
@@ -215,7 +217,7 @@ class _NoNumberError(_ModelError):
 
 
 def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double: bool, thinned: bool) -> _Run:
-    """A forward and a backward of a fresh copy."""
+    """Returns a forward and a backward of a fresh copy."""
     own = copy.deepcopy(model, computed_values(model))
     if double:
         own.double()
@@ -269,7 +271,7 @@ def _doubled(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(inputs: Any, samples: int, rows: slice) -> Any:
-    """The rows of every tensor with as many rows as there are samples, as runs cut a batch."""
+    """Returns the rows of every tensor with as many rows as there are samples, as runs cut a batch."""
 
     def taken(leaf: torch.Tensor) -> torch.Tensor:
         return leaf[rows] if leaf.dim() and len(leaf) == samples else leaf
@@ -278,7 +280,7 @@ def rows_of(inputs: Any, samples: int, rows: slice) -> Any:
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers, and tensors and numbers that modules keep as plain attributes."""
+    """Returns buffers, and tensors and numbers that modules keep as plain attributes."""
     found = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -300,7 +302,7 @@ def _counted(runs: Sequence[_Run], way: str) -> list[float]:
 
 
 def _fits(runs: Sequence[_Run], weights: Sequence[float]) -> bool:
-    """Whether weighted parts have the loss and the gradients of the whole."""
+    """Returns whether weighted parts have the loss and the gradients of the whole."""
     whole, *parts = runs
     if not weights:
         return False
@@ -320,7 +322,9 @@ def _fits(runs: Sequence[_Run], weights: Sequence[float]) -> bool:
 
 
 def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
-    """Modules whose rows differ between the whole batch and its parts, in the order of their first calls; never the root."""
+    """Returns modules whose rows differ between the whole batch and its parts, in the order of their first calls; never the
+    root.
+    """
     found = []
     for path, output in whole.outputs.items():
         made = [part.outputs.get(path) for part in parts]

@@ -39,7 +39,7 @@ def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
 
 
 def _meets(ops: ForwardOps, op: int) -> bool:
-    """Whether samples meet in an op."""
+    """Returns whether samples meet in an op."""
     indices = ops.indices
     along = {name.partition(".")[0] for name in indices.dims.get(op, {}) if ops.runs(op, name) == SAMPLE}
     sums = indices.statistics.get(op, ())
@@ -47,7 +47,7 @@ def _meets(ops: ForwardOps, op: int) -> bool:
 
 
 def _is_mean_over_targets(ops: ForwardOps) -> bool:
-    """Whether the only cross-entropy of the step is its loss, which no other op reads."""
+    """Returns whether the only cross-entropy of the step is its loss, which no other op reads."""
     graph = ops.graph
     forward = np.flatnonzero(graph.op_phase == FORWARD).tolist()
     found = [op for op in forward if base_name(graph.op_target[op]) in _OVER_TARGETS]

@@ -90,7 +90,7 @@ class StrategyModel(DistributedModel):
         self._latest: weakref.ref[Stash] | None = None
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
-        """Forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
+        """Returns forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
 
         Args:
             batch: The whole batch, the same on every rank: keyword inputs of the model, and what the loss needs besides.
@@ -105,7 +105,7 @@ class StrategyModel(DistributedModel):
         return value
 
     def _run(self, passes: Sequence[Pass], loss: PartLoss) -> tuple[torch.Tensor, Stash]:
-        """Forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
+        """Returns forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
         earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
@@ -292,7 +292,7 @@ class StrategyModel(DistributedModel):
 
 
 def _part(output: Any, samples: int, number: int, parts: int) -> Any:
-    """One of several replicas' part of what the model returned for their samples together."""
+    """Returns one of several replicas' part of what the model returned for their samples together."""
 
     def rows(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.chunk(parts)[number] if leaf.shape[:1] == (samples,) else leaf

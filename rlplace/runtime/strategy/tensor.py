@@ -31,7 +31,7 @@ from rlplace.runtime.torch_adapter import StridedShard, with_parameters
 
 @contextlib.contextmanager
 def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
-    """The stream of a step.
+    """Returns the stream of a step.
 
     Args:
         random_state: Seed, and number of the step.
@@ -188,7 +188,7 @@ class Layouts:
         return made + (local if packed == 1 else self._own_part(0, packed, local))
 
     def _row(self, module: Any, transposed: bool, value: torch.Tensor) -> torch.Tensor:
-        """The sum of partial products, split along the sequence where that is asked for, and the bias."""
+        """Returns the sum of partial products, split along the sequence where that is asked for, and the bias."""
         made = self._moved(_product(value, _local(module.weight), transposed), Partial(), self._between)
         bias = getattr(module, "bias", None)
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)

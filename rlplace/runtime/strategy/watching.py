@@ -106,7 +106,7 @@ class AlikeDraws(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws: dropout of probability 0 does not."""
+    """Returns whether a call draws: dropout of probability 0 does not."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     named = {argument.name: argument.default_value for argument in func._schema.arguments} | given
     return not (named.get("train") is False or 0.0 in [named.get(name) for name in ("dropout_p", "p", "dropout")])

@@ -98,7 +98,7 @@ def why_not(
     couple: str | None = None,
     buffers: str | None = None,
 ) -> str | None:
-    """The first reason why a strategy cannot run, None when it can.
+    """Returns the first reason why a strategy cannot run, None when it can.
 
     Args:
         strategy: What is to run.

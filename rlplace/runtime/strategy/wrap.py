@@ -87,7 +87,7 @@ class Ties:
                             setattr(module, key, fresh)
 
     def copies(self, bodies: Mapping[int, nn.Module]) -> dict[nn.Parameter, int]:
-        """How many stages hold each parameter that stages share, for those of this process."""
+        """Returns how many stages hold each parameter that stages share, for those of this process."""
         return {bodies[stage].get_parameter(name): tie.stages for tie in self._ties for stage, name in tie.names.items()}
 
     def sum_gradients(self, bodies: Mapping[int, nn.Module]) -> None:
@@ -118,7 +118,9 @@ class Ties:
 
 
 def left_out(parameter: torch.Tensor) -> bool:
-    """Whether `fully_shard` and `replicate` go without it: they take no complex ones, none without dimensions or elements."""
+    """Returns whether `fully_shard` and `replicate` go without it: they take no complex ones, none without dimensions or
+    elements.
+    """
     return not isinstance(parameter, DTensor) and (parameter.is_complex() or not parameter.dim() or not parameter.numel())
 
 
@@ -218,7 +220,9 @@ def wrap_stage(
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:
-    """A weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its second."""
+    """Returns a weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its
+    second.
+    """
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return Shard(1) if any(isinstance(p, StridedShard) and p.dim == 0 for p in placements) else None
 
@@ -229,7 +233,9 @@ def offload(what: str | None, device: torch.device) -> OffloadPolicy:
 
 
 def stands_alone(root: nn.Module, block: nn.Module) -> bool:
-    """Whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root has."""
+    """Returns whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root
+    has.
+    """
     own = {id(parameter): parameter for parameter in block.parameters()}
     if not any(parameter.dim() > 1 for parameter in own.values()):
         return False

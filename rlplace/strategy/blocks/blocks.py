@@ -104,7 +104,7 @@ class _Module:
 
 
 def _chosen(module: _Module, path: str, graph: OpGraph, forward: list[int], inputs: list[list[int]]) -> Iterator[str]:
-    """Paths of the blocks inside a module that is none itself."""
+    """Yields paths of the blocks inside a module that is none itself."""
     elements = module.elements()
     opened = bool(elements) and not _repeats(elements) and _opens(elements, path, graph, forward, inputs)
     inner = {name: child for name, child in module.children.items() if any(child.parameters())}
@@ -118,7 +118,7 @@ def _chosen(module: _Module, path: str, graph: OpGraph, forward: list[int], inpu
 
 
 def _repeats(elements: dict[str, _Module]) -> bool:
-    """Whether at least half of the elements, and two, have one like them."""
+    """Returns whether at least half of the elements, and two, have one like them."""
     held = [set(child.parameters()) for child in elements.values()]
 
     def alike(a: int, b: int) -> bool:
@@ -129,7 +129,9 @@ def _repeats(elements: dict[str, _Module]) -> bool:
 
 
 def _opens(elements: dict[str, _Module], path: str, graph: OpGraph, forward: list[int], inputs: list[list[int]]) -> bool:
-    """Whether elements that differ are stages of layers that repeat and run one after another, as in convolutional nets."""
+    """Returns whether elements that differ are stages of layers that repeat and run one after another, as in convolutional
+    nets.
+    """
     for name, element in elements.items():
         pending = [(f"{path}.{name}" if path else name, element)]
         while pending:
@@ -144,7 +146,7 @@ def _opens(elements: dict[str, _Module], path: str, graph: OpGraph, forward: lis
 
 
 def _in_a_row(paths: list[str], graph: OpGraph, forward: list[int], inputs: list[list[int]]) -> bool:
-    """Whether every module waits for the one before it."""
+    """Returns whether every module waits for the one before it."""
     number = {path: index for index, path in enumerate(paths)}
     before: dict[int, int] = {}  # op to a bit for every module that it waits for
     waits = [0] * len(paths)
@@ -161,7 +163,7 @@ def _in_a_row(paths: list[str], graph: OpGraph, forward: list[int], inputs: list
 
 
 def _owner(path: str, blocks: Iterable[str]) -> str | None:
-    """The block that a module path lies in; blocks are not nested."""
+    """Returns the block that a module path lies in; blocks are not nested."""
     while path:
         if path in blocks:
             return path
@@ -170,7 +172,7 @@ def _owner(path: str, blocks: Iterable[str]) -> str | None:
 
 
 def _assign(graph: OpGraph, forward: list[int], inputs: list[list[int]], own: list[int], count: int) -> NDArray[np.int32]:
-    """int32 [N], the block of every forward op; 0 for others."""
+    """Returns int32 [N], the block of every forward op; 0 for others."""
     block = [-1] * graph.num_ops
     for op in forward:  # no op lies before what it reads
         block[op] = max([own[op], *(block[maker] for maker in inputs[op])])
@@ -193,7 +195,7 @@ def _assign(graph: OpGraph, forward: list[int], inputs: list[list[int]], own: li
 
 
 def _readers(graph: OpGraph, forward: list[int], of_op: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:
-    """Per parameter the blocks whose forward reads it; of one that nothing reads the block nearest to its module."""
+    """Returns per parameter the blocks whose forward reads it; of one that nothing reads the block nearest to its module."""
     blocks: list[set[int]] = [set() for _ in graph.parameters]
     for tensor in np.flatnonzero(np.isin(graph.tensor_role, (PARAMETER, BUFFER))).tolist():
         readers = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]

@@ -67,13 +67,13 @@ class Experts:
         return gcd(*self.counts.values()) or 1
 
     def why_not(self, degree: int) -> str | None:
-        """Why the experts cannot be spread over so many devices."""
+        """Explains why the experts cannot be spread over so many devices."""
         if not self.counts:
             return "the model has no experts in grouped products; leave expert at 1"
         return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
 
     def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
-        """A layout in which an expert group holds the experts.
+        """Returns a layout in which an expert group holds the experts.
 
         Args:
             layout: Of the tensor group; None where it is one device.
@@ -116,7 +116,7 @@ class Experts:
 
 
 def find_experts(graph: OpGraph) -> Experts:
-    """The experts of a captured step, if it has any."""
+    """Returns the experts of a captured step, if it has any."""
     readers, tensors = graph.consumers, graph.edge_tensor
     grouped = np.array(["grouped_mm" in target for target in graph.op_target], dtype=bool)
     weight = (graph.tensor_role == PARAMETER)[tensors] & grouped[readers] & (graph.op_phase[readers] == FORWARD)
@@ -150,7 +150,7 @@ def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple
 
 
 def _whole(graph: OpGraph) -> TensorLayout:
-    """The layout of a tensor group of one device."""
+    """Returns the layout of a tensor group of one device."""
     ones = [np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors, len(graph.parameters))]
     return TensorLayout(1, ones[0], {}, ones[1], ones[2], (), {})
 
@@ -160,7 +160,7 @@ _PRICED = ("m", "queries", "rows")
 
 
 def why_no_context(ops: ForwardOps, degree: int) -> str | None:
-    """Why the sequence cannot be divided; None where it can."""
+    """Explains why the sequence cannot be divided; None where it can."""
     attention = _attention(ops)
     if not attention:
         return "the model has no fused attention along a sequence, which context parallelism needs; leave context at 1"
@@ -180,7 +180,7 @@ def why_no_context(ops: ForwardOps, degree: int) -> str | None:
 
 
 def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> TensorLayout:
-    """The layout of a step over a context group.
+    """Returns the layout of a step over a context group.
 
     Args:
         ops: Of the captured step; `why_no_context` has no reason.
@@ -213,7 +213,7 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
 
 
 def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N], keys and values of the whole sequence that ops have for a moment.
+    """Returns int64 [N], keys and values of the whole sequence that ops have for a moment.
 
     Args:
         graph: The captured step.
@@ -254,5 +254,5 @@ def _attention(ops: ForwardOps) -> list[int]:
 
 
 def _rows(ops: ForwardOps, op: int) -> list[str]:
-    """Dimensions of an op along the sequence."""
+    """Returns dimensions of an op along the sequence."""
     return [name for name in ops.indices.dims.get(op, {}) if ops.runs(op, name) == ROW]

@@ -109,7 +109,7 @@ class Lives:
 def _peaks(
     timeline: _Timeline, size: NDArray[np.int64], temporary: NDArray[np.int64], beside: NDArray[np.float64] | float = 0.0
 ) -> NDArray[np.int64]:
-    """int64 [2, B], the most that lives during forward and backward of every block, and beside it at each position."""
+    """Returns int64 [2, B], the most that lives during forward and backward of every block, and beside it at each position."""
     live = _living(timeline, timeline.start, timeline.end + 1, size[timeline.tensor]) + beside
     live += np.where(timeline.op >= 0, temporary[timeline.op], 0)
     order = np.argsort(timeline.segments, axis=None)
@@ -121,14 +121,14 @@ def _peaks(
 def _living(
     timeline: _Timeline, start: NDArray[np.int64], stop: NDArray[np.int64], size: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """float64 [S], bytes of tensors from the position at which each starts to the one before it stops."""
+    """Returns float64 [S], bytes of tensors from the position at which each starts to the one before it stops."""
     length = len(timeline.op) + 1
     found: NDArray[np.float64] = np.cumsum(np.bincount(start, size, length) - np.bincount(stop, size, length))[:-1]
     return found
 
 
 def _arriving(timeline: _Timeline, returned: tuple[NDArray[np.int64], ...], size: NDArray[np.int64]) -> NDArray[np.float64]:
-    """float64 [S], gradients that later blocks have made, while earlier blocks run."""
+    """Returns float64 [S], gradients that later blocks have made, while earlier blocks run."""
     tensor, _, home = returned
     end = np.zeros(len(size), dtype=np.int64)
     end[timeline.tensor] = timeline.end
@@ -136,7 +136,7 @@ def _arriving(timeline: _Timeline, returned: tuple[NDArray[np.int64], ...], size
 
 
 def _growing(timeline: _Timeline, size: NDArray[np.int64]) -> NDArray[np.float64]:
-    """float64 [S], gradients of weights from the op that makes them to the end of its block."""
+    """Returns float64 [S], gradients of weights from the op that makes them to the end of its block."""
     stops = np.append(np.sort(timeline.segments, axis=None), len(timeline.op))
     own = size[timeline.tensor] > 0
     start = timeline.start[own]
@@ -206,7 +206,9 @@ class _Events:
         )
 
     def _keeper(self, repeated: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The block that keeps each tensor for the backward: its own, or the other one that alone wants it, to run again."""
+        """Returns the block that keeps each tensor for the backward: its own, or the other one that alone wants it, to run
+        again.
+        """
         maker = np.maximum(self.producer, 0)
         owner = self.block[maker]
         wanted = np.zeros(len(self.producer), dtype=bool)
@@ -222,7 +224,7 @@ class _Events:
         return np.where(wanted | (first != last), owner, first)
 
     def _positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ops by position, and where segments start."""
+        """Returns ops by position, and where segments start."""
         numbers = np.arange(len(self.block))
         ahead = numbers[self.forward]
         repeated = np.flatnonzero(self.again)
@@ -238,7 +240,7 @@ class _Events:
         return ops[order], np.stack([starts[: self.count], starts[self.count :][::-1]])
 
     def _place(self, ops: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Position of every op, and of its second run; -1 for none."""
+        """Returns position of every op, and of its second run; -1 for none."""
         first, again = np.full((2, len(self.block)), -1, dtype=np.int64)
         position = np.arange(len(ops))
         for place, parts in ((first, (1, 3)), (again, (2,))):
@@ -263,7 +265,7 @@ def plain_views(graph: OpGraph) -> NDArray[np.bool_]:
 
 
 def model_inputs(graph: OpGraph, block: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Inputs of the model, and the blocks that read them first, where `block` is that of every op."""
+    """Returns inputs of the model, and the blocks that read them first, where `block` is that of every op."""
     tensors = np.flatnonzero((graph.tensor_role == INPUT) & (np.diff(graph.consumer_ptr) > 0))
     return tensors, block[graph.consumers[graph.consumer_ptr[tensors]]].astype(np.int64)
 
@@ -271,7 +273,9 @@ def model_inputs(graph: OpGraph, block: NDArray[Any]) -> tuple[NDArray[np.int64]
 def _borders(
     graph: OpGraph, blocks: Blocks, tensor: NDArray[np.int64], reader: NDArray[np.int64]
 ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
-    """Tensors that cross borders forward, and gradients that cross them back: number, first border, and one past the last."""
+    """Returns tensors that cross borders forward, and gradients that cross them back: number, first border, and one past the
+    last.
+    """
     home = np.where(graph.tensor_producer >= 0, blocks.of_op[np.maximum(graph.tensor_producer, 0)], -1).astype(np.int64)
     ahead = graph.op_phase[np.maximum(graph.tensor_producer, 0)] == FORWARD
     furthest, nearest = home.copy(), home.copy()

@@ -92,7 +92,7 @@ class OpCosts(BlockCosts, Protocol):
     """Costs of blocks that are also known op by op."""
 
     def step_ops(self, split: bool) -> StepOps:
-        """The ops of a pass; `split`: weight gradients are ops of their own."""
+        """Returns the ops of a pass; `split`: weight gradients are ops of their own."""
         ...
 
     def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
@@ -105,7 +105,9 @@ class OpCosts(BlockCosts, Protocol):
 
 
 def slowest(passes: list[PassOps]) -> PassOps:
-    """Every op as slow and every tensor as large as in the worst of some passes: of devices that wait for each other."""
+    """Returns every op as slow and every tensor as large as in the worst of some passes: of devices that wait for each
+    other.
+    """
     if len(passes) == 1:
         return passes[0]
     seconds, temporary, sizes = (
@@ -118,7 +120,7 @@ def slowest(passes: list[PassOps]) -> PassOps:
 
 
 def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, lives: Lives) -> StepOps:
-    """Ops and tensors of a step.
+    """Returns ops and tensors of a step.
 
     Args:
         graph: The captured step, or the same with weight gradients apart.
@@ -227,7 +229,7 @@ class Sample:
     def of(
         graphs: Sequence[OpGraph], blocks: Blocks, first: NDArray[np.int64], origin: NDArray[np.int32] | None = None
     ) -> Sample:
-        """The ops of blocks that stand for others.
+        """Returns the ops of blocks that stand for others.
 
         Args:
             graphs: Of M ops.
@@ -247,7 +249,7 @@ class Sample:
         return Sample(tuple(graph for graph, _ in parts), origin[ops].astype(np.int64), parts[0][1], stand_in)
 
     def at(self, samples: int, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]) -> OpGraph:
-        """The ops at a batch size, as one device of its groups runs them; each layout with its parts of tensors."""
+        """Returns the ops at a batch size, as one device of its groups runs them; each layout with its parts of tensors."""
         known = {graph.samples: graph for graph in self.graphs}
         graph = known[samples] if samples in known else rescale(self.graphs[0], self.graphs[1], samples)
         for layout, parts_of_tensor in zip(layouts, parts, strict=True):
@@ -259,7 +261,7 @@ class Sample:
 def representatives(
     graph: OpGraph, blocks: Blocks, classes: NDArray[np.int64], layouts: Sequence[TensorLayout]
 ) -> NDArray[np.int64]:
-    """int64 [B], the first block of the same class whose ops are cut in the same way."""
+    """Returns int64 [B], the first block of the same class whose ops are cut in the same way."""
     parts = np.stack([np.ones(graph.num_ops, dtype=np.int32), *(layout.op_parts for layout in layouts)])
     inside = graph.op_phase == FORWARD
     first: dict[tuple[int, bytes], int] = {}

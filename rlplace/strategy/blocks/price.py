@@ -121,7 +121,7 @@ class PricedBlocks:
         self.classes = self._classes()
 
     def why_not(self, cut: Cut) -> str | None:
-        """Why a pass cannot be cut like that; None where it can."""
+        """Explains why a pass cannot be cut like that; None where it can."""
         if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
             return reason
         if len(self._graphs) == 1 and cut.samples != self.graph.samples:
@@ -137,7 +137,7 @@ class PricedBlocks:
         return None if self._only is None or cut.tensor == 1 else self._why_unlike(cut, self._only)
 
     def _why_unlike(self, cut: Cut, runs: Mapping[str, str]) -> str | None:
-        """Why the layout that is priced is not the one that the runtime has; None where it is."""
+        """Explains why the layout that is priced is not the one that the runtime has; None where it is."""
         layout = self._layout(cut)
         priced = {path: plain_word(word) for path, word in (layout.modules if layout is not None else {}).items()}
         for path in [*priced, *(path for path in runs if path not in priced)]:
@@ -148,7 +148,7 @@ class PricedBlocks:
         return None
 
     def modules(self, cut: Cut) -> Mapping[str, Mapping[str, str]]:
-        """The layout word of each module that a tensor group cuts, by name of its block."""
+        """Returns the layout word of each module that a tensor group cuts, by name of its block."""
         return self._once(("modules", cut.tensor, cut.sequence_parallel), lambda: self._modules(cut))
 
     def _modules(self, cut: Cut) -> dict[str, dict[str, str]]:
@@ -159,7 +159,7 @@ class PricedBlocks:
         return found
 
     def passes(self, kind: int, cut: Cut) -> PassCosts:
-        """A pass on a device of that kind.
+        """Returns a pass on a device of that kind.
 
         Raises:
             InputError: `why_not` has a reason.
@@ -173,7 +173,7 @@ class PricedBlocks:
         return self._once(("held", tensor, expert), lambda: _held(self.graph, self.blocks, self._layout(cut), own))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
+        """Returns float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
         cut = self._whole(tensor, expert)
         updates = np.flatnonzero(self.graph.op_phase == UPDATE)
         holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
@@ -182,7 +182,7 @@ class PricedBlocks:
         return self._totals(self._at(cut), flat, np.repeat(self._seconds(kind, cut)[updates], counts))
 
     def step_ops(self, split: bool) -> StepOps:
-        """The ops of a pass; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
+        """Returns the ops of a pass; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
         return self._once(("step", split), lambda: captured_step(*self._ops(split), self.blocks, self._lives))
 
     def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
@@ -203,16 +203,16 @@ class PricedBlocks:
         return _most(halved_bytes(step, sizes, found.memory.kept_bytes), self.classes)
 
     def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
-        """The captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
+        """Returns the captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
         return self._split()[0] if split else (self.graph, np.arange(self.graph.num_ops, dtype=np.int32))
 
     def _pass_seconds(self, kind: int, cut: Cut) -> Floats:
-        """float64 [N], of every captured op, on the busiest device of an expert group."""
+        """Returns float64 [N], of every captured op, on the busiest device of an expert group."""
         seconds = self._seconds(kind, cut)
         return seconds * np.where(self._experts.routed, IMBALANCE, 1.0) if cut.expert > 1 else seconds
 
     def _half_seconds(self, kind: int, cut: Cut) -> Floats:
-        """float64 [N'], the same with weight gradients apart."""
+        """Returns float64 [N'], the same with weight gradients apart."""
         _, halves, _, origin = self._samples(self._layouts(cut))
         parts = self._priced(kind, *self._at(cut).halves, halves.stand_in)
         seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], origin)[:, 0]
@@ -243,14 +243,14 @@ class PricedBlocks:
         )
 
     def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
-        """float64 [B], sums by block; equal blocks share what the host's lead makes unlike."""
+        """Returns float64 [B], sums by block; equal blocks share what the host's lead makes unlike."""
         count = len(self.names)
         total = np.bincount(found.first, np.bincount(block, values, count), count)
         alike = np.bincount(found.first, minlength=count)
         return (total[found.first] / alike[found.first]).astype(np.float64)
 
     def _whole(self, tensor: int, expert: int) -> Cut:
-        """The cut at which a tensor group holds and updates what it holds, at the captured batch."""
+        """Returns the cut at which a tensor group holds and updates what it holds, at the captured batch."""
         cut = Cut(self.graph.samples, tensor, expert=expert)
         self._allowed(cut)
         return cut
@@ -273,7 +273,7 @@ class PricedBlocks:
         return found  # type: ignore[return-value]
 
     def _at(self, cut: Cut) -> _Sized:
-        """Ops, tensors and memory at a batch size, as one device of a tensor group has them."""
+        """Returns ops, tensors and memory at a batch size, as one device of a tensor group has them."""
         return self._once(("sized", cut), lambda: self._sized(cut))
 
     def _sized(self, cut: Cut) -> _Sized:
@@ -299,7 +299,7 @@ class PricedBlocks:
         )
 
     def _values(self, name: str, samples: int) -> NDArray[np.int64]:
-        """A field of the whole graph at a batch size, bytes."""
+        """Returns a field of the whole graph at a batch size, bytes."""
         if len(self._graphs) == 1:
             return getattr(self.graph, name)  # type: ignore[no-any-return]
         small, large = self._graphs
@@ -307,7 +307,9 @@ class PricedBlocks:
         return np.maximum(values, 0)
 
     def _samples(self, layouts: tuple[TensorLayout, ...]) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
-        """Ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part of."""
+        """Returns ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part
+        of.
+        """
 
         def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
             split, origin = zip(*self._split(), strict=True)
@@ -326,7 +328,7 @@ class PricedBlocks:
         return self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
 
     def _layouts(self, cut: Cut) -> tuple[TensorLayout, ...]:
-        """How ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
+        """Returns how ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
         layout = self._layout(cut)
         layouts = () if layout is None else (layout,)
         return layouts if cut.context == 1 else (*layouts, self._once(("context", cut.context), lambda: self._context(cut)))
@@ -339,7 +341,7 @@ class PricedBlocks:
         return context_layout(ops, cut.context, self._experts.routed)
 
     def _layout(self, cut: Cut) -> TensorLayout | None:
-        """How the blocks are cut over a tensor and an expert group; None where they are whole."""
+        """Returns how the blocks are cut over a tensor and an expert group; None where they are whole."""
         if cut.expert > 1:
             base = self._layout(dataclasses.replace(cut, expert=1))
             key = "spread", cut.tensor, cut.sequence_parallel, cut.expert
@@ -352,14 +354,14 @@ class PricedBlocks:
         )
 
     def _seconds(self, kind: int, cut: Cut) -> Floats:
-        """float64 [N], of every captured op."""
+        """Returns float64 [N], of every captured op."""
         found = self._at(cut)
         if kind not in found.seconds:
             found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layouts(cut))[0].stand_in)
         return found.seconds[kind]
 
     def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:
-        """Seconds of all ops from those that stand for them; the host issues one after the other."""
+        """Returns seconds of all ops from those that stand for them; the host issues one after the other."""
         device = self._kinds[self.kinds[kind]]
         own = self._table.kinds.get(base_name(device.name), KindCosts())
         device_s = times_with(self._table, graph, device, calls, self._host).device_s
@@ -391,7 +393,7 @@ class PricedBlocks:
 
 
 def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The largest value of each class for all of its blocks: what neighbours leave behind makes small differences."""
+    """Returns the largest value of each class for all of its blocks: what neighbours leave behind makes small differences."""
     most = np.stack([values[..., classes == number].max(axis=-1) for number in range(int(classes.max()) + 1)], axis=-1)
     same: NDArray[np.int64] = most[..., classes]
     return same

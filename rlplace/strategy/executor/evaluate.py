@@ -35,7 +35,7 @@ EXECUTOR = "blocks"
 
 
 def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
-    """Bytes over capacity, summed over the devices of a cluster."""
+    """Returns bytes over capacity, summed over the devices of a cluster."""
     pairs = zip(peak_bytes, cluster.devices, strict=True)
     return sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
 
@@ -71,7 +71,7 @@ class Evaluation:
 
 
 def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, traffic: Traffic) -> Evaluation:
-    """Step time and memory of all pipelines of a draft.
+    """Returns step time and memory of all pipelines of a draft.
 
     Args:
         draft: Two or more pipelines.
@@ -107,7 +107,7 @@ def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, t
 
 
 def gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traffic) -> float:
-    """Seconds in which pipelines sum the gradients of all blocks."""
+    """Returns seconds in which pipelines sum the gradients of all blocks."""
     bytes_of = [[_exchanged(place, costs) for place in pipeline.places] for pipeline in pipelines]
     spent: dict[tuple[int, int], float] = {}  # by pipeline and place
     for block in range(len(costs.names)):
@@ -121,7 +121,9 @@ def gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traff
 
 
 def _exchanged(place: Place, costs: BlockCosts) -> Floats:
-    """float64 [B], bytes of gradients of which a device of a place has the sum of its pipeline; a tied weight counts once."""
+    """Returns float64 [B], bytes of gradients of which a device of a place has the sum of its pipeline; a tied weight counts
+    once.
+    """
     held = costs.held(place.tensor, place.expert)
     dense = held.gradient_bytes - held.expert_bytes[1].astype(float)
     for tie in costs.ties:
@@ -167,7 +169,7 @@ class Evaluator:
         self._packer = Packer(costs, cluster, self.traffic)
 
     def score(self, draft: Draft) -> tuple[float, float]:
-        """Step time in seconds, and bytes over capacity; `evaluate` says more.
+        """Returns step time in seconds, and bytes over capacity; `evaluate` says more.
 
         Raises:
             InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
@@ -179,7 +181,7 @@ class Evaluator:
         return step, over
 
     def evaluate(self, draft: Draft) -> Evaluation:
-        """Step time and memory with everything that a search or a person asks about them; raises as `score` does."""
+        """Returns step time and memory with everything that a search or a person asks about them; raises as `score` does."""
         if draft.beside:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_s) = self._run(draft)
@@ -208,7 +210,9 @@ class Evaluator:
         )
 
     def parts_of_places(self, draft: Draft) -> Floats:
-        """float64 [P, `PARTS`], where the step goes on every place of a draft of one pipeline; raises as `score` does."""
+        """Returns float64 [P, `PARTS`], where the step goes on every place of a draft of one pipeline; raises as
+        `score` does.
+        """
         _, (result, answers, *_) = self._run(draft)
         return np.array([_spent(answer, float(result[0])) for answer in answers])
 
@@ -234,7 +238,7 @@ class Evaluator:
 
 
 def _spent(answer: Floats, step_s: float) -> list[float]:
-    """Seconds of a place by entry of `PARTS`; what is left of the step is the bubble."""
+    """Returns seconds of a place by entry of `PARTS`; what is left of the step is the bubble."""
     spent = [*answer[: c.END].tolist(), 0.0, float(answer[c.UPDATE_S])]
     spent[PARTS.index("bubble")] = max(0.0, step_s - sum(spent))
     return spent

@@ -35,7 +35,7 @@ class Lane:
 
 
 def tensor_groups(place: Place, kind: int) -> Groups:
-    """Devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
+    """Returns devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
     Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
     group; everything else in the tensor group.
@@ -48,40 +48,42 @@ def tensor_groups(place: Place, kind: int) -> Groups:
 
 
 def share_groups(place: Place) -> Groups:
-    """Devices that share parameters: shard x context, at levels 1 to 3."""
+    """Returns devices that share parameters: shard x context, at levels 1 to 3."""
     return _groups(place, share_degree(place), place.tensor)
 
 
 def expert_share_groups(place: Place) -> Groups:
-    """Devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside expert."""
+    """Returns devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside
+    expert.
+    """
     return _groups(place, expert_share_degree(place), place.expert)
 
 
 def spreads(place: Place) -> bool:
-    """Whether experts can be spread as a place says."""
+    """Returns whether experts can be spread as a place says."""
     group = place.shard * place.context * place.tensor
     return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
 
 
 def copy_groups(place: Place) -> Groups:
-    """Devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
+    """Returns devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
     if place.sharding:
         return _groups(place, place.replicate, place.shard * place.context * place.tensor)
     return _groups(place, place.replicate * place.context, place.tensor)
 
 
 def share_degree(place: Place) -> int:
-    """Parts that weights are in: 1 at level 0."""
+    """Returns parts that weights are in: 1 at level 0."""
     return place.shard * place.context if place.sharding else 1
 
 
 def expert_share_degree(place: Place) -> int:
-    """Parts that weights of experts are in: 1 at level 0."""
+    """Returns parts that weights of experts are in: 1 at level 0."""
     return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
 
 
 def copy_degree(place: Place) -> int:
-    """Size of `copy_groups`."""
+    """Returns size of `copy_groups`."""
     return place.replicate if place.sharding else place.replicate * place.context
 
 
@@ -96,7 +98,7 @@ def _groups(place: Place, size: int, stride: int) -> Groups:
 
 
 def lanes(draft: Draft) -> tuple[Lane, ...]:
-    """The lanes of a draft. Levels 2 and 3 make one: every pass of theirs has collectives of all replicas."""
+    """Returns the lanes of a draft. Levels 2 and 3 make one: every pass of theirs has collectives of all replicas."""
     degree = draft.data_degree
     sizes = draft.microbatch * (degree if len(draft.microbatch) == 1 else 1)
     counts = draft.microbatches * (degree if len(draft.microbatches) == 1 else 1)
@@ -186,11 +188,11 @@ def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], 
 
 
 def tie_groups(places: Sequence[Place]) -> Groups:
-    """Devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
+    """Returns devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
     least = min(len(place.devices) for place in places)
     return tuple(tuple(place.devices[i * len(place.devices) // least] for place in places) for i in range(least))
 
 
 def places_of(draft: Draft, blocks: Sequence[int]) -> tuple[int, ...]:
-    """The places that hold these blocks, each once."""
+    """Returns the places that hold these blocks, each once."""
     return tuple(dict.fromkeys(draft.place_of_stage[bisect_right(draft.bounds, block) - 1] for block in blocks))

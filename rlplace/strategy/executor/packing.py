@@ -54,7 +54,7 @@ class Rows:
         return self.rows.nbytes
 
     def place(self, place: Place) -> list[float]:
-        """float64 [PLACE] of a place."""
+        """Returns float64 [PLACE] of a place."""
         if place not in self._place:
             traffic = self.traffic
             row = [0.0] * c.PLACE
@@ -79,7 +79,7 @@ class Rows:
         return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
 
     def number(self, place: Place, passes: Passes) -> int:
-        """Number of the row of a place whose replicas in a lane have these passes."""
+        """Returns number of the row of a place whose replicas in a lane have these passes."""
         grouped = place.tensor * place.context * place.expert > 1
         tables = self._tensor_tables(place) if grouped else None
         key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
@@ -93,13 +93,13 @@ class Rows:
         return number
 
     def _tensor_tables(self, place: Place) -> tuple[int, ...]:
-        """Number of the table of each kind of collective inside blocks."""
+        """Returns number of the table of each kind of collective inside blocks."""
         if place not in self._tables:
             self._tables[place] = self.traffic.tables_inside(place)
         return self._tables[place]
 
     def _pass(self, place: Place, samples: int, kind: int) -> Floats:
-        """float64 [B, ROW], a pass of so many samples on a device of that kind."""
+        """Returns float64 [B, ROW], a pass of so many samples on a device of that kind."""
         cut, tables = place.cut(samples), self._tensor_tables(place)
         row = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
@@ -207,7 +207,7 @@ class Packer:
         self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def frame(self, draft: Draft) -> Frame:
-        """The frame of a draft.
+        """Returns the frame of a draft.
 
         Raises:
             InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
@@ -222,7 +222,7 @@ class Packer:
         return frame
 
     def ties(self, frame: Frame, draft: Draft) -> Ties:
-        """The ties of a draft."""
+        """Returns the ties of a draft."""
         bounds, at = draft.bounds, draft.place_of_stage
         held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
         if held not in frame.known_ties:
@@ -260,7 +260,7 @@ class Packer:
         )
 
     def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        """How stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`."""
+        """Returns how stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`."""
         key = tuple([(place.devices, place.data_degree) for place in draft.places]), draft.place_of_stage
         if key not in self._ways:
             known = self.traffic.ways(borders(draft))
@@ -275,13 +275,13 @@ class Packer:
         return self._ways[key]
 
     def _rooms(self, devices: Sequence[tuple[int, ...]]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        """How many of the devices of each place and lane have how much room, as in `Frame`."""
+        """Returns how many of the devices of each place and lane have how much room, as in `Frame`."""
         rooms = [Counter([self._room[device] for device in own]) for own in devices]
         flat = [pair for room in rooms for pair in room.items()]
         return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(rooms)
 
     def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Actions of all places with each of these numbers of micro-batches, and where each of them begins."""
+        """Returns actions of all places with each of these numbers of micro-batches, and where each of them begins."""
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
             rows = [row for count in counts for row in stage_actions(draft, count)]

@@ -55,7 +55,7 @@ def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]
 
 
 def held_bytes(draft: Draft, lane: Lane, packer: Packer) -> Floats:
-    """float64 [P, 3], weights, gradients and optimizer state that a device of each place holds all step long."""
+    """Returns float64 [P, 3], weights, gradients and optimizer state that a device of each place holds all step long."""
     from rlplace.strategy.executor import passkernels as k
     from rlplace.strategy.executor.kernel import place_blocks
 
@@ -84,7 +84,7 @@ def received_bytes(draft: Draft, lane: Lane, rows: Sequence[Block], place: int) 
 
 
 def _rows(draft: Draft, lane: Lane, packer: Packer) -> Iterator[tuple[Floats, Floats]]:
-    """Every place of a lane as columns, with the costs of all blocks there."""
+    """Yields every place of a lane as columns, with the costs of all blocks there."""
     costed = packer.costed
     for place, replicas in zip(draft.places, lane.replicas, strict=True):
         yield np.array(costed.place(place)), costed.rows[costed.number(place, costed.passes(replicas))]

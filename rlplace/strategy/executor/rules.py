@@ -21,7 +21,7 @@ BUCKET = float(25 << 20)
 
 
 def keeping(sharding: int, offload: int, stages: int, copies: int) -> int:
-    """How a block is kept.
+    """Returns how a block is kept.
 
     In a pipeline torch's `replicate` is `fully_shard` over one device: it has the weights twice and exchanges whole gradients
     after the last backward. Blocks that live in host memory stream in as `fully_shard` gathers, at level 0 over one device.
@@ -32,7 +32,7 @@ def keeping(sharding: int, offload: int, stages: int, copies: int) -> int:
 
 
 def at_once_s(meets: float, compute_s: float, tensor_s: float, moving_s: float) -> float:
-    """Seconds by which collectives inside blocks and what moves beside these blocks hold each other up.
+    """Returns seconds by which collectives inside blocks and what moves beside these blocks hold each other up.
 
     Where both use one channel, each gets half of it while both want it: what moves finds collectives inside the blocks on the
     channel for their part of the blocks' time.
@@ -48,12 +48,14 @@ def at_once_s(meets: float, compute_s: float, tensor_s: float, moving_s: float) 
 
 
 def slowed_s(compute_s: float, tensor_s: float, moving_s: float, held_up_s: float) -> float:
-    """Seconds of a pass of a block while its neighbours' parameters and gradients move for `moving_s`; see `at_once_s`."""
+    """Returns seconds of a pass of a block while its neighbours' parameters and gradients move for `moving_s`; see
+    `at_once_s`.
+    """
     return compute_s + tensor_s + held_up_s + SLOWDOWN * min(compute_s, moving_s)
 
 
 def wider(moving_s: float, held_up_s: float) -> float:
-    """Factor on communication beside a block; see `at_once_s`."""
+    """Returns factor on communication beside a block; see `at_once_s`."""
     return 1.0 + held_up_s / moving_s if moving_s > 0.0 else 1.0
 
 

@@ -32,14 +32,16 @@ from rlplace.strategy.executor.meshes import (
 
 
 def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:
-    """The part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the weight."""
+    """Returns the part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the
+    weight.
+    """
     whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
     block = min(tie_blocks, key=lambda number: (whole[number], number))
     return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
 
 
 def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Seconds in which the places that hold a tied weight sum its gradients, and these places."""
+    """Yields seconds in which the places that hold a tied weight sum its gradients, and these places."""
     for tie in costs.ties:
         involved = places_of(draft, tie.blocks)
         if len(involved) > 1:
@@ -59,7 +61,7 @@ SIZES = np.array([0.0, *(2.0**octave * (1 + part / 4) for octave in range(FIRST_
 
 
 def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
-    """Seconds of a collective whose times at `SIZES` are `table`; nothing moves in no time.
+    """Returns seconds of a collective whose times at `SIZES` are `table`; nothing moves in no time.
 
     Larger messages than the largest of `SIZES` follow the last stretch. Compiled code runs this very function.
     """
@@ -112,7 +114,7 @@ class Traffic:
         self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
 
     def collective(self, kind: str, groups: Groups) -> int:
-        """Number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
+        """Returns number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
         if len(groups[0]) < 2:
             return 0
         if (kind, groups) not in self._numbers:
@@ -127,7 +129,9 @@ class Traffic:
         return [self.collective(kind, groups) for kind in kinds]
 
     def meets(self, place: Place) -> tuple[bool, bool]:
-        """Whether collectives inside blocks, and sums over copies, use a channel over which a place shares its weights."""
+        """Returns whether collectives inside blocks, and sums over copies, use a channel over which a place shares its
+        weights.
+        """
         if not place.sharding:
             return False, False
         inside = [group for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL) for group in tensor_groups(place, kind)]
@@ -135,17 +139,21 @@ class Traffic:
         return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
 
     def tables_inside(self, place: Place) -> tuple[int, ...]:
-        """Number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside blocks."""
+        """Returns number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside
+        blocks.
+        """
         return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
 
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
-        """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K tables."""
+        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K
+        tables.
+        """
         from rlplace.strategy.executor.kernel import moved_s
 
         return cast(Floats, moved_s(self.tables, np.array(tables), size_bytes.copy(), calls.copy()))
 
     def _kept(self, table: NDArray[np.float64]) -> int:
-        """The number of a table; equal ones have one."""
+        """Returns the number of a table; equal ones have one."""
         number = self._distinct.setdefault(table.tobytes(), len(self._distinct))
         if number == len(self.tables):
             self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
@@ -153,12 +161,12 @@ class Traffic:
         return number
 
     def table(self, kind: str, groups: Groups) -> NDArray[np.float64]:
-        """The table itself."""
+        """Returns the table itself."""
         number = self.collective(kind, groups)
         return self.tables[number]
 
     def ways(self, borders: Mapping[tuple[int, int], tuple[Pairs, float]]) -> dict[tuple[int, int], Way]:
-        """How places hand tensors over.
+        """Returns how places hand tensors over.
 
         Args:
             borders: By sender and receiver the pairs of devices that send, all at once, and the part of the tensor that each
@@ -196,7 +204,7 @@ class Traffic:
         return min(PCIE_BYTES_PER_S[kind.pcie_generation] / kind.pcie_per_switch, self.host_memory_bytes_per_s(device))
 
     def host_memory_bytes_per_s(self, device: int) -> float:
-        """A device's share of what its host's memory moves; updates in the host run at this rate."""
+        """Returns a device's share of what its host's memory moves; updates in the host run at this rate."""
         accelerators = self._accelerators[self.cluster.hosts[device]]
         return HOST_MEMORY_BYTES_PER_S * -(-accelerators // DEVICES_PER_SOCKET) / accelerators
 

@@ -68,7 +68,7 @@ class BlockCut:
 
 
 def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
-    """The cut of least cost; None where no layout agrees with the borders.
+    """Returns the cut of least cost; None where no layout agrees with the borders.
 
     Args:
         block: The block.
@@ -169,7 +169,7 @@ class FoundBlock:
 
 
 def found_blocks(ops: ForwardOps, *, sequence_parallel: bool) -> list[FoundBlock]:
-    """The blocks of a step.
+    """Returns the blocks of a step.
 
     Args:
         ops: Its forward ops.
@@ -188,7 +188,7 @@ class _Finder:
     sequence_parallel: bool
 
     def found(self, ops: list[int]) -> FoundBlock:
-        """The block of these ops."""
+        """Returns the block of these ops."""
         forward = self.forward
         local: dict[int, int] = {}
         for op in ops:
@@ -202,7 +202,7 @@ class _Finder:
         return FoundBlock(tuple(ops), tuple(local), Block(cut, tuple(values)))
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
-        """Order of what an op reads, equal in equal blocks wherever the tensors come from."""
+        """Returns order of what an op reads, equal in equal blocks wherever the tensors come from."""
         graph, forward = self.forward.graph, self.forward
         outside = forward.block_of_op[graph.tensor_producer[tensor]] != self.number
         return int(graph.tensor_role[tensor]), bool(outside), forward.names(op, tensor) or (), tensor
@@ -263,7 +263,7 @@ class _Finder:
         return tuple(found)
 
     def _table_work(self, op: int) -> float:
-        """Bytes of a table; 0 where it is not looked up by samples or is no larger than what one sample looks up."""
+        """Returns bytes of a table; 0 where it is not looked up by samples or is no larger than what one sample looks up."""
         forward, size_bytes = self.forward, self.forward.graph.tensor_bytes
         table = float(sum(size_bytes[tensor] for tensor in forward.weights(op)))
         made = float(sum(size_bytes[tensor] for tensor in forward.makes[op])) / forward.graph.samples

@@ -119,7 +119,7 @@ def read(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Move
 
 
 def _moves(value: CutValue, source: int, state: int) -> Moves:
-    """Collectives that bring what has the layout `source` into another, and gradients back."""
+    """Returns collectives that bring what has the layout `source` into another, and gradients back."""
     moves = [(FORWARD_PASS, _collective(source, max(state, WHOLE)))]
     if value.gradient:
         moves.append((BACKWARD_PASS, _collective(PARTIAL if state == SUMMED else state, max(source, WHOLE))))
@@ -127,7 +127,7 @@ def _moves(value: CutValue, source: int, state: int) -> Moves:
 
 
 def _collective(source: int, target: int) -> int | None:
-    """Kind that brings one layout into another; None where each device has what it needs."""
+    """Returns kind that brings one layout into another; None where each device has what it needs."""
     if source in (target, WHOLE):
         return None
     if source == PARTIAL:
@@ -152,7 +152,7 @@ class Table(NamedTuple):
 
 
 def eliminate(own: Sequence[Floats], ends: Sequence[tuple[int, int]], between: Sequence[Floats]) -> NDArray[np.intp]:
-    """The best option of every vertex, by index.
+    """Returns the best option of every vertex, by index.
 
     Args:
         own: Per vertex the costs of its options.
@@ -202,7 +202,7 @@ def _minimum(tables: list[Table], vertex: int, around: list[int]) -> tuple[Table
 
 
 def _sum(tables: list[Table], axes: tuple[int, ...]) -> Floats:
-    """Sum of tables with one axis for each of `axes`, of length one where no table depends on it."""
+    """Returns sum of tables with one axis for each of `axes`, of length one where no table depends on it."""
     total = np.zeros((1,) * len(axes))
     for table in sorted(tables, key=lambda table: table.values.size):
         mine = [axis for axis in axes if axis in table.scope]

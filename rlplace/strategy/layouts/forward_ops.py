@@ -82,7 +82,7 @@ class ForwardOps:
         self._runs = self._classes()
 
     def names(self, op: int, tensor: int) -> Names | None:
-        """An op's dimensions along a tensor, None where that is not known."""
+        """Returns an op's dimensions along a tensor, None where that is not known."""
         return self.indices.access.get(tensor, {}).get(op)
 
     def runs(self, op: int, name: str) -> int:
@@ -94,17 +94,17 @@ class ForwardOps:
         return self._runs.get((False, tensor, axis), ROW)
 
     def may_cut(self, op: int) -> bool:
-        """Whether the weights that an op reads may be cut."""
+        """Returns whether the weights that an op reads may be cut."""
         return self._only is None or all(self.owner(op, tensor) in self._only for tensor in self.weights(op))
 
     def owner(self, op: int, tensor: int) -> str:
-        """The module that holds a parameter which an op reads; of several the one that runs the op."""
+        """Returns the module that holds a parameter which an op reads; of several the one that runs the op."""
         record = self.graph.parameters[self.graph.tensor_parameter[min(self.parameters[tensor])]]
         owners = [name.rpartition(".")[0] for name in (record.name, *record.aliases)]
         return self.graph.op_module[op] if self.graph.op_module[op] in owners else owners[0]
 
     def weights(self, op: int) -> list[int]:
-        """Parameters of two or more axes that an op multiplies by or looks rows up in."""
+        """Returns parameters of two or more axes that an op multiplies by or looks rows up in."""
         if not (self.product[op] or self.graph.op_kind[op] == TABLE):
             return []
         records, index = self.graph.parameters, self.graph.tensor_parameter
@@ -119,7 +119,7 @@ class ForwardOps:
         return found
 
     def _with_gradient(self) -> NDArray[np.bool_]:
-        """Ops between a parameter that is trained and an op that has work in the backward pass."""
+        """Returns ops between a parameter that is trained and an op that has work in the backward pass."""
         graph, order = self.graph, np.flatnonzero(self.searched).tolist()
         trained = {tensor for op in order for tensor in self.reads[op] if self.is_trained(tensor)}
         for op in order:
@@ -132,7 +132,7 @@ class ForwardOps:
         return passed
 
     def is_trained(self, tensor: int) -> bool:
-        """Whether a tensor is a parameter with a gradient."""
+        """Returns whether a tensor is a parameter with a gradient."""
         return (
             self.graph.tensor_role[tensor] == PARAMETER and self.graph.parameters[self.graph.tensor_parameter[tensor]].trainable
         )

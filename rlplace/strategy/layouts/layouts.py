@@ -65,7 +65,7 @@ class LayoutSearch:
         return layout_of(self.ops, cuts, degree)
 
     def _search(self, degree: int, sequence_parallel: bool) -> tuple[list[tuple[FoundBlock, BlockCut | None]], str | None]:
-        """All blocks with their cuts, and why not. Equal blocks are searched once."""
+        """Returns all blocks with their cuts, and why not. Equal blocks are searched once."""
         if sequence_parallel not in self._blocks:
             self._blocks[sequence_parallel] = found_blocks(self.ops, sequence_parallel=sequence_parallel)
         found = self._blocks[sequence_parallel]

@@ -71,7 +71,7 @@ class TensorLayout:
 
 
 def layout_of(ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int) -> TensorLayout:
-    """The layout of a step from the cuts of its blocks."""
+    """Returns the layout of a step from the cuts of its blocks."""
     return _Layout(ops, degree).of(cuts)
 
 
@@ -175,7 +175,7 @@ class _Layout:
                 self.tensor_parts[tensor] = self.op_parts[maker] if cut else 1
 
     def _priced_name(self, op: int, name: str) -> str:
-        """A dimension by the name that the graph's `op_dims` have for it, which prices are read by."""
+        """Returns a dimension by the name that the graph's `op_dims` have for it, which prices are read by."""
         graph = self.graph
         forward = int(graph.op_forward[op])
         known, kind = graph.op_dims.get(op) or graph.op_dims.get(forward, {}), graph.op_kind[op]
@@ -195,19 +195,19 @@ _LOOKED_UP = ("embedding", "gather")
 
 
 def tensor_parts(graph: OpGraph, layout: TensorLayout) -> NDArray[np.int64]:
-    """int64 [T], into how many parts each tensor of the captured graph is cut."""
+    """Returns int64 [T], into how many parts each tensor of the captured graph is cut."""
     of_parameter = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
     own = layout.parameter_parts[np.maximum(graph.tensor_parameter, 0)] if graph.parameters else layout.tensor_parts
     return np.where(of_parameter, own, layout.tensor_parts).astype(np.int64)
 
 
 def shares(values: NDArray[np.int64], parts: NDArray[Any]) -> NDArray[np.int64]:
-    """The largest of so many parts of whole values."""
+    """Returns the largest of so many parts of whole values."""
     return -(-values // parts)
 
 
 def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_tensor: NDArray[Any]) -> OpGraph:
-    """Ops as one device of the group runs them; the same ops and tensors, smaller.
+    """Returns ops as one device of the group runs them; the same ops and tensors, smaller.
 
     The bytes that a cut op moves shrink like what it reads and writes: a product whose weight is cut still reads all of its
     input where that is whole.
@@ -238,7 +238,7 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
 
 
 def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int) -> tuple[Floats, Floats]:
-    """Bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each."""
+    """Returns bytes of whole tensors (int64 [T]), and calls, that the group moves in a pass: float64 [2, K, B] each."""
     size, calls = np.zeros((2, 2, len(COLLECTIVE_KINDS), blocks))
     for item in layout.collectives:
         size[item.when, item.kind, item.block] += moved_bytes(layout, item, tensor_bytes)
@@ -247,13 +247,13 @@ def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int)
 
 
 def moved_bytes(layout: TensorLayout, item: Collective, tensor_bytes: NDArray[np.int64]) -> int:
-    """Bytes of the whole tensor that a collective moves; of an all-to-all of experts those that a device has."""
+    """Returns bytes of the whole tensor that a collective moves; of an all-to-all of experts those that a device has."""
     parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
     return -(-int(tensor_bytes[item.tensor]) // parts)
 
 
 def _touched(graph: OpGraph, size: NDArray[np.int64]) -> Floats:
-    """float64 [N], the part of the bytes of the tensors that an op reads and writes that is left."""
+    """Returns float64 [N], the part of the bytes of the tensors that an op reads and writes that is left."""
     looked_up = np.array([kind in _LOOKED_UP for kind in graph.op_kind], dtype=bool)
     made = np.flatnonzero(graph.tensor_producer >= 0)
     tensor = np.concatenate([graph.edge_tensor, made])

@@ -64,11 +64,13 @@ class LaneBuild:
         self.lives = cache(lambda stage, kind: self.stages[stage].lifetimes(kind))
 
     def device(self, place: int) -> int:
-        """The device that stands for a place in this lane."""
+        """Returns the device that stands for a place in this lane."""
         return self.number * len(self.draft.places) + place
 
     def resident_bytes(self, place: int) -> float:
-        """Weights, gradients and optimizer state as far as they are there all step long, and torch's receive buffers."""
+        """Returns weights, gradients and optimizer state as far as they are there all step long, and torch's receive
+        buffers.
+        """
         rows = self.rows[place]
         total = sum(rows[block].static_bytes for block in self.draft.blocks_of(place))
         return total + received_bytes(self.draft, self.lane, rows, place)
@@ -90,7 +92,7 @@ class LaneBuild:
         return kind == "W" or stage == self.draft.stages - 1 or (stage, "B", microbatch) in self.arrived
 
     def _collective_s(self, stage: int) -> list[float]:
-        """Seconds of the collectives inside blocks."""
+        """Returns seconds of the collectives inside blocks."""
         place, traffic = self.draft.places[self.draft.place_of_stage[stage]], self.whole.traffic
         tables = traffic.tables_inside(place)
         return [table_s(traffic.tables[tables[item.kind]], item.size_bytes) for item in self.stages[stage].passed.collectives]
@@ -238,12 +240,12 @@ def tasks_of(draft: Draft, costs: OpCosts) -> int:
 
 
 def splits(draft: Draft) -> bool:
-    """Whether weight gradients are ops of their own."""
+    """Returns whether weight gradients are ops of their own."""
     return draft.schedule is not None and SCHEDULES[draft.schedule].splits_backward
 
 
 def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
-    """Lanes by what they do: as many micro-batches, as large, on as quick devices."""
+    """Returns lanes by what they do: as many micro-batches, as large, on as quick devices."""
     found: dict[object, list[Lane]] = {}
     for lane in lanes(draft):
         looks = tuple(

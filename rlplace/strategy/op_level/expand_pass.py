@@ -58,13 +58,13 @@ class PassBuild:
         return base
 
     def _gathers(self, row: Block) -> bool:
-        """Whether a block's parameters are gathered for this pass."""
+        """Returns whether a block's parameters are gathered for this pass."""
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
         return self.single and row.keeping == EACH_PASS
 
     def _reduces(self, row: Block) -> bool:
-        """Whether a block's gradient is reduced beside this pass."""
+        """Returns whether a block's gradient is reduced beside this pass."""
         each = row.keeping in (EACH_BACKWARD, EACH_PASS) or (self.last and row.keeping == ONCE)
         return self.single and self.kind != "F" and each
 
@@ -129,7 +129,7 @@ class PassBuild:
             build.waiting[self.device] += waits
 
     def _reduce(self, block: int, base: int, times: float = 1.0) -> int:
-        """The gradient of a block leaves as soon as the block is done."""
+        """Returns the gradient of a block leaves as soon as the block is done."""
         row = self.rows[block]
         op = self.lane.reduce(self.place, block, row, self._when(block), [], times)
         self.build.edge(base + self.part.ends[block], op, int(row.buffer_bytes))
@@ -155,7 +155,7 @@ class PassBuild:
         self.build.tensors(base + rows, sizes, end)
 
     def _gradient(self, block: int, size_bytes: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows that make the gradient of a block, and the bytes that each makes."""
+        """Returns rows that make the gradient of a block, and the bytes that each makes."""
         rows, tensors, blocks = self.ops.gradients(self.kind)
         own = blocks == block
         rows, sizes = rows[own], self.ops.passed.tensor_bytes[tensors[own]].astype(np.float64)

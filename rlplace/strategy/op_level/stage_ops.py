@@ -87,7 +87,7 @@ class StageOps:
         self.parts: dict[str, Part] = {}
 
     def part(self, kind: str) -> Part:
-        """The rows of a part."""
+        """Returns the rows of a part."""
         if kind not in self.parts:
             self.parts[kind] = self._rows(kind)
         return self.parts[kind]
@@ -129,7 +129,7 @@ class StageOps:
         return Part(op, block[order], collective[order], begins, ends, first, again)
 
     def _runs(self, kind: str, when: int, block: int) -> bool:
-        """Whether a part runs a collective: those of the forward also where all of it runs again."""
+        """Returns whether a part runs a collective: those of the forward also where all of it runs again."""
         if kind == "F":
             return when == FORWARD_PASS
         if when == FORWARD_PASS:
@@ -137,13 +137,13 @@ class StageOps:
         return when == BACKWARD_PASS and kind != "W"
 
     def seconds(self, kind: str, collective_s: Sequence[float]) -> NDArray[np.float64]:
-        """float64 [L]."""
+        """Returns float64 [L]."""
         part = self.part(kind)
         moved = np.array([*collective_s, 0.0])[part.collective]
         return np.where(part.op >= 0, self.passed.seconds[part.op], moved)
 
     def temporary_bytes(self, kind: str) -> Ints:
-        """int64 [L]."""
+        """Returns int64 [L]."""
         part = self.part(kind)
         return np.where(part.op >= 0, self.passed.temporary_bytes[part.op], 0)
 
@@ -157,13 +157,15 @@ class StageOps:
         return found
 
     def lifetimes(self, kind: str) -> list[Lifetimes]:
-        """Tensors that a part makes."""
+        """Returns tensors that a part makes."""
         if kind == "F":
             return [self._of_forward()]
         return [self._of_clones(kind), self._of_backward(kind)]
 
     def _of_forward(self) -> Lifetimes:
-        """A tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in torch."""
+        """Returns a tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in
+        torch.
+        """
         step, part, behind = self.step, self.part("F"), self.part("B")
         maker, reader, tensor = step.producer[step.tensor], step.reader, step.tensor
         makes = (step.producer >= 0) & self.inside[step.producer] & (step.phase[step.producer] == FORWARD) & ~step.is_gradient
@@ -219,7 +221,7 @@ class StageOps:
         return Lifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
 
     def _of_backward(self, kind: str) -> Lifetimes:
-        """Gradients of activations: for the part, for the weight half, or until the stage before has them."""
+        """Returns gradients of activations: for the part, for the weight half, or until the stage before has them."""
         step, part = self.step, self.part(kind)
         reader, tensor = step.reader, step.tensor
         makes = (
@@ -239,7 +241,7 @@ class StageOps:
         return Lifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
 
     def gradients(self, kind: str) -> tuple[Ints, Ints, Ints]:
-        """Rows that make gradients of weights, in order, their tensors and blocks."""
+        """Returns rows that make gradients of weights, in order, their tensors and blocks."""
         step, part = self.step, self.part(kind)
         made = np.flatnonzero(step.is_gradient & (step.producer >= 0))
         made = made[part.first[step.producer[made]] >= 0]

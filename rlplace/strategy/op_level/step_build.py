@@ -85,7 +85,7 @@ class StepBuild:
         temporary_bytes: NDArray[np.int64],
         labels: Sequence[str] | None = None,
     ) -> int:
-        """Ops that a device runs next, one after another, with labels before the name; the number of the first."""
+        """Returns ops that a device runs next, one after another, with labels before the name; the number of the first."""
         base = self._add(device, part, name, seconds, temporary_bytes, labels)
         self._order[device].append(np.arange(base, self._count))
         for op in self.waiting[device]:
@@ -105,7 +105,7 @@ class StepBuild:
         after: Iterable[int],
         held_bytes: int = 0,
     ) -> int:
-        """A device's op, after others, of the collective that all devices which give this key make together."""
+        """Returns a device's op, after others, of the collective that all devices which give this key make together."""
         op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
         held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
         self.exchanges.setdefault(key, ([], held))[0].append(op)
@@ -141,7 +141,7 @@ class StepBuild:
         return base
 
     def problem(self, name: str, samples: int, names: list[str], resident_bytes: list[int]) -> tuple[Problem, list[list[int]]]:
-        """The step as a problem with a group a device, of these names, and what each of them runs in order.
+        """Returns the step as a problem with a group a device, of these names, and what each of them runs in order.
 
         Hand-overs between devices are collectives; what ops on different devices wait for otherwise takes no time.
         """

@@ -36,7 +36,7 @@ def quicker_placement(
     calls: int | None = None,
     **pricing: Any,
 ) -> Placed | None:
-    """A placement of the whole batch as one micro-batch that is quicker than a strategy by more than 1 %, else None.
+    """Returns a placement of the whole batch as one micro-batch that is quicker than a strategy by more than 1 %, else None.
 
     It is searched only where branches could make it quicker: the longest chain of ops takes less than the strategy's step.
     The model must fit on one device, whose step gives the time of all ops. Where the best one-shot placement comes near the
@@ -84,7 +84,7 @@ def _step_s(placed: Placed) -> float:
 
 
 def longest_share(graph: OpGraph) -> float:
-    """Share of the longest path in the time of all ops without updates."""
+    """Returns share of the longest path in the time of all ops without updates."""
     seconds = np.where(graph.op_phase == UPDATE, 0.0, graph.op_flops / FLOPS_PER_S + graph.op_bytes / BYTES_PER_S)
     maker, reader = graph.tensor_producer[graph.edge_tensor], graph.consumers
     inside = maker >= 0

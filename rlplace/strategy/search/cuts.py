@@ -35,7 +35,7 @@ class Stages:
         return sum(self.taken_s)
 
     def paced_s(self, count: int) -> float:
-        """Seconds that so many micro-batches take at least where every stage has a place of its own.
+        """Returns seconds that so many micro-batches take at least where every stage has a place of its own.
 
         A stage does all of them after the stages before it had the first one, and before these have the last one back.
         """
@@ -59,11 +59,11 @@ class Balance:
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}
 
     def can_cut(self, cut: Cut) -> bool:
-        """Whether a pass can be cut like that."""
+        """Returns whether a pass can be cut like that."""
         return self._costs.why_not(cut) is None
 
     def kinds(self, devices: tuple[int, ...], places: int) -> tuple[Kinds, ...]:
-        """Kinds of the devices of equal consecutive places."""
+        """Returns kinds of the devices of equal consecutive places."""
         key = (devices, places)
         if key not in self._kinds:
             width = len(devices) // places
@@ -72,7 +72,7 @@ class Balance:
         return self._kinds[key]
 
     def pass_s(self, kinds: Kinds, cut: Cut) -> NDArray[np.float64]:
-        """float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
+        """Returns float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
         key = (kinds, cut)
         if key not in self._seconds:
             passes = [self._costs.passes(kind, cut) for kind in sorted(kinds)]
@@ -104,7 +104,9 @@ class Balance:
         return self._stages[key]
 
     def replicas_s(self, draft: Draft) -> NDArray[np.float64]:
-        """float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest device of its meshes."""
+        """Returns float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest device of its
+        meshes.
+        """
         degree = draft.data_degree
         sizes = draft.microbatch * (degree // len(draft.microbatch))
         known: dict[tuple[Kinds, Cut, int], float] = {}
@@ -148,7 +150,7 @@ def balanced_bounds(seconds: NDArray[np.float64], part_row: Sequence[int]) -> tu
 
 
 def walked_back(starts: Sequence[NDArray[np.int64]], blocks: int) -> tuple[int, ...]:
-    """The first block of every part, and B, from where each part begins at best, int64 [B + 1] by where it ends."""
+    """Returns the first block of every part, and B, from where each part begins at best, int64 [B + 1] by where it ends."""
     bounds = [blocks]
     for start in reversed(starts):
         bounds.append(int(start[bounds[-1]]))

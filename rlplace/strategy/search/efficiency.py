@@ -80,7 +80,7 @@ class BatchCurve:
 
     @staticmethod
     def from_updates(floor: float, samples: float, samples_per_epoch: float, *, name: str = "") -> BatchCurve:
-        """The curve of the inverse law updates(B) = floor + samples / B.
+        """Returns the curve of the inverse law updates(B) = floor + samples / B.
 
         Args:
             floor: Updates that even the largest batch needs (a); 0: epochs never rise.
@@ -95,7 +95,7 @@ class BatchCurve:
         return BatchCurve(min_epochs=least, critical_batch=critical, name=name)
 
     def epochs(self, batch: float) -> float:
-        """Epochs that a global batch of `batch` samples needs."""
+        """Returns epochs that a global batch of `batch` samples needs."""
         _positive(batch, "batch")
         if self.min_epochs is not None and self.critical_batch is not None:
             return self.min_epochs * (1.0 + batch / self.critical_batch)
@@ -184,7 +184,7 @@ def _positive(value: Any, what: str) -> float:
 
 
 def batches(smallest: int, devices: int) -> list[int]:
-    """The batches that are tried: the smallest, and it times 2, 4, 8, ... up to the number of devices, and that."""
+    """Returns the batches that are tried: the smallest, and it times 2, 4, 8, ... up to the number of devices, and that."""
     return sorted({smallest * factor for factor in (*(1 << power for power in range(devices.bit_length())), devices)})
 
 
@@ -196,7 +196,7 @@ def search_batches(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> tuple[Question, Answer, tuple[Mapping[str, Any], ...]]:
-    """The batch with the shortest time to the target, its strategies, and what every batch takes.
+    """Returns the batch with the shortest time to the target, its strategies, and what every batch takes.
 
     Args:
         question: Its batch is the smallest that is tried.

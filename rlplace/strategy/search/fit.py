@@ -38,7 +38,7 @@ MOST_CHANGES = 48
 def fitted(
     tries: Tries, draft: Draft, below_s: float = math.inf, *, thorough: bool = False, onward: bool = False
 ) -> Tried | None:
-    """The draft with the fewest steps that fit on every place; None where none fits.
+    """Returns the draft with the fewest steps that fit on every place; None where none fits.
 
     Args:
         tries: Evaluates.
@@ -92,7 +92,7 @@ class Ladders:
         self.saved = [np.cumsum([0.0, *(step.saved_bytes for step in own)]) for own in self._steps]
 
     def at(self, taken: Sequence[int]) -> Draft:
-        """The draft after so many steps of every place."""
+        """Returns the draft after so many steps of every place."""
         own = (step for some, n in zip(self._steps, taken, strict=True) for step in some[:n])
         return changed(self._first, {step.block: step.choice for step in own})
 
@@ -108,7 +108,9 @@ def _repaired(tries: Tries, tried: Tried) -> Tried:
 
 
 def tuned(tries: Tries, tried: Tried, together: Sequence[int], *, ends: int = 2, most: int | None = None) -> Tried:
-    """The draft after one walk over `other_choices`, the first `most` of them, each on top of those that were better."""
+    """Returns the draft after one walk over `other_choices`, the first `most` of them, each on top of those that were
+    better.
+    """
     for chosen in itertools.islice(other_choices(tries, tried.draft, together, ends), most):
         other = tries.score(changed(tried.draft, chosen))
         if other.fits and other.step_s < tried.step_s:
@@ -173,7 +175,7 @@ def _exchanges(changes: list[tuple[float, float, int]], count: int, room: float)
 
 @lru_cache
 def _combinations(total: int, count: int) -> NDArray[np.int64]:
-    """int64 [N, count], all sets of so many numbers below `total`."""
+    """Returns int64 [N, count], all sets of so many numbers below `total`."""
     return np.array(list(itertools.combinations(range(total), count)), dtype=np.int64).reshape(-1, count)
 
 
@@ -186,7 +188,7 @@ def _choices(tries: Tries) -> list[Choice]:
 
 
 def _runnable(tries: Tries, draft: Draft, choices: list[Choice]) -> list[Choice]:
-    """Choices without those that the engine refuses for all blocks of the draft."""
+    """Returns choices without those that the engine refuses for all blocks of the draft."""
     first = choices[0]
     alone = [choice for choice in choices[1:] if choice[0] == first[0] or choice[1] == first[1]]
     refused = [choice for choice in alone if tries.refused(_all(draft, choice))]
@@ -198,13 +200,13 @@ def _runnable(tries: Tries, draft: Draft, choices: list[Choice]) -> list[Choice]
 
 
 def _all(draft: Draft, choice: Choice) -> Draft:
-    """The draft with one choice for all blocks."""
+    """Returns the draft with one choice for all blocks."""
     blocks = draft.bounds[-1]
     return dataclasses.replace(draft, recompute=bytes([choice[0]]) * blocks, offload=bytes([choice[1]]) * blocks)
 
 
 def changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
-    """The draft with other choices for some blocks."""
+    """Returns the draft with other choices for some blocks."""
     recompute, offload = bytearray(draft.recompute), bytearray(draft.offload)
     for block, choice in chosen.items():
         recompute[block], offload[block] = choice
@@ -212,13 +214,13 @@ def changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
 
 
 def _missing(tries: Tries, draft: Draft) -> list[float]:
-    """Bytes that are missing on the fullest device of every place; below 0 where there is room."""
+    """Returns bytes that are missing on the fullest device of every place; below 0 where there is room."""
     left = _left(tries, draft)
     return [max(-left[device] for device in place.devices) for place in draft.places]
 
 
 def _left(tries: Tries, draft: Draft) -> list[float]:
-    """Bytes of every device that a draft leaves unused; below 0 where it is over capacity."""
+    """Returns bytes of every device that a draft leaves unused; below 0 where it is over capacity."""
     peaks = tries.question.scores.evaluate(draft).peak_memory_bytes
     return [
         math.inf if device.memory_bytes is None else device.memory_bytes - peak

@@ -69,7 +69,7 @@ def moved_devices(places: Places, near: Sequence[int], looks: Sequence[Look], us
 
 
 def _exchanged(places: Places, one: int, other: int, looks: Sequence[Look]) -> Iterator[Places]:
-    """Two places exchange their devices or one of each look, or one hands a device over."""
+    """Yields two places exchange their devices or one of each look, or one hands a device over."""
     if one == other:
         return
     a, b = places[one], places[other]
@@ -96,7 +96,7 @@ def _exchanged(places: Places, one: int, other: int, looks: Sequence[Look]) -> I
 
 
 def _reordered(places: Places, one: int, looks: Sequence[Look]) -> Iterator[Places]:
-    """Devices of a place by host and kind, or dealt out over the groups, where they are unlike."""
+    """Yields devices of a place by host and kind, or dealt out over the groups, where they are unlike."""
     place = places[one]
     if len({looks[device] for device in place.devices}) > 1:
         ordered = tuple(sorted(place.devices, key=lambda device: (looks[device], device)))
@@ -108,7 +108,7 @@ def _reordered(places: Places, one: int, looks: Sequence[Look]) -> Iterator[Plac
 
 
 def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
-    """The place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied.
+    """Returns the place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied.
 
     Or tensor groups wider by as much as the place is.
     """
@@ -124,7 +124,7 @@ def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
 
 
 def _split(place: Place) -> Iterator[tuple[Place, Place]]:
-    """A place as two of half the devices, with half of one degree."""
+    """Yields a place as two of half the devices, with half of one degree."""
     half = len(place.devices) // 2
     for axis in ("replicate", "shard", "context", "tensor"):
         if getattr(place, axis) % 2 == 0:
@@ -137,12 +137,14 @@ def _on(place: Place, devices: tuple[int, ...]) -> Place:
 
 
 def replaced(places: Places, changed: dict[int, Places]) -> Places:
-    """The places with some of them replaced, each by one or more."""
+    """Returns the places with some of them replaced, each by one or more."""
     return tuple(new for number, old in enumerate(places) for new in changed.get(number, (old,)))
 
 
 def at_level(place: Place, level: int) -> Place:
-    """The place with a sharding level if it shards, sequence parallelism and spread experts only where their groups exist."""
+    """Returns the place with a sharding level if it shards, sequence parallelism and spread experts only where their groups
+    exist.
+    """
     sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
     expert = gcd(place.expert, group) if sharding or place.expert == group else 1
     sequence = place.sequence_parallel and place.tensor > 1
@@ -173,7 +175,7 @@ class Moves:
         self._looks = [(cluster.kinds[device].name, cluster.hosts[device]) for device in range(cluster.num_devices)]
 
     def neighbours(self, draft: Draft, seen: Evaluation) -> Iterator[Draft]:
-        """Drafts that differ by one move and process the same batch, without recomputation and offload.
+        """Yields drafts that differ by one move and process the same batch, without recomputation and offload.
 
         Args:
             draft: Where the search is.
@@ -210,7 +212,7 @@ class Moves:
                     yield dataclasses.replace(spread, bounds=bounds)
 
     def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
-        """The same places under another schedule, or with more or fewer stages each."""
+        """Yields the same places under another schedule, or with more or fewer stages each."""
         if draft.stages == 1:
             return
         now = draft.schedule, draft.stages // len(draft.places)
@@ -223,7 +225,7 @@ class Moves:
                 yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
 
     def _with_places(self, draft: Draft, places: Sequence[Place]) -> Iterator[Draft]:
-        """The draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
+        """Yields the draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
         degree, blocks = max(place.data_degree for place in places), draft.bounds[-1]
         if any(degree % place.data_degree for place in places) or len(places) > blocks:
             return
@@ -243,14 +245,18 @@ class Moves:
                     yield dataclasses.replace(made, microbatch=sizes, microbatches=counts)
 
     def _chains(self, draft: Draft, places: int) -> list[tuple[int, str | None]]:
-        """Stages a place, as many as before or as many in all, under the same schedule; what is possible where that is not."""
+        """Returns stages a place, as many as before or as many in all, under the same schedule; what is possible where that is
+        not.
+        """
         possible = list(chains(self._question.space, places, draft.bounds[-1]))
         as_before = {draft.stages // len(draft.places), -(-draft.stages // places)}
         same = [one for one in possible if one[0] in as_before and one[1] == draft.schedule]
         return same or possible[:1]
 
     def _shares(self, draft: Draft, near: bool) -> Iterator[Shares]:
-        """Ways to spread the batch: those within a factor of two of the micro-batch size, or the nearest of each form."""
+        """Yields ways to spread the batch: those within a factor of two of the micro-batch size, or the nearest of each
+        form.
+        """
         question, degree = self._question, draft.data_degree
         lockstep = any(place.sharding > 1 for place in draft.places)
         now = (draft.microbatch, draft.microbatches)
@@ -287,7 +293,7 @@ def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:
 
 
 def _one_less(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One taken from the largest and given to one of the others that differ, and the other way round."""
+    """Yields one taken from the largest and given to one of the others that differ, and the other way round."""
     most = parts.index(max(parts))
     for other in {part: index for index, part in enumerate(parts) if index != most}.values():
         for way in (-1, 1):
@@ -299,7 +305,9 @@ def _one_less(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _other_axes(place: Place) -> list[Place]:
-    """The same devices with a prime factor moved between degrees, another expert degree, level, or sequence parallelism."""
+    """Returns the same devices with a prime factor moved between degrees, another expert degree, level, or sequence
+    parallelism.
+    """
     changed: list[Place] = []
     axes = ("replicate", "shard", "context", "tensor")
     for more in axes:

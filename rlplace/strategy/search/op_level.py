@@ -52,7 +52,7 @@ def evaluate_ops(
 def simulate_ops(
     draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None, *, named: bool = False
 ) -> tuple[ExpandedDraft, Timeline]:
-    """The ops of one pipeline, and when they run; `named`: ops have names for people."""
+    """Returns the ops of one pipeline, and when they run; `named`: ops have names for people."""
     expanded = expand_draft(draft, costs, cluster, traffic, named=named)
     return expanded, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
 
@@ -94,7 +94,7 @@ class OpLevel:
         self._larger: dict[str | None, float] = {}  # by schedule, peaks of what did not fit over those of the block executor
 
     def evaluate(self, draft: Draft) -> Evaluation:
-        """Step time and memory."""
+        """Returns step time and memory."""
         if draft.beside and draft not in self._known:
             alone = [self.evaluate(one) for one in draft.pipelines]
             self._known[draft] = side_by_side(draft, alone, self._costs, self._traffic)
@@ -107,7 +107,8 @@ class OpLevel:
         return self._known[draft]
 
     def checked(self, answer: Answer) -> Answer:
-        """The same answer with the figures of the first of its drafts, and of its rivals; none announced that does not fit.
+        """Returns the same answer with the figures of the first of its drafts, and of its rivals; none announced that does not
+        fit.
 
         What is not checked is never before the best of what is. The first is the simplest that is near the quickest
         (`rlplace.strategy.search.simpler`), the others follow by their step time.
@@ -143,7 +144,9 @@ class OpLevel:
         return sorted((tried for tried in checked if tried.fits), key=lambda tried: tried.key)
 
     def _simplest(self, ranked: Sequence[Tried]) -> Tried:
-        """The simplest near the quickest that was checked, which it is itself where no simpler one is; checks a few more."""
+        """Returns the simplest near the quickest that was checked, which it is itself where no simpler one is; checks a few
+        more.
+        """
         by_blocks = {tried.draft: tried.step_s for tried in ranked}
         quickest = self._checked(ranked)[0]
         known = [tried for tried in self._checked(ranked) if tried.step_s <= NEAR * quickest.step_s]
@@ -155,7 +158,7 @@ class OpLevel:
         return next(iter(simpler(sorted(known, key=lambda tried: tried.key), quickest, NEAR * quickest.step_s)), quickest)
 
     def _rival(self, tried: Tried, others: Iterable[Tried]) -> Tried:
-        """The best of a kind, as far as tasks are left."""
+        """Returns the best of a kind, as far as tasks are left."""
         if not tried.fits or self._tasks > TASKS_OF_RIVALS or time.monotonic() > self._ends_s:
             return tried
         return next(iter(self._fitting([tried, *others], 1)), self._tried(tried))
@@ -165,7 +168,7 @@ class OpLevel:
         return Tried(tried.draft, said.step_time_s, said.over_bytes)
 
     def _fitting(self, ranked: Iterable[Tried], count: int) -> list[Tried]:
-        """The first that fit."""
+        """Returns the first that fit."""
         found: list[Tried] = []
         devices = self._question.cluster.devices
         for tried in ranked:

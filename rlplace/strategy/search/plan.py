@@ -64,7 +64,7 @@ def plan_strategy(
     settings: Mapping[str, Any] | None = None,
     memory: bool = False,
 ) -> PlacementPlan:
-    """The best strategy for a step of `batch` samples.
+    """Returns the best strategy for a step of `batch` samples.
 
     Args:
         graph: A captured step of the model.
@@ -152,7 +152,7 @@ def ask(
     settings: Mapping[str, Any] | None = None,
     **pricing: Any,
 ) -> Question:
-    """The question of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
+    """Returns the question of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
     blocks = PricedBlocks(graph, cluster, **pricing)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
@@ -185,7 +185,7 @@ def _memory(question: Question, answer: Answer, finer: OpLevel) -> tuple[Mapping
 
 
 def unlike(ranked: Sequence[Tried], count: int) -> list[Tried]:
-    """The best drafts that differ in their degrees; then, where those are fewer, in level, schedule or micro-batch.
+    """Returns the best drafts that differ in their degrees; then, where those are fewer, in level, schedule or micro-batch.
 
     Neighbours of the best that recompute a block less are no choice for a person who wants to try three strategies.
     """
@@ -224,7 +224,7 @@ def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
 
 
 def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any]:
-    """A strategy as plans list it, without its tensor layouts, which the answer has."""
+    """Returns a strategy as plans list it, without its tensor layouts, which the answer has."""
     strategy = dataclasses.replace(question, layouts=None).strategy(tried.draft)
     return {
         "kind": kind_of(tried.draft),
@@ -240,7 +240,7 @@ def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any
 
 
 def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
-    """An entry for every kind with one dimension of which nothing was evaluated, with the reason."""
+    """Yields an entry for every kind with one dimension of which nothing was evaluated, with the reason."""
     sizes = answer.ranked[0].draft.microbatch
     for kind in KINDS:
         if kind in answer.of_kinds:

@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 def published_starts(question: Question) -> Iterator[Draft]:
-    """Drafts of published planners that have an answer; nothing runs again."""
+    """Yields drafts of published planners that have an answer; nothing runs again."""
     balance = Balance(question.costs, question.cluster)
     for devices in orders(question):
         if question.devices is not None:
@@ -165,13 +165,15 @@ def replicated_stages(
 
 
 def _microbatches(question: Question, degree: int, wanted: int) -> list[tuple[int, int]]:
-    """The equal shares of so many replicas whose number of micro-batches is nearest to the wanted one, if there are any."""
+    """Returns the equal shares of so many replicas whose number of micro-batches is nearest to the wanted one, if there are
+    any.
+    """
     spreads = [(sizes[0], counts[0]) for sizes, counts in equal_shares(question.batch, degree, question.space)]
     return sorted(spreads, key=lambda spread: abs(math.log(spread[1] / wanted)))[:1]
 
 
 def _chain(devices: Sequence[int], widths: Sequence[int], bounds: tuple[int, ...], spread: tuple[int, int], name: str) -> Draft:
-    """Stages of so many copies each, on consecutive devices."""
+    """Returns stages of so many copies each, on consecutive devices."""
     ends = np.cumsum([0, *widths]).tolist()
     places = tuple(Place(tuple(devices[a:b]), replicate=b - a) for a, b in pairwise(ends))
     return plain_draft(bounds, places, microbatch=spread[:1], microbatches=spread[1:], schedule=name)

@@ -30,7 +30,9 @@ BF16, FP16 = "bfloat16", "float16"
 
 
 def without_bf16(graph: OpGraph, cluster: Cluster, devices: Iterable[int]) -> list[str]:
-    """Kinds of these devices that have units for float16 and none for bfloat16, where ops of the graph compute in that."""
+    """Returns kinds of these devices that have units for float16 and none for bfloat16, where ops of the graph compute
+    in that.
+    """
     if BF16 not in graph.op_dtype:
         return []
     used = {cluster.devices[device].kind for device in devices}
@@ -56,12 +58,12 @@ def bf16_note(graph: OpGraph, kinds: Iterable[str], step_s: float | None = None,
 
 
 def in_fp16(graph: OpGraph) -> OpGraph:
-    """The same step with float16 in place of bfloat16, which is as large."""
+    """Returns the same step with float16 in place of bfloat16, which is as large."""
     return dataclasses.replace(graph, op_dtype=tuple(FP16 if name == BF16 else name for name in graph.op_dtype))
 
 
 def fp16_step_s(question: Question, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: object) -> float:
-    """Seconds of a draft's step in float16, by the same executor as that of the answer.
+    """Returns seconds of a draft's step in float16, by the same executor as that of the answer.
 
     Args:
         question: What was asked.
@@ -91,7 +93,7 @@ Buffers: for what other stages send, and for gradients while they are reduced. R
 def memory_parts(
     draft: Draft, costs: OpCosts, cluster: Cluster, said: Evaluation, traffic: Traffic | None = None
 ) -> tuple[HeldMemory, ...]:
-    """The memory of all devices in use, those alike together.
+    """Returns the memory of all devices in use, those alike together.
 
     Args:
         draft: The draft.

@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:
-    """The steps of a place, the cheapest for what it saves first.
+    """Returns the steps of a place, the cheapest for what it saves first.
 
     Args:
         question: Whose costs.
@@ -60,7 +60,7 @@ def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice
 
 
 def _hull(seconds: Floats, held: Floats, here: int) -> list[tuple[float, int, float]]:
-    """Seconds per byte, choice and bytes saved of every corner of the lower hull, after the choice `here`."""
+    """Returns seconds per byte, choice and bytes saved of every corner of the lower hull, after the choice `here`."""
     corners: list[tuple[float, int, float]] = []
     while True:
         saved = held[here] - held
@@ -89,7 +89,9 @@ def in_flight_of(draft: Draft) -> list[int]:
 
 
 def exchange_s(question: Question, place: Place) -> Floats:
-    """float64 [B], seconds in which a place sums the gradients of a block, and gathers its weights where they are shared."""
+    """Returns float64 [B], seconds in which a place sums the gradients of a block, and gathers its weights where they are
+    shared.
+    """
     traffic, whole = question.scores.traffic, question.costs.held(place.tensor, place.expert)
     weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
     if place.sharding:
@@ -101,7 +103,7 @@ def exchange_s(question: Question, place: Place) -> Floats:
 
 
 def inside_s(question: Question, place: Place, passes: PassCosts) -> Floats:
-    """float64 [2, B], seconds in which a place moves tensors inside blocks, in a forward and in a backward."""
+    """Returns float64 [2, B], seconds in which a place moves tensors inside blocks, in a forward and in a backward."""
     traffic = question.scores.traffic
     return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)
 

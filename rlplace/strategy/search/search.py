@@ -88,7 +88,7 @@ class Answer:
 def search(
     question: Question, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
 ) -> Answer:
-    """The best strategies that fit.
+    """Returns the best strategies that fit.
 
     Args:
         question: What is asked.
@@ -198,7 +198,7 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
 
 
 def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried | None]:
-    """Neighbours, None for those that do not fit or are much slower; with what blocks choose fitted anew, or onward."""
+    """Yields neighbours, None for those that do not fit or are much slower; with what blocks choose fitted anew, or onward."""
     yield tuned(tries, at, (1, 2) if thorough else (1,), ends=1 + thorough)
     for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
@@ -212,7 +212,7 @@ def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterat
 
 
 def starts(tries: Tries) -> Iterator[Tried]:
-    """The best drafts of one pipeline that fit, of a few unlike kinds, the best first."""
+    """Yields the best drafts of one pipeline that fit, of a few unlike kinds, the best first."""
     kinds: set[str] = set()
     for tried in tries.known():
         kind = kind_of(tried.draft)
@@ -222,13 +222,15 @@ def starts(tries: Tries) -> Iterator[Tried]:
 
 
 def _any_uniform(question: Question) -> bool:
-    """Whether the space leaves a uniform strategy."""
+    """Returns whether the space leaves a uniform strategy."""
     balance = Balance(question.costs, question.cluster)
     return any(question.space.forbids(option.draft(balance)) is None for option in Options(question, balance).every())
 
 
 def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
-    """Why no strategy can be the answer; `any_uniform`: whether the space leaves a uniform one; `complete`: it was not cut."""
+    """Explains why no strategy can be the answer; `any_uniform`: whether the space leaves a uniform one; `complete`: it was not
+    cut.
+    """
     question, best = tries.question, tries.best
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)

@@ -26,14 +26,14 @@ EVERYTHING = Space()
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, in increasing order."""
+    """Returns the divisors of a number, in increasing order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 @lru_cache(maxsize=4096)
 def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) -> tuple[Shares, ...]:
-    """All replicas alike, for micro-batch sizes that divide the share.
+    """Returns all replicas alike, for micro-batch sizes that divide the share.
 
     Args:
         batch: Samples a step.
@@ -49,7 +49,7 @@ def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) 
 
 
 def unlike_shares(batch: int, pace_s: NDArray[np.float64], space: Space, lockstep: bool) -> Iterator[Shares]:
-    """Micro-batches of unlike size, or unlike numbers of them; nothing where replicas are alike and the batch divides.
+    """Yields micro-batches of unlike size, or unlike numbers of them; nothing where replicas are alike and the batch divides.
 
     Args:
         batch: Samples a step.
@@ -146,7 +146,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
-    """All uniform ways to use a set of devices."""
+    """Yields all uniform ways to use a set of devices."""
     space, cluster = question.space, question.cluster
     hosts = [cluster.hosts[device] for device in devices]
     per_host = max(1, min(hosts.count(host) for host in set(hosts)))
@@ -163,7 +163,7 @@ def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
 def _data_shapes(
     question: Question, devices: tuple[int, ...], places: int, context: int, tensor: int, per_host: int
 ) -> Iterator[Shape]:
-    """Shapes of these degrees, by how the rest of each place is shared and copied."""
+    """Yields shapes of these degrees, by how the rest of each place is shared and copied."""
     space, blocks = question.space, len(question.costs.names)
     data = len(devices) // places // tensor // context
     inside = max(1, min(data, per_host // (tensor * context)))
@@ -192,7 +192,7 @@ def _expert_degrees(question: Question, group: int, sharding: int) -> list[int]:
 
 
 def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
-    """Stages a place with the schedules that run them."""
+    """Yields stages a place with the schedules that run them."""
     if places == 1:
         yield 1, None
         return

@@ -36,7 +36,9 @@ def simplicity(draft: Draft) -> tuple[int, ...]:
 
 
 def simpler(tried: Iterable[Tried], than: Tried, most_s: float) -> list[Tried]:
-    """Drafts that fit, take at most `most_s` and are simpler than another, the simplest first; of those alike the first."""
+    """Returns drafts that fit, take at most `most_s` and are simpler than another, the simplest first; of those alike the
+    first.
+    """
     found: dict[tuple[int, ...], Tried] = {}
     for one in tried:
         if one.fits and one.step_s <= most_s:

@@ -84,7 +84,7 @@ class Space(Record, frozen=True):
         return " ".join(f"{key}={','.join(map(str, values))}" for key, values in plain(self).items())
 
     def allows(self, key: str, value: Any) -> bool:
-        """Whether a value of a key is allowed."""
+        """Returns whether a value of a key is allowed."""
         values = getattr(self, key)
         return values is None or value in values
 
@@ -93,7 +93,7 @@ class Space(Record, frozen=True):
         return [value for value in values if self.allows(key, value)]
 
     def forbids(self, draft: Draft) -> str | None:
-        """The first key that forbids a strategy; None where it is allowed."""
+        """Returns the first key that forbids a strategy; None where it is allowed."""
         if draft.beside:
             return next((key for one in draft.pipelines if (key := self.forbids(one)) is not None), None)
         for place in draft.places:
@@ -119,5 +119,5 @@ class Space(Record, frozen=True):
 
 
 def _value(text: str) -> int | str:
-    """A number of a sane length, or a word."""
+    """Returns a number of a sane length, or a word."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text

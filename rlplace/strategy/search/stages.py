@@ -46,7 +46,7 @@ TRIED = 40
 
 
 def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
-    """Drafts of the table as they fit, the most promising first; None for those that do not.
+    """Yields drafts of the table as they fit, the most promising first; None for those that do not.
 
     Args:
         tries: Evaluates.
@@ -77,7 +77,9 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
 
 
 def orders(question: Question) -> list[tuple[int, ...]]:
-    """Devices by host, kinds one after another in every order (of many, there and back), then the first kind on both ends."""
+    """Returns devices by host, kinds one after another in every order (of many, there and back), then the first kind on both
+    ends.
+    """
     cluster = question.cluster
     name = [kind.name for kind in cluster.kinds]
     kinds = list(dict.fromkeys(name))
@@ -115,7 +117,7 @@ class Table:
         self._spread, self._stages = Spread(0, 0, 0), dict[object, Stage | None]()  # of one spread over all orders of devices
 
     def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
-        """The best draft of every number of stages, with the seconds that the table expects."""
+        """Yields the best draft of every number of stages, with the seconds that the table expects."""
         unit = -(-len(devices) // MOST_UNITS)
         units = [devices[start : start + unit] for start in range(0, len(devices), unit)]
         total, parts = len(units), len(self._ends) - 1
@@ -134,7 +136,7 @@ class Table:
     def _layer(
         self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int
     ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """One stage more, put before those of `best`."""
+        """Returns one stage more, put before those of `best`."""
         total = len(units)
         now = np.full_like(best, np.inf)
         width_of, end_of, axes_of = (np.zeros(best.shape, dtype=np.int64) for _ in range(3))
@@ -161,7 +163,7 @@ class Table:
 
     @staticmethod
     def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
-        """Devices of a stage that takes the first `width` of the last `used` units."""
+        """Returns devices of a stage that takes the first `width` of the last `used` units."""
         first = len(units) - used
         return tuple(itertools.chain.from_iterable(units[first : first + width]))
 
@@ -185,7 +187,7 @@ class Table:
         return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
 
     def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Place]:
-        """Axes of a stage: a tensor group inside a host and copies, whole or shared."""
+        """Yields axes of a stage: a tensor group inside a host and copies, whole or shared."""
         width, space = len(devices), self._question.space
         for data in divisors(width):
             tensor = width // data
@@ -206,7 +208,7 @@ class Table:
                 yield Place(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
 
     def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
-        """Seconds of all stages on these devices, with the best axes of each."""
+        """Returns seconds of all stages on these devices, with the best axes of each."""
         if spread != self._spread:
             self._spread, self._stages = spread, {}
         if (look, passes) not in self._stages:

@@ -58,7 +58,7 @@ class Question:
         return replace(strategy, pipelines=tuple(map(self._laid_out, strategy.pipelines, draft.pipelines)))
 
     def _laid_out(self, pipeline: Pipeline, draft: Draft) -> Pipeline:
-        """The pipeline of a draft with the layout words of its tensor-parallel stages."""
+        """Returns the pipeline of a draft with the layout words of its tensor-parallel stages."""
         assert self.layouts is not None
         stages = []
         for stage, place in zip(pipeline.stages, map(draft.places.__getitem__, draft.place_of_stage), strict=True):
@@ -157,7 +157,9 @@ class Tries:
         return own
 
     def left(self) -> bool:
-        """Whether there is budget for another evaluation; the clock ends only what is `timed` and has something that fits."""
+        """Returns whether there is budget for another evaluation; the clock ends only what is `timed` and has something that
+        fits.
+        """
         return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
 
     def end_by_time(self, least: float) -> None:
@@ -169,7 +171,7 @@ class Tries:
             self._end_s = now + self._limit_s
 
     def fitting(self) -> bool:
-        """Whether something fits."""
+        """Returns whether something fits."""
         return self.best is not None and self.best.fits
 
     @property
@@ -178,16 +180,16 @@ class Tries:
         return self.best.step_s if self.best is not None and self.best.fits else math.inf
 
     def spent(self) -> float:
-        """The part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
+        """Returns the part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
         left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)
         return max(self.calls / self._most, 1.0 - left)
 
     def known(self) -> list[Tried]:
-        """All that were evaluated, the best first."""
+        """Returns all that were evaluated, the best first."""
         return sorted(self._known.values(), key=lambda tried: tried.key)
 
     def refused(self, draft: Draft) -> str | None:
-        """Why space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
+        """Explains why space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
         reason = self._reason(draft)
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1

@@ -89,7 +89,7 @@ class Options:
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
     def every(self, sets: Iterable[tuple[int, ...]] | None = None, kinds: Collection[str] | None = None) -> Iterator[Option]:
-        """Every one on these sets of devices and of these kinds (None: all), be it too large for the memory."""
+        """Yields every one on these sets of devices and of these kinds (None: all), be it too large for the memory."""
         question = self._question
         for devices in device_sets(question.cluster) if sets is None else sets:
             if question.devices is not None and not set(devices) <= set(question.devices):
@@ -99,7 +99,7 @@ class Options:
                     yield from self._of(shape)
 
     def _of(self, shape: Shape) -> Iterator[Option]:
-        """One option for each way to spread the batch over a shape's replicas and micro-batches."""
+        """Yields one option for each way to spread the batch over a shape's replicas and micro-batches."""
         order, split = stage_order(shape.places, shape.schedule, shape.chunks), _splits(shape)
         key = (shape.devices, shape.places, shape.axes.data_degree, shape.axes.cut(1), order, split, shape.axes.sharding > 1)
         if key not in self._spreads:
@@ -156,7 +156,7 @@ class Options:
         return self._sums[key]
 
     def _room(self, shape: Shape) -> tuple[Floats, Floats]:
-        """float64 [P], bytes of the smallest device of every place, and of the largest."""
+        """Returns float64 [P], bytes of the smallest device of every place, and of the largest."""
         key = shape.devices, shape.places
         if key not in self._rooms:
             rooms = np.array([self._question.room_bytes[device] for device in shape.devices]).reshape(shape.places, -1)
@@ -199,12 +199,12 @@ class Options:
 
 @lru_cache
 def _holds(order: tuple[int, ...]) -> Floats:
-    """float64 [S, P], 1 where a stage is on a place."""
+    """Returns float64 [S, P], 1 where a stage is on a place."""
     return np.eye(max(order) + 1)[list(order)]
 
 
 def _splits(shape: Shape) -> bool:
-    """Whether gradients of weights are made later than others."""
+    """Returns whether gradients of weights are made later than others."""
     return shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
 
 
@@ -218,7 +218,7 @@ def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balanc
 
 
 def _runnable(question: Question) -> Space:
-    """The space, without axes that it leaves open and the engine refuses in any strategy."""
+    """Returns the space, without axes that it leaves open and the engine refuses in any strategy."""
     closed: dict[str, tuple[int, ...]] = {}
     drafts = {
         axis: plain_draft((0, len(question.costs.names)), [place])
@@ -245,7 +245,7 @@ RIVALS = 4
 
 
 def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
-    """The first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
+    """Yields the first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
 
     Raises:
         OutOfBudgetError: The budget ended before all were looked at.
@@ -277,7 +277,7 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
 
 
 def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
-    """Options in the order of `Option.key`; made when asked for: the last.
+    """Returns options in the order of `Option.key`; made when asked for: the last.
 
     To begin with, those of kinds with one dimension, and all others. In large clusters the first leave no device of a kind out
     unless it leaves out all: the rest takes longer, mostly.

@@ -69,7 +69,7 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
 
 
 def other_shares(draft: Draft) -> Iterator[Draft]:
-    """Micro-batches move from one pipeline to another, as few as leave both whole."""
+    """Yields micro-batches move from one pipeline to another, as few as leave both whole."""
     pipelines = draft.pipelines
     for one, other in itertools.permutations(range(len(pipelines)), 2):
         sizes = [pipelines[number].batch // min(pipelines[number].microbatches) for number in (one, other)]
@@ -84,14 +84,14 @@ def other_shares(draft: Draft) -> Iterator[Draft]:
 
 
 def _groups(question: Question) -> list[tuple[int, ...]]:
-    """Devices of every kind."""
+    """Returns devices of every kind."""
     kinds = question.cluster.kinds
     names = dict.fromkeys(kind.name for kind in kinds)
     return [tuple(device for device, kind in enumerate(kinds) if kind.name == name) for name in names]
 
 
 def _refused(question: Question, groups: Sequence[tuple[int, ...]]) -> bool:
-    """Whether the engine refuses several pipelines, be they of one device each."""
+    """Returns whether the engine refuses several pipelines, be they of one device each."""
     alone = (plain_draft((0, len(question.costs.names)), [Place(devices[:1])]) for devices in groups)
     return question.why_not is not None and question.why_not(joined(alone)) is not None
 
@@ -105,7 +105,7 @@ def _speeds(question: Question, groups: Sequence[tuple[int, ...]]) -> np.ndarray
 
 
 def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[Tries], None]) -> list[Tried]:
-    """The best pipelines of some devices for their share of the batch that fit; counted against the same budget."""
+    """Returns the best pipelines of some devices for their share of the batch that fit; counted against the same budget."""
     own = tries.within(dataclasses.replace(tries.question, batch=share, devices=devices), PART)
     with contextlib.suppress(OutOfBudgetError):
         search(own)

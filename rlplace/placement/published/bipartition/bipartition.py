@@ -48,7 +48,9 @@ MAX_LAYERS = 512
 
 
 def straight_pipelines(problem: Problem) -> Iterator[Assignment]:
-    """Both partitions for every number of devices and order; without memory limits where those leave none, for the repair."""
+    """Yields both partitions for every number of devices and order; without memory limits where those leave none, for the
+    repair.
+    """
     for subset in reversed(device_subsets(problem)):
         for order in layer_orders(problem):
             layers = make_layers(problem, order, subset, max_layers=MAX_LAYERS)
@@ -66,7 +68,7 @@ def straight_pipelines(problem: Problem) -> Iterator[Assignment]:
 
 
 def block_partition(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[int]:
-    """The balanced partition of a sequence that torchgpipe makes.
+    """Returns the balanced partition of a sequence that torchgpipe makes.
 
     Args:
         costs: Cost of each layer.
@@ -117,7 +119,7 @@ CHOICES = ((1.0, False), (1.0, True), (1.1, False))
 
 
 def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, gap: int = GAP) -> PlacementPlan:
-    """The best pipeline with separate forward and backward cuts; see the module docstring.
+    """Returns the best pipeline with separate forward and backward cuts; see the module docstring.
 
     Args:
         problem: A split problem (`rlplace.cost.split.split_backward`); the plan refers to it.
@@ -156,7 +158,7 @@ def _pipelines(problem: Problem, gap: int) -> Iterator[tuple[Layers, Cuts]]:
 
 
 def _cuts(problem: Problem, layers: Layers, gaps: list[int]) -> Iterator[Cuts]:
-    """Distinct cuts, smallest gap first; without memory limits where those leave none, for the repair to work on."""
+    """Yields distinct cuts, smallest gap first; without memory limits where those leave none, for the repair to work on."""
     seen = set()
     for limited in (True, False):
         pipeline = make_pipeline(problem, layers.devices, limited=limited)
@@ -174,7 +176,9 @@ def _cuts(problem: Problem, layers: Layers, gaps: list[int]) -> Iterator[Cuts]:
 
 
 def chain_gain(problem: Problem, gap: int) -> dict[str, Any]:
-    """The layer-wise optimum of the chain on all devices against the one with a gap, without communication and memory."""
+    """Returns the layer-wise optimum of the chain on all devices against the one with a gap, without communication and
+    memory.
+    """
     devices = device_order(problem)
     layers = make_layers(problem, group_graph(problem).order, devices)
     plain, apart = layer_wise(layers.chain, len(devices)), bi_partition(layers.chain, len(devices), gap)

@@ -44,7 +44,7 @@ class Layers:
     devices: tuple[int, ...]
 
     def assign(self, problem: Problem, cuts: Cuts) -> NDArray[np.int32]:
-        """int32 [G], the device of every group under the cuts; parts of unlike devices are swapped where that helps."""
+        """Returns int32 [G], the device of every group under the cuts; parts of unlike devices are swapped where that helps."""
         count = len(self.devices)
         forward = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.forward))
         backward = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.backward))
@@ -53,7 +53,7 @@ class Layers:
 
 
 def is_split(problem: Problem) -> bool:
-    """Whether no group holds forward ops together with others, so that backward passes can be placed apart."""
+    """Returns whether no group holds forward ops together with others, so that backward passes can be placed apart."""
     forward = problem.op_phase == FORWARD
     return not np.intersect1d(problem.op_group[forward], problem.op_group[~forward]).size
 
@@ -68,14 +68,14 @@ def require_split(problem: Problem, planner: str) -> None:
 
 
 def layer_orders(problem: Problem) -> list[NDArray[np.int32]]:
-    """The topological orders of the groups that chains are made of: one, or two where they differ."""
+    """Returns the topological orders of the groups that chains are made of: one, or two where they differ."""
     graph = group_graph(problem)
     same = np.array_equal(graph.order, graph.depth_first_order)
     return [graph.order] if same else [graph.order, graph.depth_first_order]
 
 
 def layer_numbers(problem: Problem, order: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The layer of every group, and whether it only runs ops that are not forward.
+    """Returns the layer of every group, and whether it only runs ops that are not forward.
 
     Args:
         problem: The problem.
@@ -165,7 +165,9 @@ def make_layers(
 
 
 def _merge(weight_s: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """int64 [layers], the merged layer of each, at most `most` of them and the heaviest as light as a bisection finds it."""
+    """Returns int64 [layers], the merged layer of each, at most `most` of them and the heaviest as light as a bisection finds
+    it.
+    """
     if len(weight_s) <= most:
         return np.arange(len(weight_s))
     total = np.concatenate([[0.0], np.cumsum(weight_s)])
@@ -187,7 +189,7 @@ def _merge(weight_s: NDArray[np.float64], most: int) -> NDArray[np.int64]:
 
 
 def _crossing(problem: Problem, of_op: NDArray[np.int64], count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [L] each: bytes of forward and of backward tensors that cross the cut behind each layer."""
+    """Returns float64 [L] each: bytes of forward and of backward tensors that cross the cut behind each layer."""
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
     producer = problem.tensor_producer[tensor]
     backward = (phase == BACKWARD) | (phase == BACKWARD_WEIGHT)
@@ -206,7 +208,9 @@ def _crossing(problem: Problem, of_op: NDArray[np.int64], count: int) -> tuple[N
 
 
 def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """float64 [L], what backward ops of a layer read of the forward pass; layers that read the same tensor share its bytes."""
+    """Returns float64 [L], what backward ops of a layer read of the forward pass; layers that read the same tensor share its
+    bytes.
+    """
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
     producer = problem.tensor_producer[tensor]
     read_later = (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
@@ -218,7 +222,7 @@ def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np
 
 
 def make_pipeline(problem: Problem, devices: Sequence[int], *, limited: bool = True) -> Workers:
-    """The devices as workers: each with the slowest of its links to its neighbours, and its memory.
+    """Returns the devices as workers: each with the slowest of its links to its neighbours, and its memory.
 
     Args:
         problem: The problem.

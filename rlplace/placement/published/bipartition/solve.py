@@ -189,7 +189,7 @@ class Workers:
 
 
 def free_workers(count: int) -> Workers:
-    """A number of workers without communication costs and memory limits.
+    """Returns a number of workers without communication costs and memory limits.
 
     Raises:
         InputError: The number is below 1.
@@ -227,7 +227,7 @@ _BOTTLENECK, _TRAFFIC, _EVEN = 0, 1, 2
 
 
 def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -> Cuts | None:
-    """The exact optimum with separate forward and backward cuts.
+    """Returns the exact optimum with separate forward and backward cuts.
 
     Args:
         chain: The layers.
@@ -247,7 +247,7 @@ def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -
 
 
 def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *, known_s: float = np.inf) -> float:
-    """The smallest largest cost of a worker; inf where memory limits leave no cuts.
+    """Returns the smallest largest cost of a worker; inf where memory limits leave no cuts.
 
     Args:
         chain: The layers.
@@ -269,7 +269,7 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *
 def least_traffic(
     chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None, *, even: bool = False
 ) -> Cuts | None:
-    """The cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
+    """Returns the cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
 
     Args:
         chain: The layers.
@@ -286,7 +286,7 @@ def least_traffic(
 
 
 def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
-    """The exact optimum with equal cuts, as PipeDream without replication; None when memory limits leave none."""
+    """Returns the exact optimum with equal cuts, as PipeDream without replication; None when memory limits leave none."""
     return bi_partition(chain, workers, 0)
 
 
@@ -310,7 +310,7 @@ def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
 def _fill(
     chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, objective: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """The value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
+    """Returns the value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
     shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
     best, origin = np.empty(shape), np.zeros(shape, dtype=np.int64)
     left = []
@@ -347,7 +347,7 @@ def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
 
 
 def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
-    """The arguments of the kernels that describe the chain and the workers."""
+    """Returns the arguments of the kernels that describe the chain and the workers."""
 
     def prefix(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.concatenate([[0.0], np.cumsum(values)])

@@ -60,7 +60,7 @@ class Level(NamedTuple):
 
 
 def problem_nets(problem: Problem) -> Nets:
-    """Nets of the groups of a problem: a tensor goes once to each device that reads it, and equal nets are one."""
+    """Returns nets of the groups of a problem: a tensor goes once to each device that reads it, and equal nets are one."""
     groups = problem.num_groups
     tensor = problem.edge_tensor.astype(np.int64)
     holder = problem.tensor_group.astype(np.int64)
@@ -97,7 +97,7 @@ def make_level(time_s: NDArray[np.float64], footprint_bytes: NDArray[np.float64]
 
 
 def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
-    """The next coarser level: vertices of equal `cluster`, int32 [G] numbered from 0, become one."""
+    """Returns the next coarser level: vertices of equal `cluster`, int32 [G] numbered from 0, become one."""
     count = int(cluster.max(initial=-1)) + 1
     time_s = np.zeros((count, level.time_s.shape[1]))
     np.add.at(time_s, cluster, level.time_s)

@@ -116,11 +116,11 @@ class Partitioner:
         self.limit = np.broadcast_to(np.maximum(bound, 1e-30), (len(row), bands)).copy()
 
     def best(self, rng: np.random.Generator) -> Partition:
-        """The best of the improved starts."""
+        """Returns the best of the improved starts."""
         return self.partition_of(min((self.improve(start, rng) for start in self.starts(rng)), key=self.score))
 
     def partition_of(self, part: NDArray[np.int32]) -> Partition:
-        """A part of the row for every group as a partition."""
+        """Returns a part of the row for every group as a partition."""
         _, cut_s, imbalance = self.score(part)
         return Partition(np.array(self.row, dtype=np.int32)[part], cut_s, imbalance)
 
@@ -165,7 +165,9 @@ class Partitioner:
         return part
 
     def grow(self, rng: np.random.Generator) -> NDArray[np.int32]:
-        """A start that no order biases: fuses vertices with heavy traffic, then places the coarsest ones in random orders."""
+        """Returns a start that no order biases: fuses vertices with heavy traffic, then places the coarsest ones in random
+        orders.
+        """
         levels, clusters = self._fuse(None, rng)
         coarsest = levels[-1]
         grown: list[tuple[tuple[float, float, float], int, NDArray[np.int32]]] = []
@@ -230,7 +232,7 @@ class Partitioner:
 
 
 def _fair_loads(level: Level, bands: int) -> NDArray[np.float64]:
-    """float64 [W], the time at which all devices would end if the work of a band could be divided freely."""
+    """Returns float64 [W], the time at which all devices would end if the work of a band could be divided freely."""
     finite = np.isfinite(level.time_s)
     mean = finite_mean(level.time_s)
     total = np.zeros((bands, level.time_s.shape[1]))
@@ -266,7 +268,7 @@ def family(problem: Problem, devices: Sequence[int], *, seed: int = 0) -> Iterat
 
 
 def balances(groups: int, devices: int) -> list[tuple[int, float]]:
-    """Bands and allowed imbalances to try: from totals only to bands of about three groups a device."""
+    """Returns bands and allowed imbalances to try: from totals only to bands of about three groups a device."""
     finest = max(1, groups // (3 * devices))
     quarter, middle = max(1, finest // 4), max(1, finest // 2)
     pairs = [(1, 0.05), (4, 0.1), (4, 0.3), (8, 0.2), (quarter, 0.3), (middle, 0.1), (finest, 0.2), (finest, 0.5)]

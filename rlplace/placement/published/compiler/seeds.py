@@ -98,7 +98,9 @@ def _match(
 
 
 def bands(problem: Problem, count: int) -> NDArray[np.int32]:
-    """int32 [G], which of `count` bands of about equal work each group runs in, by the earliest start of its first op."""
+    """Returns int32 [G], which of `count` bands of about equal work each group runs in, by the earliest start of its
+    first op.
+    """
     graph = group_graph(problem)
     if count <= 1 or problem.num_groups == 0:
         return np.zeros(problem.num_groups, dtype=np.int32)
@@ -113,7 +115,7 @@ def bands(problem: Problem, count: int) -> NDArray[np.int32]:
 
 @memoized
 def earliest_starts(problem: Problem) -> NDArray[np.float64]:
-    """float64 [G], longest path of mean times before the first op of each group, transfers left out."""
+    """Returns float64 [G], longest path of mean times before the first op of each group, transfers left out."""
     start = longest_ways(problem, finite_mean(op_arrays(problem).time_s).tolist(), backwards=False)
     first = np.full(problem.num_groups, np.inf)
     np.minimum.at(first, problem.op_group, start)
@@ -156,7 +158,7 @@ def contiguous(
 def streamed(
     level: Level, order: NDArray[np.int32], limit: NDArray[np.float64], room: NDArray[np.float64], link: tuple[float, float]
 ) -> NDArray[np.int32]:
-    """int32 [G]: each vertex in turn goes to the cell with room that has most of its traffic with earlier ones."""
+    """Returns int32 [G]: each vertex in turn goes to the cell with room that has most of its traffic with earlier ones."""
     nets = level.nets
     seconds = nets.tensors * link[0] + nets.size_bytes * link[1] + nets.fixed_s
     part = np.full(len(order), -1, dtype=np.int32)

@@ -30,7 +30,8 @@ from rlplace.problem.order import topological_order
 
 
 def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Problem, NDArray[np.int64]]:
-    """The problem with joined groups, and the op of it that each op is part of; the problem itself when no groups are joined.
+    """Returns the problem with joined groups, and the op of it that each op is part of; the problem itself when no groups are
+    joined.
 
     Args:
         problem: The problem.
@@ -77,7 +78,9 @@ def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple
 
 
 def _acyclic_parts(problem: Problem, node: NDArray[np.int32]) -> NDArray[np.int64]:
-    """int64 [N], the part of every op: one per node and phase, broken up into its ops where parts would wait for each other."""
+    """Returns int64 [N], the part of every op: one per node and phase, broken up into its ops where parts would wait for each
+    other.
+    """
     key = node.astype(np.int64) * len(PHASES) + problem.op_phase
     source, target = problem.op_edges
     loose = np.zeros(problem.num_ops, dtype=bool)
@@ -100,7 +103,7 @@ def _acyclic_parts(problem: Problem, node: NDArray[np.int32]) -> NDArray[np.int6
 
 
 def _temporary(problem: Problem, part: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """int64 [parts], most bytes that one op of each part needs for itself and for outputs that stay inside the part."""
+    """Returns int64 [parts], most bytes that one op of each part needs for itself and for outputs that stay inside the part."""
     need = problem.temporary_bytes.copy()
     leaves = np.zeros(problem.num_tensors, dtype=bool)
     producer = problem.tensor_producer[problem.edge_tensor]
@@ -179,18 +182,18 @@ class _Graph:
         self.work_s = sum(node.work_s for node in self.nodes.values())
 
     def fits(self, u: int, v: int, most_s: float) -> bool:
-        """Whether two nodes may sit together and stay small enough."""
+        """Returns whether two nodes may sit together and stay small enough."""
         a, b = self.nodes[u], self.nodes[v]
         if a.work_s + b.work_s > most_s or a.size_bytes + b.size_bytes > self.most_bytes:
             return False
         return bool((a.allowed & b.allowed).any())
 
     def levels(self) -> dict[int, int]:
-        """Edges on the longest path to each node."""
+        """Returns edges on the longest path to each node."""
         return {u: level for level, nodes in enumerate(nx.topological_generations(self.flow)) for u in nodes}
 
     def only_path(self, u: int, v: int, level: dict[int, int]) -> bool:
-        """Whether the edge from u to v is the only way from u to v, so that joining them makes no cycle."""
+        """Returns whether the edge from u to v is the only way from u to v, so that joining them makes no cycle."""
         if len(self.flow.succ[u]) == 1 or len(self.flow.pred[v]) == 1 or level[v] == level[u] + 1:
             return True
         return not any(nx.has_path(self.flow, w, v) for w in self.flow.succ[u] if w != v and level[w] < level[v])

@@ -64,7 +64,7 @@ def dlplacer(
     groups: int = GROUPS,
     effort: float = EFFORT,
 ) -> PlacementPlan:
-    """The best plan that the coarse program leads to; see the module docstring.
+    """Returns the best plan that the coarse program leads to; see the module docstring.
 
     Args:
         problem: The problem.
@@ -108,7 +108,7 @@ def dlplacer(
 
 
 def _hint(coarse: Problem, node_of_group: Any, baseline: Answer | None, deadline: Deadline) -> Timeline | None:
-    """The best simulated step of the coarse problem that is known without the solver."""
+    """Returns the best simulated step of the coarse problem that is known without the solver."""
     evaluator = Evaluator(coarse)
     answers = [best_answer(coarse, evaluator, deadline)]
     if baseline is not None:

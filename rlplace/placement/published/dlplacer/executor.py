@@ -70,7 +70,7 @@ def _sharing(program: PlacementProgram) -> list[tuple[_Route, _Route]]:
 
 
 def _named_in_order(program: PlacementProgram, first: int, second: int) -> bool:
-    """Whether the first device has the lower number under every name that symmetry breaking may give the two.
+    """Returns whether the first device has the lower number under every name that symmetry breaking may give the two.
 
     A tensor goes to the device with the lower number first. The program stands for all plans that differ in the names of like
     devices, and among these the order may be another one.
@@ -153,7 +153,7 @@ def _start_transfer(program: PlacementProgram, key: tuple[int, int], rivals: lis
 
 
 def _reason(program: PlacementProgram, start: Any, end: Any, slack: int, name: str) -> Any:
-    """A literal that `start` comes right after `end`."""
+    """Returns a literal that `start` comes right after `end`."""
     literal = program.model.new_bool_var(name)
     program.model.add(start >= end).only_enforce_if(literal)
     program.model.add(start <= end + slack).only_enforce_if(literal)

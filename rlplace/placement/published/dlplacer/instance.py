@@ -48,7 +48,7 @@ class Ticks:
     exact: bool
 
     def down(self, seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        """int64, the ticks of times, rounded down where they are not whole; inf and NaN become -1."""
+        """Returns int64, the ticks of times, rounded down where they are not whole; inf and NaN become -1."""
         finite = np.isfinite(seconds)
         raw = np.where(finite, seconds, 0.0) * self.per_s
         # A product that is whole but for rounding must not lose a tick.
@@ -56,12 +56,12 @@ class Ticks:
         return np.where(finite, np.minimum(whole, _LONGER_THAN_ANY), -1).astype(np.int64)
 
     def seconds(self, ticks: float) -> float:
-        """Seconds of a number of ticks."""
+        """Returns seconds of a number of ticks."""
         return float(ticks) / self.per_s
 
 
 def choose_ticks(times_s: NDArray[Any], horizon_s: float) -> Ticks:
-    """The unit for a set of times.
+    """Returns the unit for a set of times.
 
     Args:
         times_s: Float [.], every op and transfer time in seconds; inf and NaN are left out.
@@ -76,7 +76,7 @@ def choose_ticks(times_s: NDArray[Any], horizon_s: float) -> Ticks:
 
 
 def _common_unit(values: list[float], horizon_s: float) -> float | None:
-    """Ticks per second of the largest unit that all values are multiples of, or None."""
+    """Returns ticks per second of the largest unit that all values are multiples of, or None."""
     denominator, numerator = 1, 0
     fractions = []
     for value in values:
@@ -158,7 +158,7 @@ def make_instance(problem: Problem, horizon_s: float | None = None) -> Instance:
 
 
 def safe_horizon_s(problem: Problem) -> float:
-    """Seconds in which any step of the problem completes if it can: everything one after another."""
+    """Returns seconds in which any step of the problem completes if it can: everything one after another."""
     slowest = np.nan_to_num(problem.time_s, nan=0.0).max(axis=1).sum()
     sent = transfer_seconds(problem)
     worst = np.where(np.isfinite(sent), sent, 0.0).max(axis=(1, 2), initial=0.0).sum() * (problem.num_devices - 1)
@@ -166,7 +166,9 @@ def safe_horizon_s(problem: Problem) -> float:
 
 
 def transfer_seconds(problem: Problem) -> NDArray[np.float64]:
-    """float64 [T, D, D], seconds of every tensor between every two devices; inf where there is no link, 0 on the diagonal."""
+    """Returns float64 [T, D, D], seconds of every tensor between every two devices; inf where there is no link, 0 on the
+    diagonal.
+    """
     links = problem.links
     with np.errstate(divide="ignore", invalid="ignore"):
         sent: NDArray[np.float64] = (

@@ -25,7 +25,7 @@ _MAX_UNITS = 1 << 24
 
 
 def limited_devices(problem: Problem) -> list[int]:
-    """Devices whose limit could bind: all groups together would not fit."""
+    """Returns devices whose limit could bind: all groups together would not fit."""
     everything = int(problem.resident_bytes.sum() + problem.tensor_bytes.sum() + problem.temporary_bytes.max(initial=0))
     return [device for device, limit in enumerate(problem.memory_limit_bytes.tolist()) if limit < everything]
 

@@ -27,7 +27,7 @@ from rlplace.placement.published.dlplacer.symmetry import interchangeable
 
 
 def solver_library() -> Any:
-    """The module `ortools.sat.python.cp_model`.
+    """Returns the module `ortools.sat.python.cp_model`.
 
     Raises:
         MissingError: The extra is not installed.
@@ -82,12 +82,12 @@ class PlacementProgram:
         return self.end(maker) if maker >= 0 else 0
 
     def remote_readers(self, value: int) -> list[int]:
-        """Readers of a value outside of the group that makes or owns it."""
+        """Returns readers of a value outside of the group that makes or owns it."""
         home = self.instance.problem.tensor_group[value]
         return [task for task in self.instance.readers[value] if self.instance.problem.op_group[task] != home]
 
     def needs(self, value: int, device: int) -> Any:
-        """The literal that a value is sent to a device, made on first use."""
+        """Returns the literal that a value is sent to a device, made on first use."""
         if (value, device) not in self.needed:
             home = self.placed[self.instance.problem.tensor_group[value]].get(device, False)
             groups = sorted({int(self.instance.problem.op_group[task]) for task in self.remote_readers(value)})
@@ -102,7 +102,7 @@ class PlacementProgram:
         return self.needed[value, device]
 
     def apart_literal(self, first: int, second: int) -> Any:
-        """The literal that two groups sit on different devices, made on first use."""
+        """Returns the literal that two groups sit on different devices, made on first use."""
         key = (min(first, second), max(first, second))
         if key not in self.apart:
             literal = self.model.new_bool_var(f"apart_{key[0]}_{key[1]}")
@@ -271,7 +271,7 @@ def _symmetry(program: PlacementProgram) -> None:
 
 
 def relabel(program: PlacementProgram, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 [D], new name of every device under which an assignment obeys the symmetry breaking."""
+    """Returns int32 [D], new name of every device under which an assignment obeys the symmetry breaking."""
     order = group_graph(program.instance.problem).order
     names = np.arange(program.instance.problem.num_devices, dtype=np.int32)
     used = list(dict.fromkeys(device_of_group[order].tolist()))

@@ -43,7 +43,7 @@ class Realised:
 def realise(
     evaluator: Evaluator, instance: Instance, solution: Solution, devices: Assignment, part: NDArray[np.int64] | None = None
 ) -> Iterator[Realised]:
-    """The ways to run a solution, the plainest first: default priorities, the solver's starts as priorities, its order.
+    """Yields the ways to run a solution, the plainest first: default priorities, the solver's starts as priorities, its order.
 
     Args:
         evaluator: Simulates and counts.

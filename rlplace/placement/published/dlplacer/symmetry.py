@@ -10,7 +10,7 @@ from rlplace.problem import Problem
 
 
 def interchangeable(problem: Problem) -> list[list[int]]:
-    """Classes of devices, each in ascending order, that may be permuted freely; classes of one device are left out.
+    """Returns classes of devices, each in ascending order, that may be permuted freely; classes of one device are left out.
 
     Two devices are in a class when exchanging them leaves op times, memory, fixed groups, links, transfer times and the sharing
     of channels as they are.
@@ -44,7 +44,7 @@ def _exchangeable(problem: Problem, first: int, second: int) -> bool:
 
 
 def _sharing(problem: Problem, names: np.ndarray) -> Counter[frozenset[tuple[int, int]]]:
-    """The ordered pairs that share each channel, regardless of channel numbers, with devices renamed."""
+    """Returns the ordered pairs that share each channel, regardless of channel numbers, with devices renamed."""
     pairs: dict[int, set[tuple[int, int]]] = {}
     for i, row in enumerate(problem.links.effective_channels):
         for j, channels in enumerate(row):

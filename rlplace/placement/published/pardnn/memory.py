@@ -44,13 +44,13 @@ MAX_MOVED = 0.15
 
 
 def limits(problem: Problem, reserve: float = RESERVE) -> NDArray[np.float64]:
-    """float64 [D], bytes that Mcons may reach."""
+    """Returns float64 [D], bytes that Mcons may reach."""
     total = problem.capacity_bytes
     return (1.0 - reserve) * total - np.array([d.reserved_bytes for d in problem.devices], dtype=np.float64)
 
 
 def peak_bytes(problem: Problem, devices: Assignment, run: Timeline) -> NDArray[np.float64]:
-    """float64 [D], peaks of Mcons over a run, with resident bytes, without the devices' reserved ones."""
+    """Returns float64 [D], peaks of Mcons over a run, with resident bytes, without the devices' reserved ones."""
     return _sweep(problem, devices.copy(), run, np.full(problem.num_devices, np.inf), 0)[1]
 
 
@@ -181,7 +181,7 @@ def _sweep(
 
 
 def _events(run: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
-    """Kind, op or tensor, and device (-1 for ops) of all events, in order."""
+    """Returns kind, op or tensor, and device (-1 for ops) of all events, in order."""
     from rlplace.placement.published.pardnn import sweep_kernel as kernels
 
     ops, sends = len(run.start_s), len(run.transfer_tensor)

@@ -70,7 +70,7 @@ class NodeGraph:
 
 
 def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
-    """One node per op; then one per group that owns a tensor others read."""
+    """Returns one node per op; then one per group that owns a tensor others read."""
     owners, owner_node = np.unique(problem.tensor_owner[problem.tensor_owner >= 0], return_inverse=True)
     ops, tensor = problem.num_ops, problem.edge_tensor
     maker = problem.tensor_producer.astype(np.int64)
@@ -90,7 +90,7 @@ def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
 
 
 def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
-    """One node per group, in the order in which the step first reaches them."""
+    """Returns one node per group, in the order in which the step first reaches them."""
     graph = group_graph(problem)
     latency, inverse = _mean_link(problem, devices)
     cost = graph.edge_s(latency, inverse)
@@ -150,7 +150,7 @@ def _distance(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _mean_link(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:
-    """Mean latency in seconds and mean seconds per byte between the devices in use."""
+    """Returns mean latency in seconds and mean seconds per byte between the devices in use."""
     latency, inverse = finite_links(problem)
     pairs = np.ix_(devices, devices)
     return _mean_off_diagonal(latency[pairs]), _mean_off_diagonal(inverse[pairs])

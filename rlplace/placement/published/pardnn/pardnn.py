@@ -55,7 +55,7 @@ RELIEVED = 3
 
 
 def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Assignments for every number of devices; the quickest that do not fit come again after the memory step."""
+    """Yields assignments for every number of devices; the quickest that do not fit come again after the memory step."""
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any())
     evaluator = Evaluator(problem)
@@ -92,7 +92,9 @@ def place_clusters(
     work_share: float | None = 1.0,
     room_bytes: NDArray[np.float64] | None = None,
 ) -> Assignment:
-    """int32 [G], devices of the problem: mapped clusters, co-located groups, and parts swapped where links or speeds differ."""
+    """Returns int32 [G], devices of the problem: mapped clusters, co-located groups, and parts swapped where links or speeds
+    differ.
+    """
     mapping = map_clusters(graph, clusters, work_share=work_share, room_bytes=room_bytes)
     devices = group_devices(problem, graph, clusters, mapping)
     used = np.array(graph.devices)
@@ -114,7 +116,9 @@ class _Cut:
 
 
 def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
-    """Ops that vote at the end (the paper's), ops bound to their group before mapping, whole groups; each with every share."""
+    """Yields ops that vote at the end (the paper's), ops bound to their group before mapping, whole groups; each with every
+    share.
+    """
     shares = WORK_SHARES if problem.num_ops <= LARGE_OPS else WORK_SHARES_LARGE
     room = problem.memory_limit_bytes[subset]
     graph = op_graph(problem, subset)
@@ -133,7 +137,7 @@ def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
 
 
 def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator) -> Iterator[Assignment]:
-    """An assignment after the memory step: H1 with each reserve, H2, and H2 after the longest primary was cut."""
+    """Yields an assignment after the memory step: H1 with each reserve, H2, and H2 after the longest primary was cut."""
     for reserve in RESERVES:
         yield reduce_peaks(problem, devices, evaluator.timeline, reserve=reserve)
     yield balance_residents(problem, devices)
@@ -144,7 +148,7 @@ def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evalu
 
 
 def group_devices(problem: Problem, graph: NodeGraph, clusters: Clusters, device: NDArray[np.int32]) -> Assignment:
-    """int32 [G], device of each group, by the votes of its nodes.
+    """Returns int32 [G], device of each group, by the votes of its nodes.
 
     Args:
         problem: The problem.

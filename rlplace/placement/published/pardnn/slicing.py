@@ -52,7 +52,7 @@ class Clusters:
         return len(self.member_ptr) - 1
 
     def members(self, cluster: int) -> NDArray[np.int32]:
-        """The nodes of a cluster, in order."""
+        """Returns the nodes of a cluster, in order."""
         return self.member[self.member_ptr[cluster] : self.member_ptr[cluster + 1]]
 
 
@@ -99,7 +99,7 @@ def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int
 
 
 def node_levels(graph: NodeGraph, cluster: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [V] top levels and float64 [V] bottom levels in seconds, with edges inside clusters at no cost."""
+    """Returns float64 [V] top levels and float64 [V] bottom levels in seconds, with edges inside clusters at no cost."""
     from rlplace.placement.published.pardnn import kernels
 
     top, bottom = np.zeros(graph.num_nodes), np.zeros(graph.num_nodes)
@@ -215,7 +215,7 @@ def map_clusters(
 
 
 def spans(graph: NodeGraph, clusters: Clusters) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [S] start and float64 [S] end of every cluster's span in seconds, as the module docstring defines it."""
+    """Returns float64 [S] start and float64 [S] end of every cluster's span in seconds, as the module docstring defines it."""
     finish = clusters.top_s + graph.weight_s
     last_parent = np.zeros(graph.num_nodes)
     np.maximum.at(last_parent, graph.target, finish[graph.source])

@@ -29,7 +29,7 @@ class RefusedError(Exception):
 
 
 def follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
-    """The cut dimension of what a node makes; None where it makes no tensor.
+    """Returns the cut dimension of what a node makes; None where it makes no tensor.
 
     Raises:
         RefusedError: The op mixes what the cut separates, or its gradient would be a partial sum.
@@ -50,7 +50,7 @@ def follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
 
 
 def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node], bool]) -> int:
-    """The dimension of what an op makes that its cut inputs are cut on.
+    """Returns the dimension of what an op makes that its cut inputs are cut on.
 
     Args:
         node: Reads at least one of them, and makes one tensor.
@@ -99,7 +99,7 @@ def _contiguous(value: torch.Tensor) -> torch.Tensor:
 
 
 def _place(shape: Any, strides: Any, extent: int, node: fx.Node) -> int:
-    """The dimension whose parts are parts of so many neighbours in memory."""
+    """Returns the dimension whose parts are parts of so many neighbours in memory."""
     found = [n for n, (size, step) in enumerate(zip(shape, strides, strict=True)) if size > 1 and size * step == extent]
     if len(found) != 1:
         raise RefusedError(f"{node.name} takes the cut dimension apart")
@@ -120,7 +120,7 @@ def _viewed(node: fx.Node, region: Region) -> int:
 
 
 def _packed(node: fx.Node, region: Region, block: BlockGraph) -> int:
-    """A split of the cut dimension: the weight packs several, and each is cut for itself."""
+    """Returns a split of the cut dimension: the weight packs several, and each is cut for itself."""
     value: Any = node.args[0]
     dim = region.nodes[value]
     place = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)

@@ -123,7 +123,7 @@ def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None
 
 
 def regions(block: BlockGraph) -> tuple[list[Region], list[str]]:
-    """The regions of a block in the order of their sources, and why other products stay whole."""
+    """Returns the regions of a block in the order of their sources, and why other products stay whole."""
     found: list[Region] = []
     reasons: list[str] = []
     for source in dict.fromkeys(product.source for product in block.products.values()):
@@ -169,7 +169,8 @@ def _check_module(block: BlockGraph, product: Product) -> None:
 
 
 def _entry(block: BlockGraph, source: fx.Node, columns: Sequence[Product]) -> str:
-    """The outermost module around all columns that is handed the source, and neither another activation nor another use of it.
+    """Returns the outermost module around all columns that is handed the source, and neither another activation nor another use
+    of it.
 
     It is the outermost because code between two modules may read shapes of what the outer one is handed.
     """

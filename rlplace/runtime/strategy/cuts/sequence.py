@@ -17,7 +17,7 @@ SEQUENCE = 1
 
 
 def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Region]) -> tuple[str, ...]:
-    """Modules whose parameters are read by positions: their gradients are summed over the parts.
+    """Returns modules whose parameters are read by positions: their gradients are summed over the parts.
 
     Raises:
         RefusedError: An op between the regions mixes positions, or parts would differ in what they draw.

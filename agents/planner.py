@@ -130,7 +130,7 @@ class Agent:
         if not line.feasible:
             raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
         told = {"floor_step_time_s": score.step_time_s if score.feasible else None, "search_calls": used}
-        predicted = line.predicted(problem).told(agent=self.checkpoint.name, **told)
+        predicted = line.predicted(problem).replace(agent=self.checkpoint.name, **told)
         return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
 
     def _best_built(

@@ -103,7 +103,7 @@ def __dir__() -> list[str]:
 
 
 def _register_environments() -> None:
-    """Idempotent; the entry points are strings, so that nothing heavy is imported."""
+    """Registers the environments once; their entry points are strings, so that nothing heavy is imported."""
     import gymnasium
 
     registered: dict[str, tuple[Any, ...]] = {  # most steps, reward at which it counts as solved, makers, arguments

@@ -336,7 +336,7 @@ def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
     if not notes:
         return plan
     extra = {**plan.predicted.extra, "notes": [*plan.predicted.extra.get("notes", ()), *notes]}
-    return plan.with_predicted(plan.predicted.told(extra=extra))
+    return plan.with_predicted(plan.predicted.replace(extra=extra))
 
 
 def what_may_be(

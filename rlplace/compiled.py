@@ -27,7 +27,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from rlplace.files import locked
 
 PATIENCE_S = 300.0
-"""Seconds that a process waits for another one to compile, before it compiles as well."""
+"""Seconds for which a process waits while another process compiles, before it compiles as well."""
 
 AHEAD = Path(__file__).with_name("kernels")
 """Where kernels lie that were compiled when the package was built."""
@@ -118,7 +118,7 @@ def inner(function: Any = None, *, fastmath: bool = False, forceinline: bool = F
 
 
 def stamp_of(*modules: ModuleType) -> int:
-    """Hash of the content of modules that compiled code comes from, to be enclosed by entries."""
+    """Hashes the content of modules that compiled code comes from; entries enclose the result."""
     return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
 

@@ -62,7 +62,7 @@ class MissingError(RlplaceError):
 
 
 def one_line(text: str) -> str:
-    """Text as one line of printable characters, of a length that can be read."""
+    """Returns text as one line of printable characters, shortened to a readable length."""
     if len(text) > _MOST:
         text = f"{text[: _MOST - 103]}...{text[-100:]}"
     if text.isprintable():

@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def cache_folder() -> Path | None:
-    """Where results are kept between commands: ``$RLPLACE_CACHE`` (0: None, nowhere) or ``rlplace`` in the user's cache."""
+    """Returns the folder of cached results: ``$RLPLACE_CACHE`` (0: None, no cache) or ``rlplace`` in the user's cache."""
     named = os.environ.get("RLPLACE_CACHE")
     if named == "0":
         return None
@@ -217,7 +217,7 @@ def canonical_json(data: Any) -> str:
 
 
 def fingerprint(data: Mapping[str, Any]) -> str:
-    """SHA-256 of the canonical JSON of `data` without the keys `name` and `source`."""
+    """Returns the SHA-256 of the canonical JSON of `data` without the keys `name` and `source`."""
     kept = {key: value for key, value in data.items() if key not in ("name", "source")}
     return hashlib.sha256(canonical_json(kept).encode()).hexdigest()
 
@@ -372,7 +372,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage is collected inside: for code that makes a great many objects, hardly any of them garbage."""
+    """Suspends garbage collection inside: for code that makes a great many objects, hardly any of them garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -28,7 +28,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
 
 
 def version_of(package: str) -> str:
-    """Version of a package; empty where it is not installed."""
+    """Returns the version of a package; empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ def names(group: str, taken: Collection[str]) -> list[str]:
 
 
 def refusal(extension: Extension, taken: Collection[str]) -> str | None:
-    """Reason why an installed extension cannot be used, as far as that is known without importing it."""
+    """Explains why an installed extension cannot be used, as far as that is known without importing it; else None."""
     if extension.name in taken:
         return f"{extension.label}: rlplace has one of that name, which is used; rename it in its package"
     if len(extension.entries) > 1:

@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
-    """Key, attribute and default of each field of a record."""
+    """Returns key, attribute and default of each field of a record."""
     written = getattr(kind, "written", ())
     return tuple(
         (
@@ -180,7 +180,7 @@ class _Field:
 
     @property
     def path(self) -> str:
-        """Where the field is, for messages."""
+        """The path of the field, for messages."""
         return f"{self.where}: {self.name[1:]}" if self.name.startswith(".") else f"{self.where}{self.name}"
 
     def at(self, steps: list[str]) -> _Field | None:

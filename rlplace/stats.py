@@ -19,14 +19,14 @@ TIE = 1e-3
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Geometric mean of values; None without any."""
+    """Returns the geometric mean of values; None without any."""
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
 
 
 def interval(
     logs: Sequence[float] | NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, least: int = LEAST
 ) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of a geometric mean, by resampling the logs of its values; None below `least` of them."""
+    """Returns the 95 % bootstrap interval of a geometric mean from the logs of its values; None below `least` of them."""
     values = np.asarray(logs, dtype=np.float64)
     if len(values) < least:
         return None, None

@@ -64,7 +64,7 @@ def with_memory(placed: Placed, options: argparse.Namespace) -> tuple[PlacementP
         whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
     footprints = footprint(problem, whole, graph=placed.graph, options=settings)
     entry: list[dict[str, Any]] = [item.to_dict() for item in footprints]
-    return plan.with_predicted(plan.predicted.told(memory=tuple(entry))), footprints
+    return plan.with_predicted(plan.predicted.replace(memory=tuple(entry))), footprints
 
 
 def show_memory(footprints: list[Footprint]) -> None:

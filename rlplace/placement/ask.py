@@ -239,8 +239,8 @@ def _moved_to(plan: PlacementPlan, problem: Problem, held_back: NDArray[np.int64
     from rlplace.simulator import simulate
 
     plan = dataclasses.replace(plan, problem=problem.fingerprint)
-    predicted = plan.predicted.simulated(simulate(problem, plan).predicted(problem))
-    return plan.with_predicted(predicted.told(held_back_bytes=tuple(held_back.tolist())))
+    predicted = plan.predicted.with_simulation(simulate(problem, plan).predicted(problem))
+    return plan.with_predicted(predicted.replace(held_back_bytes=tuple(held_back.tolist())))
 
 
 def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) -> PlacementPlan:
@@ -260,4 +260,4 @@ def with_op_level(plan: PlacementPlan, problem: Problem, op_problem: Problem) ->
     fine = dataclasses.replace(plan, problem=op_problem.fingerprint, priority=None, order=None)
     predicted = simulate(op_problem, fine).predicted(op_problem)
     kept = Prediction(predicted.step_time_s, peak_memory_bytes=predicted.peak_memory_bytes, feasible=predicted.feasible)
-    return plan.with_predicted(plan.predicted.told(op_level=kept))
+    return plan.with_predicted(plan.predicted.replace(op_level=kept))

@@ -108,7 +108,7 @@ def cp_sat(
         raise_infeasible(problem, line, planner="cp_sat")
     assert best.line.step_time_s is not None
     facts = proof(outcome, bound_s, best.line.step_time_s, instance)
-    predicted = best.line.predicted(problem).told(proof=facts)
+    predicted = best.line.predicted(problem).replace(proof=facts)
     return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **best.fields)
 
 

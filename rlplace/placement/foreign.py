@@ -63,7 +63,7 @@ def checked(extension: Extension, problem: Problem, answer: Any, *, seed: int) -
         plan,
         planner=extension.name,
         seed=seed,
-        predicted=plan.predicted.simulated(line.predicted(problem)),
+        predicted=plan.predicted.with_simulation(line.predicted(problem)),
         source=plan.source or problem.source,
     )
 

@@ -33,9 +33,8 @@ schedule                    bubble                       in flight     for      
 =========================== ============================ ============= ============== =====================
 
 With v stages a device each stage is 1/v of the device's work, which is how interleaving divides the bubble by v. The papers
-call the last bubble zero because devices start and end a step one after another, and with an optimizer step that waits for
-nobody the ramp of one step overlaps the end of the one before. Here a step ends with its last event, so the ramp (p - 1) F
-counts.
+call the last bubble zero because devices start and end a step one after another, and with an unsynchronised optimizer step the
+ramp of one step overlaps the end of the one before. Here a step ends with its last event, so the ramp (p - 1) F counts.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def _check_filled(schedule: str, stages: int, microbatches: int, other: str) -> 
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
-    """Torch runs micro-batches in max(1, m // p) equal rounds, each through one stage of a device after the other."""
+    """Checks that micro-batches divide into max(1, m // p) equal rounds, torch's way: each through one stage of a device after the other."""
     if _fits_rounds(devices, microbatches):
         return
     rounds = microbatches // devices
@@ -147,7 +146,7 @@ def _fits_rounds(devices: int, microbatches: int) -> bool:
 
 
 def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """Interleaved 1F1B, or its zero-bubble form, which splits the backward.
+    """Returns the actions of interleaved 1F1B, or of its zero-bubble form, which splits the backward.
 
     A round of micro-batches goes through the device's first stage, then its second and so on; then comes the next round.
     Backwards do the same from the last stage to the first. Ahead of the first backward go the forwards of one round for all
@@ -179,7 +178,7 @@ def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatch
 
 
 def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """ZB-V: the device's stage on the way down, and the one on the way back up.
+    """Returns the actions of ZB-V: of the device's stage on the way down, and of the one on the way back up.
 
     The order is built for at least 2p - 1 micro-batches, which fill the pipeline; a smaller step leaves the others out.
     """
@@ -219,7 +218,7 @@ def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) ->
 
 
 def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
-    """DualPipeV: a v in which the forward of one stage of the device and the backward of the other take turns.
+    """Returns the actions of DualPipeV: the forward of one stage of the device alternates with the backward of its other stage.
 
     Torch runs such a pair as one action, which here is two in a row. Only the first and the last backwards are split.
     """

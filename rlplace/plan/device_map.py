@@ -48,7 +48,7 @@ def plan_groups(plan: PlacementPlan) -> list[tuple[Mapping[str, Any], int]]:
 
 
 LOSS_OP = "loss_fn"
-"""Name of the captured op that stands for a loss function which the model does not hold itself."""
+"""Name of the captured op of a loss function that is not a part of the model."""
 
 
 def device_of_loss(plan: PlacementPlan) -> int | None:
@@ -130,7 +130,7 @@ def path_prefixes(path: str) -> list[str]:
 
 
 def most_below(devices: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """By path the device of most entries in a module or below it, the lower index on a tie.
+    """Returns by path the device of most entries in a module or below it, the lower index on a tie.
 
     Args:
         devices: Path and device of every entry.

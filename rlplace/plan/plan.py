@@ -25,7 +25,7 @@ VERSION = 2
 
 @dataclass(frozen=True, eq=False)
 class PlacementPlan:
-    """How a training step is run: by a whole strategy, or with the groups of a problem placed one by one.
+    """A plan of a training step: a whole strategy, or a device for each group of a problem.
 
     Attributes:
         problem: Fingerprint of the problem that the plan solves; for a whole strategy that of its question, which hashes graph,

@@ -77,11 +77,11 @@ class Prediction(Record, frozen=True):
         """Step time for comparisons: inf where there is none."""
         return math.inf if self.step_time_s is None else self.step_time_s
 
-    def told(self, **beside: Any) -> Prediction:
+    def replace(self, **fields: Any) -> Prediction:
         """Returns the same prediction with other fields."""
-        return replace(self, **beside)
+        return replace(self, **fields)
 
-    def simulated(self, line: Prediction) -> Prediction:
+    def with_simulation(self, line: Prediction) -> Prediction:
         """Returns the same prediction with the figures of another simulation."""
         return replace(self, **{name: getattr(line, name) for name in _SIMULATED})
 
@@ -112,8 +112,8 @@ class HeldMemory(msgspec.Struct, frozen=True):
         devices: Their names.
         parts: Bytes by kind (`rlplace.strategy.search.remarks.PARTS`); they add up to `total_bytes`.
         total_bytes: The peak.
-        capacity_bytes: Memory of one of them; None where nobody says.
-        op_by_op: Whether the moment of the peak is known op by op; else activations are all that passes hold.
+        capacity_bytes: Memory of one of them; None where it has no limit.
+        op_by_op: Whether the peak was simulated op by op; else activations are the bound of the block executor.
     """
 
     devices: tuple[str, ...]

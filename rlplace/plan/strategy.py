@@ -110,7 +110,7 @@ class Pipeline(Record, frozen=True):
 
     @property
     def unlike_meshes(self) -> bool:
-        """Whether its stages have unlike meshes."""
+        """True where its stages have unlike meshes."""
         return len({tuple(stage.axis(axis) for axis in AXES) for stage in self.stages}) > 1
 
     @property
@@ -123,7 +123,7 @@ class Pipeline(Record, frozen=True):
 
 
 class Strategy(Record, frozen=True):
-    """How a step is run.
+    """A strategy: how one training step runs.
 
     Attributes:
         batch: Samples a step, over all pipelines.

@@ -14,7 +14,7 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.text import bytes_text, percent, seconds_text
 
 Figure = tuple[str, str, str]
-"""A key figure: name, value, and what else to know of it."""
+"""A key figure: name, value, remark."""
 
 BADGES = {"roomy": "good", "tight": "tight", "full": "bad"}
 """Class of the verdict by `rlplace.problem.problem.fullness`: green, amber from 90 % of a device's memory, red from 97 %."""
@@ -35,7 +35,7 @@ def escape(value: Any) -> str:
 
 
 def model_and_cluster(plan: PlacementPlan, model: str = "") -> str:
-    """What is planned and for which devices, as far as the plan says it; `model` where it does not."""
+    """Returns model and cluster of a plan, as far as its source names them; `model` where it names none."""
     source: Mapping[str, Any] = plan.source or {}
     graph = source.get("graph")
     named = graph.get("model") if isinstance(graph, Mapping) else None
@@ -44,7 +44,7 @@ def model_and_cluster(plan: PlacementPlan, model: str = "") -> str:
 
 
 def title(plan: PlacementPlan, step_time_s: float | None, model: str = "") -> str:
-    """Model, cluster and step time."""
+    """Returns model, cluster and step time."""
     takes = "does not fit" if step_time_s is None else f"{seconds_text(step_time_s)} a step"
     return f"{model_and_cluster(plan, model)[:200]}, {takes}"
 
@@ -63,7 +63,7 @@ def samples_of(plan: PlacementPlan) -> int | None:
 
 
 def sentence(plan: PlacementPlan) -> str:
-    """What runs where, how long a step of how many samples takes, and how full the fullest device is."""
+    """Returns a sentence: the strategy, the step time for how many samples, and the memory of the fullest device."""
     predicted, samples = plan.predicted, samples_of(plan)
     said = f"{model_and_cluster(plan)}: {what_runs(plan)}. "
     batch = "A step" if samples is None else f"A step of {samples} sample{'' if samples == 1 else 's'}"
@@ -92,7 +92,7 @@ def head(name: str, badge: tuple[str, str], lead: Iterable[str]) -> str:
 
 
 def figure_list(figures: Iterable[Figure]) -> str:
-    """Key figures."""
+    """Returns the HTML of key figures."""
     cells = "".join(f"<div><dt>{k}</dt><dd>{escape(v)} <small>{escape(note)}</small></dd></div>" for k, v, note in figures)
     return f'<dl class="figures">{cells}</dl>'
 

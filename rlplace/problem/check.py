@@ -81,7 +81,7 @@ def check_names(names: tuple[str, ...], record: str, where: str) -> None:
 
 
 def refuse(bad: Any, record: str, where: str, what: str) -> None:
-    """Refuses a record with bad items, bool [any length]: ``{}`` in `where` stands for the first of them."""
+    """Refuses a record with bad items, bool [any length]; the first of them replaces ``{}`` in `where`."""
     if bad.any():
         raise InputError(f"{record}: {where.format(first(bad))}: {what}")
 
@@ -255,7 +255,7 @@ def _check_collectives(problem: Problem) -> None:
 
 
 def _check_total(problem: Problem) -> None:
-    """Checks that the sum of all bytes, the most that a device can hold, fits into 64 bits with room to spare."""
+    """Checks that the sum of all bytes, an upper bound of any device's memory, fits into 64 bits with room to spare."""
     parts = (problem.resident_bytes, problem.temporary_bytes, problem.tensor_bytes)
     total = sum(float(part.sum(dtype=np.float64)) for part in parts)
     if total > 2 * MAX_BYTES:

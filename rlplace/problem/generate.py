@@ -160,7 +160,7 @@ def _times(rng: Generator, groups: int, devices: int, phases: int, unlike: bool,
 
 
 def _tensors(edges: list[tuple[int, int]], activation: NDArray[np.int64], training: bool) -> list[TensorRow]:
-    """(producer, owner, bytes, consumers) of every tensor; ops of group g are 3 g, 3 g + 1 and 3 g + 2 when training."""
+    """Returns the row of every tensor; ops of group g are 3 g, 3 g + 1 and 3 g + 2 when training."""
     following: list[list[int]] = [[] for _ in activation]
     for source, target in edges:
         following[source].append(target)

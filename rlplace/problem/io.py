@@ -45,7 +45,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def table(self) -> Costs:
-        """What is known of the cost table."""
+        """The cost table's entry."""
         return self.costs or Costs()
 
 
@@ -226,7 +226,7 @@ class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=Tr
 
 
 class _ProblemEntry(Record, frozen=True):
-    """What a problem file holds.
+    """The content of a problem file.
 
     Attributes:
         devices: Up to 4,096.

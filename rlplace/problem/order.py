@@ -45,7 +45,7 @@ def successor_lists(source: NDArray[Any], target: NDArray[Any], count: int) -> t
 def topological_order(
     source: NDArray[Any], target: NDArray[Any], count: int, *, key: NDArray[Any] | None = None, depth_first: bool = False
 ) -> tuple[list[int], int | None]:
-    """Kahn's algorithm; ready nodes leave in order of discovery, so the result is deterministic.
+    """Sorts nodes by Kahn's algorithm; ready nodes leave in order of discovery, so the result is deterministic.
 
     Args:
         source: Integer [E], where each edge starts.
@@ -127,7 +127,7 @@ class UnionFind:
         return root
 
     def union(self, kept: Any, gone: Any) -> None:
-        """Joins two sets; the representative of the first stands for both."""
+        """Joins two sets; the representative of the first is that of both."""
         self._parent[self.find(gone)] = self.find(kept)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def default_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op, the default priority; see `rlplace.simulator.reference.reference_priority`.
+    """Returns the bottom level of every op, the default priority; see `rlplace.simulator.reference.reference_priority`.
 
     Returns:
         float64 [N] seconds, read-only.
@@ -226,7 +226,7 @@ class Simulator:
         return step, overflow
 
     def evaluate_many(self, device_of_group: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """`evaluate` for every row of an int array [K, G]: float64 [K] seconds, float64 [K] overflow."""
+        """Returns `evaluate` for every row of an int array [K, G]: float64 [K] seconds, float64 [K] overflow."""
         from rlplace.simulator import fast
 
         devices = check_devices(device_of_group, (-1, self._groups), self._problem)

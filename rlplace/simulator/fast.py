@@ -104,7 +104,7 @@ def report(g, w, peak, busy_s):
 
 
 def _compile(stamp):
-    """The function that is called from outside, with the stamp as an enclosed value."""
+    """Compiles the function that Python calls, with the stamp as an enclosed value."""
 
     @entry(nogil=True)
     def simulate_plans(graph, work, ranks, position, device_of_group, outcome, step_s, peak, busy_s):

@@ -54,13 +54,13 @@ class Ledger:
         return sorted({self.device[op] for op in self.readers[tensor]} - {self.source[tensor]})
 
     def hold_outputs(self, op: int) -> None:
-        """An op starts: its outputs and temporaries take memory."""
+        """Allocates the outputs and temporaries of an op that starts."""
         for tensor in self.outputs[op]:
             self.allocate(self.device[op], self.size[tensor])
         self.allocate(self.device[op], self.temporary[op])
 
     def free_inputs(self, op: int) -> None:
-        """An op ends: frees its temporaries, inputs that nothing else needs there, and outputs without readers."""
+        """Frees what an op that ends held: temporaries, inputs without further readers there, outputs without readers."""
         device = self.device[op]
         self.deallocate(device, self.temporary[op])
         for tensor in self.inputs[op]:
@@ -70,7 +70,7 @@ class Ledger:
                 self.release(tensor, device)
 
     def drop_use(self, tensor: int, device: int) -> None:
-        """A reader there, or a transfer from there, has ended."""
+        """Counts one reader or outgoing transfer of a tensor on a device as ended."""
         self.uses[tensor, device] -= 1
         if self.uses[tensor, device] == 0:
             self.release(tensor, device)

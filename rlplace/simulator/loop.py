@@ -242,7 +242,7 @@ def run(g, w, ranks, device_of_group, ordered, counts):
 
 @inner
 def start_collective(g, w, device_of_group, collective, now):
-    """The tasks of a collective start together; returns the longest of their times, NaN if one cannot run."""
+    """Starts the tasks of a collective together; returns the longest of their times, NaN if one cannot run."""
     task, time_s, device, times = g.task, g.time_s, w.device, w.time_s
     members, member_ptr, column = part(g, r.MEMBERS), part(g, r.MEMBER_PTR), part(g, r.COLUMN)
     longest = -np.inf

@@ -78,13 +78,13 @@ class Lowered:
 
 @memoized
 def compiled_priority(problem: Problem) -> NDArray[np.float64]:
-    """`reference_priority`, quicker: float64 [N], read-only."""
+    """Computes `reference_priority`, quicker: float64 [N], read-only."""
     mean_s = sum(np.nan_to_num(problem.time_s, nan=0.0).T) / problem.op_allowed.sum(axis=1)  # from left to right
     return _frozen(mean_s + longest_ways(problem, mean_s.tolist(), backwards=True), np.float64)
 
 
 def compiled_ranks(problem: Problem, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
-    """`reference.ranks` as compiled code reads it: uint32 [2, N], rank of every op and op of every rank."""
+    """Returns `reference.ranks` for compiled code: uint32 [2, N], rank of every op and op of every rank."""
     return with_inverse(np.argsort(-(compiled_priority(problem) if priority is None else priority), kind="stable"))
 
 

@@ -104,13 +104,13 @@ class _Walk:
             self.previous[ops[1:]] = ops[:-1]
 
     def by_start(self, here: NDArray[np.bool_]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """Start, end and number of the ops that took a device's time, in order."""
+        """Returns start, end and number of the ops that took a device's time, in order."""
         ops = np.flatnonzero(here & (self.collective < 0) & (self.line.end_s > self.line.start_s))
         ops = ops[np.argsort(self.line.start_s[ops], kind="stable")]
         return self.line.start_s[ops], self.line.end_s[ops], ops
 
     def channel_uses(self) -> dict[int, list[tuple[float, float, int]]]:
-        """By channel its uses: (start, end, op that produced the tensor that moves), in order of start."""
+        """Returns the uses of each channel in order of start: start, end, and the producer of the tensor that moves."""
         uses: dict[int, list[tuple[float, float, int]]] = {}
         for channels, start, end, op, _ in channel_holds(self.run):
             for channel in channels:
@@ -170,18 +170,18 @@ class _Walk:
         return before
 
     def uses(self, channels: tuple[int, ...], begin: float, end: float) -> list[tuple[float, float, int]]:
-        """Uses of any of these channels between two moments, in order of start."""
+        """Returns the uses of any of these channels between two moments, in order of start."""
         return sorted(
             {use for channel in channels for use in self.channels.get(channel, ()) if use[1] > begin and use[0] < end}
         )
 
     def made(self, tensor: int) -> tuple[float, Before]:
-        """When a tensor is there on the device that makes it, and the op that ended then."""
+        """Returns the time at which a tensor is complete on the device that produces it, and the op that ended then."""
         maker = int(self.problem.tensor_producer[tensor])
         return (0.0, None) if maker < 0 else (float(self.line.end_s[maker]), (False, maker))
 
     def ready(self, op: int) -> tuple[float, Before]:
-        """When an op had all that it needs, its device included where the chain goes through devices, and what came last."""
+        """Returns the time at which the last input of an op (or its device, where the path counts devices) was ready, and it."""
         best: tuple[float, Before] = (0.0, None)
         for tensor in self.input[self.input_ptr[op] : self.input_ptr[op + 1]].tolist():
             x = self.arrival.get((tensor, int(self.device[op])))
@@ -238,14 +238,14 @@ class PathPart:
 
 
 def location_of(run: SimulatedPlan, link: Link) -> str:
-    """Location of a link of the path: device, pair of devices, or ``collectives``."""
+    """Names the location of a link of the path: device, pair of devices, or ``collectives``."""
     if link.destination >= 0:
         return pair_name(run.problem, link.device, link.destination)
     return run.problem.devices[link.device].name if link.device >= 0 else "collectives"
 
 
 def pair_name(problem: Problem, source: int, destination: int) -> str:
-    """``gpu0->gpu1``."""
+    """Names a pair of devices: ``gpu0->gpu1``."""
     return f"{problem.devices[source].name}->{problem.devices[destination].name}"
 
 

@@ -23,7 +23,7 @@ IDLE, RUNNING, DUE = range(3)
 
 @inner(forceinline=True)
 def levels(tasks):
-    """Where the second and the third level of a set of ready tasks begin."""
+    """Returns the offsets of the second and the third level of a set of ready tasks."""
     low = (tasks + 63) >> 6
     middle = (low + 63) >> 6
     top = (middle + 63) >> 6
@@ -32,13 +32,13 @@ def levels(tasks):
 
 @inner(forceinline=True)
 def part(owner, number):
-    """One of the lists that share the words of a `Graph` or a `Work`."""
+    """Returns one of the lists that share the words of a `Graph` or a `Work`."""
     return owner.words[owner.layout[number] : owner.layout[number + 1]]
 
 
 @intrinsic
 def _lowest_bit(typingctx, word):
-    """Number of the lowest bit that is set."""
+    """Counts trailing zeros: the number of the lowest bit that is set."""
 
     def codegen(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -72,7 +72,7 @@ def add_ready(ready, device, due, waiting, middle, low, rank, d):
 
 @inner(forceinline=True)
 def is_ready(ready, device, low, rank):
-    """Whether a rank is in a device's set."""
+    """Returns whether a rank is in a device's set."""
     return ready[device, low + (rank >> 6)] & _bit(rank) != 0
 
 
@@ -90,7 +90,7 @@ def remove_ready(ready, device, middle, low, rank):
 
 @inner(forceinline=True)
 def first_ready(ready, device, middle, low):
-    """The lowest rank of a set that is not empty."""
+    """Returns the lowest rank of a set that is not empty."""
     i = 0
     while ready[device, i] == 0:
         i += 1
@@ -139,7 +139,7 @@ def pop_event(event, size):
 
 @inner(forceinline=True)
 def join_queues(slots, channel, channels, following, width, startable, starting, slot, begin, end):
-    """A slot joins the queues of `channels[begin:end]`; returns how many slots can start now."""
+    """Adds a slot to the queues of `channels[begin:end]`; returns how many slots can start now."""
     blocked = 0
     node = np.uint32(slot * width)
     for k in range(begin, end):
@@ -160,7 +160,7 @@ def join_queues(slots, channel, channels, following, width, startable, starting,
 
 @inner(forceinline=True)
 def leave_queues(slots, channel, channels, following, width, startable, starting, slot):
-    """A slot gives its channels to the next in their queues; returns how many slots can start now."""
+    """Passes the channels of a slot to the next in their queues; returns how many slots can start now."""
     node = np.uint32(slot * width)
     for k in range(slots[slot].channels, slots[slot].channels_end):
         heir = following[node]
@@ -181,7 +181,7 @@ def leave_queues(slots, channel, channels, following, width, startable, starting
 
 @inner
 def member_waits(g, w, collective, used, starting):
-    """One task less keeps a collective waiting; the last one lets it join the queues of its channels."""
+    """Counts one member of a collective as ready; with the last one it joins the queues of its channels."""
     absent, held, slots = part(w, r.ABSENT), part(g, r.HELD), w.slot
     absent[collective] -= 1
     if absent[collective] > 0:

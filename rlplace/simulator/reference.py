@@ -42,7 +42,7 @@ _OP, _TRANSFER = 0, 1
 
 
 def reference_priority(problem: Problem) -> NDArray[np.float64]:
-    """Bottom level of every op: the longest path from its start to the end of the step, without communication.
+    """Returns the bottom level of every op: the longest path from its start to the end of the step, without communication.
 
     An op counts with the mean of `time_s` over the devices that can run it, summed left to right.
 
@@ -139,7 +139,7 @@ class ReferenceRun(Ledger):
         self.absent = [len(members) for members in self.members]  # ops of a collective that miss an input
 
     def run(self) -> None:
-        """Rule 3: within an instant all ending events, then starts of ops, until nothing ends now."""
+        """Applies rule 3: within an instant all ending events, then starts of ops, until nothing ends now."""
         for op, count in enumerate(self.missing):
             if count == 0:
                 self.admit(op)
@@ -165,7 +165,7 @@ class ReferenceRun(Ledger):
             self.now = self.events[0][0]
 
     def start_ops(self) -> None:
-        """Rule 1: an idle device starts its ready op of lowest rank, or the next one of its order."""
+        """Applies rule 1: an idle device starts its ready op of lowest rank, or the next one of its order."""
         for device, ready in enumerate(self.ready):
             if self.running[device] >= 0 or not ready:
                 continue
@@ -184,7 +184,7 @@ class ReferenceRun(Ledger):
             heapq.heappush(self.events, (self.now + time, _OP, op, 0))
 
     def occupy(self, op: int, time: float) -> None:
-        """An op starts."""
+        """Starts an op."""
         self.start[op], self.end[op] = self.now, self.now + time
         self.hold_outputs(op)
 
@@ -207,7 +207,7 @@ class ReferenceRun(Ledger):
             self.finish_op(op)
 
     def arrive(self, tensor: int, device: int) -> None:
-        """The tensor is present on `device`: its readers there miss one input less."""
+        """Marks a tensor as present on a device: its readers there wait for one input less."""
         for op in self.readers[tensor]:
             if self.device[op] == device:
                 self.satisfy(op)
@@ -218,7 +218,7 @@ class ReferenceRun(Ledger):
             self.admit(op)
 
     def admit(self, op: int) -> None:
-        """An op misses nothing any more: it is ready, or one op less keeps its collective waiting."""
+        """Marks an op as ready, or as one member of its collective for which the others no longer wait."""
         index = self.collective.get(op)
         if index is None:
             self.ready[self.device[op]].add(op)
@@ -228,11 +228,11 @@ class ReferenceRun(Ledger):
             self.waiting.append((-1, index, -1))
 
     def enqueue(self, tensor: int) -> None:
-        """Rule 2: one transfer to every other device that hosts a reader."""
+        """Applies rule 2: one transfer to every other device that hosts a reader."""
         self.waiting.extend((tensor, self.source[tensor], device) for device in self.destinations(tensor))
 
     def start_transfers(self) -> None:
-        """Rule 2: a waiting transfer starts when its channels are free and no earlier one wants any of them."""
+        """Applies rule 2: a waiting transfer starts when its channels are free and no earlier one waits for any of them."""
         wanted: set[int] = set()
         still_waiting = []
         for tensor, source, destination in self.waiting:

@@ -45,7 +45,7 @@ def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
 
 
 def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
-    """`run_plan` for a plan that was derived from a checked one; its fingerprint is not looked at."""
+    """Simulates a plan that was derived from a checked one, as `run_plan` without checks."""
     line = simulate(problem, plan.device_of_group, priority=plan.priority, order=plan.order)
     return SimulatedPlan(problem, plan, line)
 

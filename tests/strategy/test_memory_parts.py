@@ -118,6 +118,6 @@ def test_a_full_device_is_noted(
     cluster = parse("a100-80g:2")
     plan = plan_strategy(gpt2[1], cluster, 8, calls=10)
     peaks = (int(share * 80e9), *plan.predicted.peak_memory_bytes[1:])
-    show_strategy(plan.with_predicted(plan.predicted.told(peak_memory_bytes=peaks)), cluster)
+    show_strategy(plan.with_predicted(plan.predicted.replace(peak_memory_bytes=peaks)), cluster)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: gpu0: up to 97.5 % of the memory")]
     assert bool(lines) is said

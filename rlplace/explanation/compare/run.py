@@ -71,7 +71,7 @@ def strategy_row(
             seed=0,
             device_of_group=np.zeros(0, dtype=np.int32),
             strategy=question.strategy(best.draft),
-            predicted=prediction(said, question.batch, question.cluster).told(search_calls=calls),
+            predicted=prediction(said, question.batch, question.cluster).replace(search_calls=calls),
         )
 
     run = attempt(place, problem, judge=lambda plan: plan.predicted, catch=(RlplaceError,) if strict else (Exception,))

@@ -78,7 +78,7 @@ def plan_from_device_map(
             raise InputError(f'device_map: no entry covers {missing!r}, which has weights; add it, or "" for the rest')
     told = {"ops_moved": moved, "groups_without_entry": problem.num_groups - len(chosen)}
     plan = make_plan(problem, _with_neighbours(problem, chosen), planner="device_map")
-    return plan.with_predicted(simulate(problem, plan).predicted(problem).told(device_map=told))
+    return plan.with_predicted(simulate(problem, plan).predicted(problem).replace(device_map=told))
 
 
 def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence[Any] | None = None) -> dict[str, Any]:

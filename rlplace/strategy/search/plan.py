@@ -138,7 +138,7 @@ def plan_strategy(
         device_of_group=np.zeros(0, dtype=np.int32),
         strategy=question.strategy(best.draft),
         source=source,
-        predicted=predict(question, answer, finer, **extra).told(memory=_memory(question, answer, finer) if memory else ()),
+        predicted=predict(question, answer, finer, **extra).replace(memory=_memory(question, answer, finer) if memory else ()),
     )
 
 
@@ -168,7 +168,7 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
     quickest = min(answer.ranked, key=lambda tried: tried.key)
     near = sorted(unlike(answer.ranked, 1 + RANKED), key=lambda tried: (tried != best, tried.key))
     chosen = dict.fromkeys([*near, quickest, *filter(None, [answer.uniform]), *kinds])
-    return prediction(finer.evaluate(best.draft), question.batch, question.cluster).told(
+    return prediction(finer.evaluate(best.draft), question.batch, question.cluster).replace(
         search_calls=answer.calls,
         extra={"complete": answer.complete, **extra},
         strategies=(*(_entry(question, tried, answer) for tried in chosen), *_missing(question, answer)),

@@ -170,7 +170,7 @@ def test_explain_shows_a_strategy(tmp_path, capsys):
     plan = strategy_plan(path, WHOLE)
     times = {"step_time_s": 0.001, "samples_per_s": 8000.0, "over_bytes": 0}
     rival = {"kind": "fully sharded", "words": "fully sharded over 4", "devices": 4, **times}
-    plan.with_predicted(plan.predicted.told(samples_per_s=8000.0, strategies=(rival,), search_calls=7)).save(path)
+    plan.with_predicted(plan.predicted.replace(samples_per_s=8000.0, strategies=(rival,), search_calls=7)).save(path)
     assert main(["explain", str(path), "--no-what-if"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("fully sharded over 4 (level 1), 2 micro-batches of 1 on 4 devices\n")

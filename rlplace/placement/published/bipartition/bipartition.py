@@ -143,7 +143,7 @@ def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None =
         yield from straight_pipelines(problem)
 
     plan = one_shot(problem, "bipartition", candidates, seed=seed, time_limit_s=time_limit_s)
-    return plan.with_predicted(plan.predicted.told(bipartition=chain_gain(problem, int(gap))))
+    return plan.with_predicted(plan.predicted.replace(bipartition=chain_gain(problem, int(gap))))
 
 
 def _pipelines(problem: Problem, gap: int) -> Iterator[tuple[Layers, Cuts]]:

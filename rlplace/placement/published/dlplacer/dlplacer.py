@@ -102,8 +102,8 @@ def dlplacer(
             break
     if best is None or not best.line.feasible or (answer is not None and (False, answer.score.objective_s) <= best.rank):
         plan = finish(problem, answer, planner="dlplacer", seed=seed)
-        return plan.with_predicted(plan.predicted.told(proof=facts))
-    predicted = best.line.predicted(problem).told(proof=facts)
+        return plan.with_predicted(plan.predicted.replace(proof=facts))
+    predicted = best.line.predicted(problem).replace(proof=facts)
     return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **best.fields)
 
 

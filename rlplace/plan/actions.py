@@ -126,7 +126,7 @@ def _check_filled(schedule: str, stages: int, microbatches: int, other: str) -> 
 
 
 def _check_rounds(schedule: str, devices: int, microbatches: int) -> None:
-    """Checks that micro-batches divide into max(1, m // p) equal rounds, torch's way: each through one stage of a device after the other."""
+    """Checks that micro-batches make max(1, m // p) equal rounds, each through one stage of a device after the other."""
     if _fits_rounds(devices, microbatches):
         return
     rounds = microbatches // devices

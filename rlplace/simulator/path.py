@@ -181,7 +181,7 @@ class _Walk:
         return (0.0, None) if maker < 0 else (float(self.line.end_s[maker]), (False, maker))
 
     def ready(self, op: int) -> tuple[float, Before]:
-        """Returns the time at which the last input of an op (or its device, where the path counts devices) was ready, and it."""
+        """Returns when the last input of an op (or its device, where the path counts devices) was ready, and which it is."""
         best: tuple[float, Before] = (0.0, None)
         for tensor in self.input[self.input_ptr[op] : self.input_ptr[op + 1]].tolist():
             x = self.arrival.get((tensor, int(self.device[op])))

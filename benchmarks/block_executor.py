@@ -18,8 +18,8 @@ import numpy as np
 from numpy.random import Generator
 
 from rlplace.cluster import Cluster
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from tests.strategy.random_costs import random_costs, random_draft
 
 SMALL = ("a100-80g:8", "h100:2x4,ib=400g", "a100-80g:4+t4:4")
@@ -38,7 +38,7 @@ def large_draft(rng: Generator, devices: int, blocks: int) -> Draft:
     return Draft(
         bounds=(0, *cuts, blocks),
         places=tuple(
-            Place(
+            Mesh(
                 tuple(range(width * i, width * (i + 1))), replicate=width // tensor // shard, shard=shard, tensor=tensor,
                 sharding=level, sequence_parallel=tensor > 1,
             )
@@ -63,7 +63,7 @@ def moved(rng: Generator, draft: Draft) -> Draft:
     return dataclasses.replace(draft, recompute=bytes(recompute))
 
 
-def rate(evaluator: Evaluator, drafts: Sequence[Draft]) -> float:
+def rate(evaluator: DraftEvaluator, drafts: Sequence[Draft]) -> float:
     """Drafts a second of processor time."""
     start = time.process_time()
     for draft in drafts:
@@ -79,12 +79,12 @@ def main() -> None:
     for name in (LARGE,) if args.large else SMALL:
         cluster, rng = Cluster.preset(name), np.random.default_rng(0)
         blocks, count = (100, 300) if args.large else (40, 3000)
-        evaluator = Evaluator(random_costs(rng, cluster, blocks, tied=True), cluster)
+        evaluator = DraftEvaluator(random_costs(rng, cluster, blocks, tied=True), cluster)
         drafts = [
             large_draft(rng, cluster.num_devices, blocks) if args.large else random_draft(rng, cluster, blocks)
             for _ in range(count)
         ]
-        evaluator.score(Draft((0, blocks), (Place((0,)),), (0,), bytes(blocks), bytes(blocks), (1,), (1,)))  # compiles
+        evaluator.score(Draft((0, blocks), (Mesh((0,)),), (0,), bytes(blocks), bytes(blocks), (1,), (1,)))  # compiles
         moves = [moved(rng, draft) for draft in drafts]
         new, known, moves_rate = rate(evaluator, drafts), rate(evaluator, drafts), rate(evaluator, moves)
         print(f"{name:22} {blocks:6} {new:7,.0f} {known:7,.0f} {moves_rate:7,.0f}", flush=True)

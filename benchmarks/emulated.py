@@ -35,7 +35,7 @@ from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES, V
-from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
 from tools.hosts.spec import parse_rate
 
@@ -64,7 +64,7 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
         return (0, *inner, blocks)
 
     def flat(name: str, passes: int, recompute: int = 0, **mesh: int) -> tuple[str, Draft]:
-        place = Place(every[: int(np.prod([mesh.get(axis, 1) for axis in ("replicate", "shard", "tensor")]))], **mesh)
+        place = Mesh(every[: int(np.prod([mesh.get(axis, 1) for axis in ("replicate", "shard", "tensor")]))], **mesh)
         size = BATCH // place.data_degree // passes
         draft = plain_draft((0, blocks), [place], microbatch=(size,), microbatches=(passes,))
         again = bytes([recompute]) * blocks
@@ -97,7 +97,7 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
             if name and schedule not in ("1f1b", "zbv"):
                 continue
             width = int(np.prod([size for axis, size in mesh.items() if axis != "sharding"]))
-            row = [Place(every[width * at : width * (at + 1)], **mesh) for at in range(places)]
+            row = [Mesh(every[width * at : width * (at + 1)], **mesh) for at in range(places)]
             turn = list(range(places))
             order = turn + (turn[::-1] if SCHEDULES[schedule].layout == V else turn) if chunks == 2 else turn
             size = BATCH // row[0].data_degree // passes

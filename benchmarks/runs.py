@@ -39,7 +39,7 @@ from rlplace.measure.session import RULES, expected, least, planned_again
 from rlplace.measure.truths import Truth
 from rlplace.model.zoo import load_model
 from rlplace.strategy.search.plan import ask
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 Rule = Callable[[Belief, Generator], int | None]
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
@@ -75,7 +75,7 @@ CLUSTERS = {
 BATCH, CAPTURED = 64, (2, 4)
 
 
-def instances(split: str) -> Iterator[tuple[str, Question]]:
+def instances(split: str) -> Iterator[tuple[str, SearchProblem]]:
     """Names and questions; models that fit a cluster in no way are left out."""
     for name, (text, seq) in MODELS[split].items():
         graphs = []

@@ -30,7 +30,7 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.strategy.search.plan import ask
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 THERE, HERE = ("gpt2-medium", "bert-large"), ("t5-large", "opt-1b", "gpt_neox-1b")
 CLUSTERS = ("a100-80g:8", "t4:2x4,eth=25g", "a100-40g:4x2,ib=100g", "a100-40g:2+v100:4")
@@ -48,7 +48,7 @@ def graphs_of(name: str) -> tuple[OpGraph, OpGraph]:
 
 
 @cache
-def asked(name: str, cluster: str) -> tuple[Question, Pool] | None:
+def asked(name: str, cluster: str) -> tuple[SearchProblem, Pool] | None:
     """A question and its candidates; None where nothing fits."""
     first, second = graphs_of(name)
     question = ask(first, parse(cluster), BATCH, other=second)
@@ -75,7 +75,7 @@ def runs_there(cluster: str, seed: int) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def figures(question: Question, pool: Pool, seed: int, elsewhere: tuple[Run, ...]) -> list[float]:
+def figures(question: SearchProblem, pool: Pool, seed: int, elsewhere: tuple[Run, ...]) -> list[float]:
     """Error, square of errors over deviations, and logs of the quickest run over the least after 1 and 2 runs."""
     truth, belief = Truth.drawn(question, seed), Belief(pool, elsewhere=elsewhere)
     log_s = np.log([truth.step_s(draft) for draft in pool.drafts])

@@ -37,7 +37,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.strategy.drafts import Draft, draft_of_strategy, kind_of
 from rlplace.strategy.search.plan import ask, prediction
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
@@ -90,7 +90,7 @@ def wrong_of(cluster: str, seed: int) -> Wrong:
 CLUSTERS = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
 
 
-def question_of(model: str, wrong: Wrong) -> Question:
+def question_of(model: str, wrong: Wrong) -> SearchProblem:
     """What the planner is asked; strategies use all hosts, as the processes of a launch are as many."""
     speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
     kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
@@ -109,7 +109,7 @@ def question_of(model: str, wrong: Wrong) -> Question:
 class Lab:
     """The hosts of a cell, with processes that run one strategy after the other; what was measured is kept."""
 
-    def __init__(self, model: str, wrong: Wrong, question: Question) -> None:
+    def __init__(self, model: str, wrong: Wrong, question: SearchProblem) -> None:
         self.model, self.wrong, self.question = model, wrong, question
         self.known: dict[str, Ended] = {}
         self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False

@@ -29,14 +29,14 @@ from numpy.random import Generator
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.strategy.drafts import Draft, Place, plain_draft
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh, plain_draft
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import tries
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tried, Tries
 from rlplace.strategy.search.uniform import Options
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs
@@ -59,7 +59,7 @@ SEEDS = 5_000
 tries.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
 
 
-def problem(seed: int, large: bool = False) -> tuple[str, Question]:
+def problem(seed: int, large: bool = False) -> tuple[str, SearchProblem]:
     """A random problem and its kind."""
     rng, kind = np.random.default_rng(seed), KINDS[seed % len(KINDS)]
     cluster = Cluster.preset(str(rng.choice(LARGE if large else UNLIKE if kind == "unlike devices" else LIKE)))
@@ -74,11 +74,11 @@ def problem(seed: int, large: bool = False) -> tuple[str, Question]:
     batch = cluster.num_devices * int(rng.choice([2, 4, 8]))
     if kind == "little memory":
         devices = cluster.num_devices
-        shared = Place(tuple(range(devices)), shard=devices, sharding=1)
+        shared = Mesh(tuple(range(devices)), shard=devices, sharding=1)
         draft = plain_draft((0, blocks), [shared], microbatch=(batch // devices,), microbatches=(1,))
-        need = max(Evaluator(costs, roomy(cluster, 1e15)).evaluate(draft).peak_memory_bytes)
+        need = max(DraftEvaluator(costs, roomy(cluster, 1e15)).evaluate(draft).peak_memory_bytes)
         cluster = roomy(cluster, need * rng.uniform(0.25, 0.7))
-    return kind, Question(Evaluator(costs, cluster), batch)
+    return kind, SearchProblem(DraftEvaluator(costs, cluster), batch)
 
 
 def roomy(cluster: Cluster, memory_bytes: float) -> Cluster:
@@ -90,7 +90,7 @@ def roomy(cluster: Cluster, memory_bytes: float) -> Cluster:
 class Walk:
     """What annealing and evolution share: random starts, random neighbours, and a clock."""
 
-    def __init__(self, question: Question, rng: Generator, seconds: float) -> None:
+    def __init__(self, question: SearchProblem, rng: Generator, seconds: float) -> None:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
         self.balance = Balance(question.costs, question.cluster)
         self.moves, self.options = Moves(question, self.balance), list(Options(question, self.balance).every())
@@ -117,7 +117,7 @@ class Walk:
                 yield found
 
 
-def annealed(question: Question, seed: int, seconds: float) -> float:
+def annealed(question: SearchProblem, seed: int, seconds: float) -> float:
     """Seconds of the best that annealing over random moves finds, from one random strategy."""
     rng = np.random.default_rng(seed)
     walk = Walk(question, rng, seconds)
@@ -135,7 +135,7 @@ def annealed(question: Question, seed: int, seconds: float) -> float:
         return min(best_s, walk.tries.best.step_s if walk.tries.best is not None and walk.tries.fitting() else math.inf)
 
 
-def evolved(question: Question, seed: int, seconds: float, *, size: int = 20) -> float:
+def evolved(question: SearchProblem, seed: int, seconds: float, *, size: int = 20) -> float:
     """Seconds of the best of a population that starts with random strategies; each round the better half has children."""
     rng = np.random.default_rng(seed)
     walk = Walk(question, rng, seconds)
@@ -151,12 +151,12 @@ def evolved(question: Question, seed: int, seconds: float, *, size: int = 20) ->
         return walk.tries.best.step_s if walk.tries.best is not None and walk.tries.fitting() else math.inf
 
 
-def answered(question: Question, **budget: float) -> tuple[float, int]:
+def answered(question: SearchProblem, **budget: float) -> tuple[float, int]:
     """Seconds of the answer, evaluated again, and evaluations; it fits."""
-    fresh = dataclasses.replace(question, scores=Evaluator(question.costs, question.cluster))
+    fresh = dataclasses.replace(question, scores=DraftEvaluator(question.costs, question.cluster))
     answer = search(fresh, **budget)  # type: ignore[arg-type]
     best = answer.ranked[0]
-    said = Evaluator(question.costs, question.cluster).evaluate(best.draft)
+    said = DraftEvaluator(question.costs, question.cluster).evaluate(best.draft)
     assert said.feasible and best.draft.strategy(question.costs.names).batch == question.batch
     return said.step_time_s, answer.calls
 

@@ -41,8 +41,8 @@ from rlplace.measure.world import Worlds
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.executor.evaluate import Evaluation
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.executor.evaluate import StepEvaluation
+from rlplace.strategy.search.tries import SearchProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Scenario:
         return Scenario(pool, step_s, share, truth.pace_s(np.random.default_rng(truth.seed)), busy_s)
 
     @staticmethod
-    def replayed(question: Question, runs: Sequence[Run]) -> Scenario:
+    def replayed(question: SearchProblem, runs: Sequence[Run]) -> Scenario:
         """What a log of real runs has measured: its strategies, those that ran and those that did not fit.
 
         Args:
@@ -105,7 +105,7 @@ class Scenario:
 
 
 @cache
-def default_questions() -> tuple[Question, ...]:
+def default_questions() -> tuple[SearchProblem, ...]:
     """Returns a perceptron of the zoo, 60 samples a step, on four A100s, on two of them with two T4s, and on two hosts of two
     T4s.
     """
@@ -141,7 +141,7 @@ STAGE_FEATURES = ("busy", "blocks", "replicas", "shared", "tensor", "level", "re
 over 3; share of its blocks that are recomputed; share of the memory of its fullest device."""
 
 
-def stages_of(draft: Draft, said: Evaluation, cluster: Cluster) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+def stages_of(draft: Draft, said: StepEvaluation, cluster: Cluster) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Returns a plan as a graph: float32 [S, `STAGE_FEATURES`], and int32 [S], the place that holds each stage."""
     rows: list[list[float]] = []
     held: list[int] = []

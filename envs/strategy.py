@@ -18,7 +18,7 @@ from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.envs.strategy_board import FEATURES, KINDS, STAGE_FEATURES, STARTS, board_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.search.tries import Question, Tried
+from rlplace.strategy.search.tries import SearchProblem, Tried
 
 
 class StrategyEnv(NumberedEnv):
@@ -74,7 +74,7 @@ class StrategyEnv(NumberedEnv):
 
     def __init__(
         self,
-        problems: Sequence[Question] | Question | None = None,
+        problems: Sequence[SearchProblem] | SearchProblem | None = None,
         *,
         moves: int = 16,
         max_moves: int = 24,
@@ -82,8 +82,10 @@ class StrategyEnv(NumberedEnv):
         calls: int = 200,
         reward: FinalReward = log_ratio,
     ) -> None:
-        chosen = default_questions() if problems is None else [problems] if isinstance(problems, Question) else list(problems)
-        if not chosen or not all(isinstance(one, Question) for one in chosen):
+        chosen = (
+            default_questions() if problems is None else [problems] if isinstance(problems, SearchProblem) else list(problems)
+        )
+        if not chosen or not all(isinstance(one, SearchProblem) for one in chosen):
             raise InputError("Strategy-v0 needs questions of whole strategies; rlplace.strategy.search.plan.ask makes one")
         check_moves(start, STARTS, moves, max_moves)
         self.boards = [board_of(question, calls) for question in chosen]

@@ -26,8 +26,8 @@ from rlplace.strategy.executor.evaluate import PARTS
 from rlplace.strategy.search import moves
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import changed, fitted, other_choices
-from rlplace.strategy.search.search import Answer, search
-from rlplace.strategy.search.tries import Question, Tried, Tries
+from rlplace.strategy.search.search import SearchResult, search
+from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 from rlplace.strategy.search.uniform import Option, Options
 
 MEMORY = "memory"
@@ -63,7 +63,7 @@ class Board:
         choices: float64, by `rlplace.measure.pool.CHOICES`, of a draft.
     """
 
-    def __init__(self, question: Question, calls: int) -> None:
+    def __init__(self, question: SearchProblem, calls: int) -> None:
         self.question, self._calls, self._balance = question, calls, Balance(question.costs, question.cluster)
         self._moves, self._tries = moves.Moves(question, self._balance), Tries(question)
         scores = question.scores
@@ -73,7 +73,7 @@ class Board:
         self.choices = lru_cache(KEPT_DRAFTS)(lambda draft: np.array(choices(draft)))
 
     @cached_property
-    def _answer(self) -> Answer:
+    def _answer(self) -> SearchResult:
         return search(self.question, calls=self._calls)
 
     @cached_property

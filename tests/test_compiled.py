@@ -127,7 +127,7 @@ def test_what_the_build_compiles_is_what_planning_calls():
     evaluate.warm_up()
     api.warm_up()
     costs = random_costs(rng, cluster, 6, tied=True)
-    evaluate.Evaluator(costs, cluster).score(random_draft(rng, cluster, 6))
+    evaluate.DraftEvaluator(costs, cluster).score(random_draft(rng, cluster, 6))
     problem = random_problem(2, 12, 3, unlike=True)
     simulate_many(problem, np.zeros((2, problem.num_groups), dtype=np.int32))
     for kernel in (kernel_module.evaluate_packed, kernel_module.moved_s, kernel_module.place_blocks, fast.simulate_plans):

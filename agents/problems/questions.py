@@ -12,7 +12,7 @@ from rlplace.cluster.parse import parse
 from rlplace.errors import unknown_name
 from rlplace.runtime.strategy.why_not import judge
 from rlplace.strategy.search.plan import ask
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 BATCH, CAPTURED = 64, (2, 4)
 """Samples a step, and samples of the two captures that give all sizes."""
@@ -28,7 +28,7 @@ DEALT: dict[str, tuple[Mapping[str, Sequence[graphs.Recipe | str]], Sequence[str
 
 
 @cache
-def strategy_questions(split: str) -> tuple[Question, ...]:
+def strategy_questions(split: str) -> tuple[SearchProblem, ...]:
     """Returns the questions of a split about strategies that the runtime can run; models are captured on first use, within a
     minute.
 

@@ -20,8 +20,8 @@ from rlplace.cost.scaled import find_curve
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 
 TITAN = msgspec.structs.replace(
     KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12, memory_bytes=96_000_000_000,
@@ -76,7 +76,7 @@ def say(row: Row, folder: Path | None = None) -> Said:
     return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts, basis)
 
 
-def evaluator(row: Row, folder: Path | None) -> Evaluator:
+def evaluator(row: Row, folder: Path | None) -> DraftEvaluator:
     """Scores of strategies of a row's model on its devices under its software."""
     return _evaluator(_asked(row), row.gpus, folder)
 
@@ -102,10 +102,10 @@ def _asked(row: Row) -> _Asked:
 
 
 @functools.lru_cache(maxsize=4)
-def _evaluator(asked: _Asked, gpus: int, folder: Path | None) -> Evaluator:
+def _evaluator(asked: _Asked, gpus: int, folder: Path | None) -> DraftEvaluator:
     cluster = cluster_of(asked.gpu, gpus)
     small, large = captures(*asked.capture, folder)
-    return Evaluator(PricedBlocks(small, cluster, large, host=asked.host, costs=_costs(asked)), cluster)
+    return DraftEvaluator(PricedBlocks(small, cluster, large, host=asked.host, costs=_costs(asked)), cluster)
 
 
 @functools.lru_cache(maxsize=64)
@@ -169,7 +169,7 @@ def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
     schedule = schedule_of(row.words, virtual) if places > 1 else None
     width, tensor = row.gpus // places, said["tensor"]
     meshes = tuple(
-        Place(
+        Mesh(
             tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"],
             tensor, sharding=level, sequence_parallel=tensor > 1,
         )

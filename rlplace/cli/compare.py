@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.explanation.compare import Case
     from rlplace.explanation.compare.run import Report
-    from rlplace.strategy.search.tries import Question
+    from rlplace.strategy.search.tries import SearchProblem
 
 HELP = "compare planners on models and clusters"
 EXAMPLE = (
@@ -179,7 +179,7 @@ def _model_case(
     from rlplace.api import CLASSICAL
     from rlplace.explanation.compare import Case
 
-    def ask() -> Question:
+    def ask() -> SearchProblem:
         costs, samples = costs_of(options, machine), captured().graph.samples
         pricing = {"costs": costs, "host": options.host_mode}
         return question_of(captured(), machine, samples, space=None, fixed={}, planner=CLASSICAL, **pricing)

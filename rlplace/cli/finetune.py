@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlplace.measure.log import Run
     from rlplace.measure.session import Session
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.strategy.search.tries import Question
+    from rlplace.strategy.search.tries import SearchProblem
 
 HELP = "run strategies on a real cluster and learn from them"
 EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
@@ -118,7 +118,7 @@ def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
     return found
 
 
-def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[Question, PlacementPlan]:
+def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[SearchProblem, PlacementPlan]:
     """Returns the question, and the planner's answer."""
     from rlplace.api import CLASSICAL, FIXED, answer, default_batch
 

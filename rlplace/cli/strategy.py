@@ -30,7 +30,7 @@ from rlplace.text import gb, ms, percent
 
 if TYPE_CHECKING:
     from rlplace.api import Answer, Captured
-    from rlplace.strategy.search.tries import Question
+    from rlplace.strategy.search.tries import SearchProblem
 
 
 def machine_of(options: argparse.Namespace) -> Cluster:
@@ -72,7 +72,7 @@ def place_strategy(options: argparse.Namespace) -> Answer:
         )  # fmt: skip
 
 
-def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> Question:
+def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> SearchProblem:
     """What the planner is asked for a captured model; `asked` is as for `rlplace.api.what_may_be`."""
     from rlplace.api import what_may_be
     from rlplace.strategy.search.plan import ask

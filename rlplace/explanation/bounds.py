@@ -19,7 +19,7 @@ from rlplace.placement.common.bounds import largest_bound
 from rlplace.simulator.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, PathPart, path_parts, realised_path
 from rlplace.simulator.simulated_plan import SimulatedPlan, channel_holds
 from rlplace.strategy.drafts import Draft, joined
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from rlplace.text import gb, ms, percent
 
 
@@ -229,7 +229,7 @@ class StrategyBounds:
         ]
 
 
-def strategy_bounds(question: Question, draft: Draft) -> StrategyBounds:
+def strategy_bounds(question: SearchProblem, draft: Draft) -> StrategyBounds:
     """Evaluates a draft with and without what runs again.
 
     Raises:

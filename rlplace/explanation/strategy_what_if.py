@@ -14,9 +14,9 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.explanation import what_if
 from rlplace.explanation.changes import larger, quicker_links
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 if TYPE_CHECKING:
     from rlplace.explanation.timeline.again import Asked
@@ -42,11 +42,11 @@ def strategy_what_if(
         fits = math.isfinite(step_s)
         anew = partial(_search, question, calls, time_limit_s) if calls else None
         same_s = step_s if fits else None
-        questions.append(what_if.Question(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
+        questions.append(what_if.SearchProblem(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
     return what_if.answers(questions)
 
 
-def _questions(question: Question) -> Iterator[tuple[str, Question]]:
+def _questions(question: SearchProblem) -> Iterator[tuple[str, SearchProblem]]:
     """Yields all changes, the unchanged hardware first."""
     yield what_if.AS_IS, question
     machine = question.cluster
@@ -62,12 +62,12 @@ def _questions(question: Question) -> Iterator[tuple[str, Question]]:
     yield "twice the batch", dataclasses.replace(question, batch=2 * question.batch)
 
 
-def _on(question: Question, machine: Cluster) -> Question:
+def _on(question: SearchProblem, machine: Cluster) -> SearchProblem:
     """Returns the question on another cluster with devices of the same kinds."""
-    return dataclasses.replace(question, scores=Evaluator(question.costs, machine))
+    return dataclasses.replace(question, scores=DraftEvaluator(question.costs, machine))
 
 
-def _step_s(question: Question, draft: Draft) -> float:
+def _step_s(question: SearchProblem, draft: Draft) -> float:
     """Returns step time; inf for what does not fit, or answers another question."""
     if draft.batch != question.batch or max(draft.devices) >= question.cluster.num_devices:
         return math.inf
@@ -78,7 +78,7 @@ def _step_s(question: Question, draft: Draft) -> float:
     return math.inf if over else step_s
 
 
-def _search(question: Question, calls: int, time_limit_s: float | None, known: Sequence[Draft]) -> list[Draft]:
+def _search(question: SearchProblem, calls: int, time_limit_s: float | None, known: Sequence[Draft]) -> list[Draft]:
     """Returns the best strategy that a search finds; it has its own starts, so known strategies do not matter."""
     try:
         return [search(question, calls=calls, time_limit_s=time_limit_s).ranked[0].draft]

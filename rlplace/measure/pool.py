@@ -19,10 +19,10 @@ from rlplace.measure.world import SLACK, World, Worlds, evaluator_in, world_of
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import FULL, SELECTIVE, Floats
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import PARTS, Evaluation
+from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation
 from rlplace.strategy.search.plan import unlike
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 CALLS, OTHER_WORLDS, OF_EACH, MOST = 400, 6, 4, 48
 """Evaluations of the search by the cost model, half of them in every other world; worlds that are asked besides; strategies of
@@ -54,17 +54,17 @@ class Pool:
 
     worlds: Worlds
     drafts: tuple[Draft, ...]
-    said: tuple[Evaluation, ...]
+    said: tuple[StepEvaluation, ...]
     by_model_s: Floats
     log_s: Floats
     share: Floats
     features: Floats
 
-    def around(self, center: Floats, question: Question) -> Pool:
+    def around(self, center: Floats, question: SearchProblem) -> Pool:
         """Returns the same candidates in worlds around another one."""
         return pool_of(self.drafts, question, dataclasses.replace(self.worlds, center=center))
 
-    def with_drafts(self, drafts: Iterable[Draft], question: Question) -> Pool:
+    def with_drafts(self, drafts: Iterable[Draft], question: SearchProblem) -> Pool:
         """With those that are new and can run, behind the others."""
         new = [draft for draft in dict.fromkeys(drafts) if draft not in self.drafts]
         more = pool_of(new, question, self.worlds)
@@ -79,7 +79,7 @@ class Pool:
         )
 
 
-def pool_of(drafts: Sequence[Draft], question: Question, worlds: Worlds) -> Pool:
+def pool_of(drafts: Sequence[Draft], question: SearchProblem, worlds: Worlds) -> Pool:
     """What drafts take; those that never end are left out."""
     said = [question.scores.evaluate(draft) for draft in drafts]
     with np.errstate(divide="ignore"):
@@ -96,7 +96,7 @@ def pool_of(drafts: Sequence[Draft], question: Question, worlds: Worlds) -> Pool
     )
 
 
-def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed: int = 0) -> Pool:
+def first_pool(question: SearchProblem, *, calls: int = CALLS, most: int = MOST, seed: int = 0) -> Pool:
     """Returns candidates before anything ran.
 
     Args:
@@ -122,19 +122,19 @@ def first_pool(question: Question, *, calls: int = CALLS, most: int = MOST, seed
     return pool_of(list(dict.fromkeys(chosen))[:most], question, worlds)
 
 
-def asked_in(world: World, question: Question) -> Question:
+def asked_in(world: World, question: SearchProblem) -> SearchProblem:
     """Returns the same question where a world is the truth."""
     return dataclasses.replace(question, scores=evaluator_in(world, question.costs, question.cluster))
 
 
-def candidates(question: Question, calls: int, count: int) -> list[Draft]:
+def candidates(question: SearchProblem, calls: int, count: int) -> list[Draft]:
     """Unlike strategies that fit, the best first, and the best of each kind."""
     answer = search(question, calls=calls)
     kinds = sorted((tried for tried in answer.of_kinds.values() if tried.fits), key=lambda tried: tried.key)
     return [tried.draft for tried in dict.fromkeys([*unlike(answer.ranked, count), *kinds[:count]])]
 
 
-def fullest(said: Evaluation, cluster: Cluster) -> float:
+def fullest(said: StepEvaluation, cluster: Cluster) -> float:
     """Returns share of the fullest device's memory beyond what is reserved."""
     shares = [0.0]
     for peak, device in zip(said.peak_memory_bytes, cluster.devices, strict=True):
@@ -143,7 +143,7 @@ def fullest(said: Evaluation, cluster: Cluster) -> float:
     return max(shares)
 
 
-def features(draft: Draft, said: Evaluation) -> Floats:
+def features(draft: Draft, said: StepEvaluation) -> Floats:
     """Returns float64 [F] by `FEATURES`."""
     return np.array([*choices(draft), *(said.parts.get(name, 0.0) / said.step_time_s for name in PARTS)])
 

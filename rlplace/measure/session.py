@@ -28,9 +28,9 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.executor.evaluate import Evaluation
+from rlplace.strategy.executor.evaluate import StepEvaluation
 from rlplace.strategy.search.plan import prediction
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 LOST = math.log(3.0)
 
@@ -113,7 +113,7 @@ class Session:
         belief: What is known.
     """
 
-    question: Question
+    question: SearchProblem
     plan: PlacementPlan
     launch: Launch
     _: KW_ONLY
@@ -201,7 +201,7 @@ class Session:
         self.belief = self.belief.told(Ran(number, step_s, share, run.status == "out_of_memory", run.pace_s, busy_s))
 
 
-def run_of(draft: Draft, said: Evaluation, names: Sequence[str], cluster: Cluster, **more: Any) -> Run:
+def run_of(draft: Draft, said: StepEvaluation, names: Sequence[str], cluster: Cluster, **more: Any) -> Run:
     """Returns a run that has not begun.
 
     Args:
@@ -247,7 +247,7 @@ def telling(runs: Iterable[Run], cluster: Cluster) -> tuple[Run, ...]:
     return found
 
 
-def planned_again(belief: Belief, question: Question) -> Pool:
+def planned_again(belief: Belief, question: SearchProblem) -> Pool:
     """Returns the candidates, with those that a search of the corrected model proposes besides.
 
     Where that is far from the world around which step times are linear, they are taken around it: a strategy that spares a

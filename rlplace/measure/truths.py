@@ -18,8 +18,8 @@ from rlplace.measure.log import Ended
 from rlplace.measure.pool import asked_in, fullest
 from rlplace.measure.world import World, axes, world_of
 from rlplace.strategy.drafts import Draft, kind_of
-from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.tries import SearchProblem
 
 WIDER, TAIL = 1.0, 5.0
 """Of a truth's axes over those of a belief, and the degrees of freedom of their distribution (Student's t)."""
@@ -44,12 +44,12 @@ class Truth:
         seed: Of what has no cause.
     """
 
-    question: Question
+    question: SearchProblem
     world: World
     seed: int
 
     @staticmethod
-    def drawn(question: Question, seed: int) -> Truth:
+    def drawn(question: SearchProblem, seed: int) -> Truth:
         """Returns a truth at random."""
         rng = np.random.default_rng([seed, 7])
         names = axes(question.cluster)
@@ -61,12 +61,12 @@ class Truth:
         return Truth(question, World(**{**vars(world), "host": tuple(host.tolist())}), seed)
 
     @cached_property
-    def asked(self) -> Question:
+    def asked(self) -> SearchProblem:
         """The question as somebody who knows the world would ask it."""
         return asked_in(self.world, self.question)
 
     @property
-    def scores(self) -> Evaluator:
+    def scores(self) -> DraftEvaluator:
         """What strategies take, without habits."""
         return self.asked.scores
 

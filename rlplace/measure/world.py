@@ -23,7 +23,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
 from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import PARTS, Evaluation, Evaluator
+from rlplace.strategy.executor.evaluate import PARTS, DraftEvaluator, StepEvaluation
 
 SPREAD: Mapping[str, float] = {
     "kind": 0.3, "host": 0.1, "inside": 0.3, "between": 0.3, "network": 0.15, "launch": 0.7,
@@ -66,7 +66,7 @@ class World:
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     slack: float = 1.0
 
-    def seconds(self, said: Evaluation) -> float:
+    def seconds(self, said: StepEvaluation) -> float:
         """Returns step time with the factors of its parts; inf where it does not end."""
         if not math.isfinite(said.step_time_s):
             return math.inf
@@ -112,11 +112,11 @@ def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 
     )
 
 
-def evaluator_in(world: World, costs: BlockCosts, cluster: Cluster) -> Evaluator:
+def evaluator_in(world: World, costs: BlockCosts, cluster: Cluster) -> DraftEvaluator:
     """Returns the block executor of a model on a cluster as a world says that both are; `World.parts` are not in it."""
     names = _kind_names(world, cluster)
     changed = _Costs(costs, world, dict(zip(names, _factors(world, cluster), strict=True)))
-    return Evaluator(changed, _changed(cluster, world, names))
+    return DraftEvaluator(changed, _changed(cluster, world, names))
 
 
 def _factors(world: World, cluster: Cluster) -> list[tuple[str, float]]:
@@ -234,9 +234,9 @@ class Worlds:
         return self.center + np.concatenate([np.zeros((1, len(away))), away, -away])
 
     @cached_property
-    def _worlds(self) -> list[tuple[World, Evaluator]]:
+    def _worlds(self) -> list[tuple[World, DraftEvaluator]]:
         """Each with its executor; worlds that differ in factors of parts alone share one."""
-        made: dict[Any, Evaluator] = {}
+        made: dict[Any, DraftEvaluator] = {}
         found = []
         for world in (world_of(self.cluster, values) for values in self.values):
             key = (tuple(world.kind.items()), world.host, world.inside, world.between, world.network, world.launch_s)

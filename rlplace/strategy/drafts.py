@@ -19,7 +19,7 @@ OFFLOAD = ("none", "optimizer", "all")
 
 
 @dataclass(frozen=True)
-class Place:
+class Mesh:
     """A mesh of devices that holds one or more stages.
 
     Attributes:
@@ -69,7 +69,7 @@ class Draft:
     """
 
     bounds: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[Mesh, ...]
     place_of_stage: tuple[int, ...]
     recompute: bytes
     offload: bytes
@@ -156,7 +156,7 @@ class Draft:
 
 def plain_draft(
     bounds: tuple[int, ...],
-    places: Sequence[Place],
+    places: Sequence[Mesh],
     order: Sequence[int] | None = None,
     *,
     microbatch: tuple[int, ...] = (1,),
@@ -184,11 +184,11 @@ def draft_of_strategy(strategy: Strategy, names: Sequence[str]) -> Draft:
 def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
     """Returns the numbers of a pipeline whose blocks have these names, in this order."""
     number = {name: index for index, name in enumerate(names)}
-    places: dict[Place, int] = {}
+    places: dict[Mesh, int] = {}
     bounds, place_of_stage = [0], []
     recompute, offload = bytearray(len(names)), bytearray(len(names))
     for stage in pipeline.stages:
-        place = Place(
+        place = Mesh(
             stage.devices, stage.axis("replicate"), stage.axis("shard"), stage.axis("context"), stage.axis("tensor"),
             stage.expert, stage.sharding, stage.sequence_parallel,
         )  # fmt: skip
@@ -226,7 +226,7 @@ _WORDS = {
 }
 
 
-def kind_named(stages: int, places: Sequence[Place]) -> str:
+def kind_named(stages: int, places: Sequence[Mesh]) -> str:
     """Returns the name of a kind, from its number of stages and its places."""
     words = [word for axis, word in _WORDS.items() if any(getattr(place, axis) > 1 for place in places)]
     return " x ".join(["pipeline", *words] if stages > 1 else words) or KINDS[0]

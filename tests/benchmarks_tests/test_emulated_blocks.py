@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks.emulated import _sleeps
-from rlplace.strategy.drafts import Place
+from rlplace.strategy.drafts import Mesh
 
 
 class Costs:
@@ -24,7 +24,7 @@ class Costs:
 def test_a_narrow_stage_computes_what_all_replicas_of_a_wide_one_hand_it():
     """Three devices, the middle stage twice over: a pass of either of its replicas has two samples, of the others four."""
     draft = SimpleNamespace(
-        places=[Place((0,)), Place((1, 2), replicate=2), Place((3,))], place_of_stage=[0, 1, 2], bounds=[0, 1, 2, 3],
+        places=[Mesh((0,)), Mesh((1, 2), replicate=2), Mesh((3,))], place_of_stage=[0, 1, 2], bounds=[0, 1, 2, 3],
         microbatch=(2,), recompute=bytes(3), data_degree=2,
     )  # fmt: skip
     found = [_sleeps(Costs(), draft, stage)["blocks"] for stage in range(3)]

@@ -21,12 +21,12 @@ from rlplace.envs.strategy_board import KINDS, MEMORY
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.drafts import draft_of_strategy
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs
 
@@ -38,7 +38,7 @@ def question(seed=0, text="a100-80g:4", share=1.0, **options):
     cluster = Cluster.preset(text)
     devices = tuple(dataclasses.replace(d, memory_bytes=int(d.memory_bytes * share), reserved_bytes=0) for d in cluster.devices)
     cluster = dataclasses.replace(cluster, devices=devices)
-    return Question(Evaluator(random_costs(np.random.default_rng(seed), cluster, 5), cluster), 8, **options)
+    return SearchProblem(DraftEvaluator(random_costs(np.random.default_rng(seed), cluster, 5), cluster), 8, **options)
 
 
 ROOMY, UNLIKE = question(), question(1, "a100-80g:2+t4:2")

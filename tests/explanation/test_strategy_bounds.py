@@ -9,9 +9,9 @@ import pytest
 
 from rlplace.cluster import Cluster
 from rlplace.explanation.bounds import strategy_bounds
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs, random_draft
 
 
@@ -20,7 +20,7 @@ def test_the_parts_add_up_to_the_step_and_the_fullest_device_is_named() -> None:
     costs = random_costs(np.random.default_rng(1), cluster, 9)
     for seed in range(40):
         draft = random_draft(np.random.default_rng(seed), cluster, 9)
-        question = Question(Evaluator(costs, cluster), draft.batch)
+        question = SearchProblem(DraftEvaluator(costs, cluster), draft.batch)
         said, bounds = question.scores.evaluate(draft), strategy_bounds(question, draft)
         assert sum(bounds.seconds.values()) == pytest.approx(said.step_time_s, rel=1e-9)
         shares = [peak / device.memory_bytes for peak, device in zip(said.peak_memory_bytes, cluster.devices, strict=True)]
@@ -31,8 +31,8 @@ def test_the_parts_add_up_to_the_step_and_the_fullest_device_is_named() -> None:
 def test_what_runs_again_is_what_recomputation_costs() -> None:
     cluster = Cluster.preset("a100-80g:1")
     costs = random_costs(np.random.default_rng(2), cluster, 6)
-    question = Question(Evaluator(costs, cluster), 4)
-    draft = Draft((0, 6), (Place((0,)),), (0,), bytes([2] * 6), bytes(6), (2,), (2,))
+    question = SearchProblem(DraftEvaluator(costs, cluster), 4)
+    draft = Draft((0, 6), (Mesh((0,)),), (0,), bytes([2] * 6), bytes(6), (2,), (2,))
     bounds = strategy_bounds(question, draft)
     again = costs.passes(0, draft.places[0].cut(2)).again_s[2].sum() * 2
     assert bounds.seconds["running again"] == pytest.approx(again, rel=1e-9)

@@ -11,17 +11,17 @@ import pytest
 from rlplace.cluster import Cluster
 from rlplace.explanation.strategy_what_if import strategy_what_if
 from rlplace.explanation.what_if import AS_IS
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 
 
-def question(memory: float) -> Question:
+def question(memory: float) -> SearchProblem:
     cluster = Cluster.preset("a100-80g:2")
     devices = tuple(dataclasses.replace(d, memory_bytes=int(memory * d.memory_bytes)) for d in cluster.devices)
     cluster = dataclasses.replace(cluster, devices=devices)
-    return Question(Evaluator(random_costs(np.random.default_rng(3), cluster, 5), cluster), 8)
+    return SearchProblem(DraftEvaluator(random_costs(np.random.default_rng(3), cluster, 5), cluster), 8)
 
 
 @pytest.mark.parametrize("memory", [1.0, 0.5])

@@ -12,7 +12,7 @@ from rlplace.measure.pool import asked_in, first_pool, pool_of
 from rlplace.measure.session import LEAST_CHANCE, RULES, gain_of, planned_again, run_of
 from rlplace.measure.truths import Truth
 from rlplace.measure.world import BENDS, SPREAD, World, Worlds, axes, linear
-from rlplace.strategy.drafts import Place, plain_draft
+from rlplace.strategy.drafts import Mesh, plain_draft
 from tests.measure.worlds import pool, question
 
 
@@ -139,9 +139,7 @@ def two_stages():
     """A chain over two hosts of one device each, and a belief about it."""
     asked = question(0, "h100:2x1,ib=400g")
     blocks = len(asked.costs.names)
-    draft = plain_draft(
-        (0, blocks // 2, blocks), [Place((0,)), Place((1,))], microbatch=(2,), microbatches=(8,), schedule="1f1b"
-    )
+    draft = plain_draft((0, blocks // 2, blocks), [Mesh((0,)), Mesh((1,))], microbatch=(2,), microbatches=(8,), schedule="1f1b")
     return asked, draft, Belief(pool_of([draft], asked, Worlds.of(asked.costs, asked.cluster)))
 
 

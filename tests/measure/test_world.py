@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.measure.world import LAUNCH_S, SPREAD, World, axes, evaluator_in, world_of
-from rlplace.strategy.drafts import Place, plain_draft
+from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import PARTS
 from tests.measure.worlds import CLUSTERS, question
 from tests.strategy.random_costs import random_draft
@@ -35,7 +35,7 @@ def test_the_neutral_world_is_the_cost_model(cluster):
 
 def alone(asked, microbatches=4):
     blocks = len(asked.costs.names)
-    return plain_draft((0, blocks), [Place((0,))], microbatch=(asked.batch // microbatches,), microbatches=(microbatches,))
+    return plain_draft((0, blocks), [Mesh((0,))], microbatch=(asked.batch // microbatches,), microbatches=(microbatches,))
 
 
 def test_a_kind_twice_as_slow_computes_twice_as_long():
@@ -63,7 +63,7 @@ def test_slow_links_slow_what_is_sent_over_them_and_nothing_else():
     blocks = len(asked.costs.names)
 
     def copies(devices):
-        return plain_draft((0, blocks), [Place(devices, replicate=len(devices))], microbatch=(asked.batch // len(devices),))
+        return plain_draft((0, blocks), [Mesh(devices, replicate=len(devices))], microbatch=(asked.batch // len(devices),))
 
     slow = evaluator_in(dataclasses.replace(neutral(asked.cluster), between=3.0), asked.costs, asked.cluster)
     inside, across = copies((0, 1, 2, 3)), copies((0, 4))

@@ -16,9 +16,9 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 
 CLUSTERS = (
@@ -38,21 +38,21 @@ Shares = tuple[tuple[int, ...], tuple[int, ...]]
 """Samples of a micro-batch and micro-batches: one entry, or one a replica."""
 
 
-def small_question(seed: int) -> Question:
+def small_question(seed: int) -> SearchProblem:
     """A problem of 2 to 4 devices and 2 to 5 blocks whose best strategy has room, or lacks some."""
     rng = np.random.default_rng(seed)
     cluster = Cluster.preset(str(rng.choice(CLUSTERS)))
     blocks, batch = int(rng.integers(2, 6)), int(rng.choice([4, 6, 8]))
     costs = random_costs(rng, cluster, blocks, tied=rng.random() < 0.3, alike=rng.random() < 0.3)
     if rng.random() < 0.5:
-        one = Draft((0, blocks), (Place((0,)),), (0,), bytes(blocks), bytes(blocks), (1,), (batch,))
-        size = max(Evaluator(costs, cluster).evaluate(one).peak_memory_bytes) * rng.uniform(0.15, 0.7)
+        one = Draft((0, blocks), (Mesh((0,)),), (0,), bytes(blocks), bytes(blocks), (1,), (batch,))
+        size = max(DraftEvaluator(costs, cluster).evaluate(one).peak_memory_bytes) * rng.uniform(0.15, 0.7)
         devices = tuple(dataclasses.replace(d, memory_bytes=int(size), reserved_bytes=0) for d in cluster.devices)
         cluster = dataclasses.replace(cluster, devices=devices)
-    return Question(Evaluator(costs, cluster), batch)
+    return SearchProblem(DraftEvaluator(costs, cluster), batch)
 
 
-def quicker(asked: Question, than_s: float) -> tuple[float, Draft] | None:
+def quicker(asked: SearchProblem, than_s: float) -> tuple[float, Draft] | None:
     """The quickest draft that fits of all that take less than `than_s`; None where there is none."""
     best: tuple[float, Draft] | None = None
     for compute_s, structure in structures(asked):
@@ -70,7 +70,7 @@ def quicker(asked: Question, than_s: float) -> tuple[float, Draft] | None:
     return best
 
 
-def _remembering(asked: Question, structure: Draft, than_s: float) -> tuple[float, Draft] | None:
+def _remembering(asked: SearchProblem, structure: Draft, than_s: float) -> tuple[float, Draft] | None:
     """The quickest choice of recomputation and offload for every block that fits, by depth first and two bounds."""
     blocks, best = structure.bounds[-1], None
     choices = list(itertools.product(range(3), range(3)))
@@ -96,7 +96,7 @@ def _remembering(asked: Question, structure: Draft, than_s: float) -> tuple[floa
     return best
 
 
-def structures(asked: Question) -> Iterator[tuple[float, Draft]]:
+def structures(asked: SearchProblem) -> Iterator[tuple[float, Draft]]:
     """All drafts without recomputation and offload, after seconds that they cannot beat."""
     cluster, costs = asked.cluster, asked.costs
     blocks, blank = len(costs.names), bytes(len(costs.names))
@@ -116,7 +116,7 @@ def structures(asked: Question) -> Iterator[tuple[float, Draft]]:
                     yield _compute_s(asked, draft, of_device), draft
 
 
-def _compute_s(asked: Question, draft: Draft, kind: list[int]) -> float:
+def _compute_s(asked: SearchProblem, draft: Draft, kind: list[int]) -> float:
     """Ops of the place with most of them."""
     degree, most = draft.data_degree, 0.0
     sizes = draft.microbatch * (degree // len(draft.microbatch))
@@ -132,7 +132,7 @@ def _compute_s(asked: Question, draft: Draft, kind: list[int]) -> float:
     return most
 
 
-def _all_places(cluster: Cluster) -> Iterator[tuple[Place, ...]]:
+def _all_places(cluster: Cluster) -> Iterator[tuple[Mesh, ...]]:
     """Every sequence of places on some of the devices."""
     alike: dict[tuple[str, int], list[int]] = {}
     for device, one in enumerate(cluster.kinds):
@@ -154,13 +154,13 @@ def _all_places(cluster: Cluster) -> Iterator[tuple[Place, ...]]:
                     yield from itertools.product(*(list(_meshes(members, parts > 1)) for members in own))
 
 
-def _meshes(devices: tuple[int, ...], pipeline: bool) -> Iterator[Place]:
+def _meshes(devices: tuple[int, ...], pipeline: bool) -> Iterator[Mesh]:
     count = len(devices)
     for replicate, shard, tensor in itertools.product(range(1, count + 1), repeat=3):
         if replicate * shard * tensor == count and tensor in DEGREES:
             for level in (0,) if shard == 1 else (1,) if pipeline else (1, 2, 3):
                 for sequence in (False, True) if tensor > 1 else (False,):
-                    yield Place(devices, replicate, shard, 1, tensor, 1, level, sequence)
+                    yield Mesh(devices, replicate, shard, 1, tensor, 1, level, sequence)
 
 
 def _schedules(places: int, blocks: int) -> Iterator[tuple[str | None, int]]:
@@ -192,7 +192,7 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise(ends))
 
 
-def _is_strategy(asked: Question, draft: Draft) -> bool:
+def _is_strategy(asked: SearchProblem, draft: Draft) -> bool:
     """Whether it contradicts itself nowhere."""
     try:
         return draft.strategy(asked.costs.names).batch == asked.batch and math.isfinite(asked.scores.score(draft)[0])

@@ -22,7 +22,7 @@ from rlplace.strategy.costs import (
     PassCosts,
     Tie,
 )
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 
 CLUSTERS = ("a100-80g:4", "a100-80g:8", "a100-80g:2+t4:2", "h100:2x4,ib=400g", "v100:8", "rtx4090:4")
 
@@ -189,7 +189,7 @@ def random_draft(rng: Generator, cluster: Cluster, blocks: int, *, wild: bool = 
     order = list(range(places)) * chunks if layout != V else [*range(places), *reversed(range(places))]
     found = [_random_place(rng, devices[i * width : (i + 1) * width].tolist(), places > 1) for i in range(places)]
     if places > 1 and rng.random() < 0.7:
-        found = [Place(place.devices, *(getattr(found[0], name) for name in _AXES)) for place in found]
+        found = [Mesh(place.devices, *(getattr(found[0], name) for name in _AXES)) for place in found]
     cuts = sorted(rng.choice(np.arange(1, blocks), len(order) - 1, replace=False).tolist()) if len(order) > 1 else []
     degree = max(place.data_degree for place in found)
     microbatches = places * int(rng.integers(1, 4)) if places > 1 else int(rng.integers(1, 5))
@@ -209,11 +209,11 @@ def random_draft(rng: Generator, cluster: Cluster, blocks: int, *, wild: bool = 
 _AXES = ("replicate", "shard", "context", "tensor", "expert", "sharding", "sequence_parallel")
 
 
-def _random_place(rng: Generator, devices: list[int], pipeline: bool) -> Place:
+def _random_place(rng: Generator, devices: list[int], pipeline: bool) -> Mesh:
     left, axes = len(devices), [1, 1, 1, 1]
     while left > 1:
         axes[int(rng.choice(4, p=[0.3, 0.35, 0.05, 0.3]))] *= 2
         left //= 2
     level = 0 if axes[1] == 1 else 1 if pipeline else int(rng.integers(1, 4))
     expert = int(rng.choice([1, 1, axes[1] if level else 1, prod(axes[1:])]))
-    return Place(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5))
+    return Mesh(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5))

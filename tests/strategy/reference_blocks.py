@@ -10,7 +10,7 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import ring_order
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, kind_numbers
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
     Lane,
     copy_degree,
@@ -112,7 +112,7 @@ def place_blocks(draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluste
     return blocks
 
 
-def _meets(place: Place, cluster: Cluster) -> tuple[bool, bool]:
+def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
     """Whether two sets of groups send over one channel, by walking every hop of every ring."""
     channels = cluster.links.effective_channels
 
@@ -149,7 +149,7 @@ def received_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence
 
 
 def _add_pass(
-    blocks: list[Block], draft: Draft, place: Place, kind: int, samples: int, costs: BlockCosts, traffic: Traffic
+    blocks: list[Block], draft: Draft, place: Mesh, kind: int, samples: int, costs: BlockCosts, traffic: Traffic
 ) -> None:
     """Makes every block as slow and as large as a pass of so many samples on a device of that kind."""
     passes = costs.passes(kind, place.cut(samples))

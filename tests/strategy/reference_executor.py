@@ -14,7 +14,7 @@ from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import PARTS, Evaluation, bytes_over, side_by_side
+from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
 from rlplace.strategy.executor.traffic import Traffic, Way, tie_exchanges
 from tests.strategy.reference_blocks import Block, place_blocks
@@ -22,7 +22,7 @@ from tests.strategy.reference_memory import device_bytes, host_bytes
 from tests.strategy.reference_stages import Work, exchange_s, single_stage, stage_action
 
 
-def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> Evaluation:
+def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> StepEvaluation:
     """Step time and memory of a draft.
 
     Raises:
@@ -75,7 +75,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
     spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, sum(updates[busiest])]
     spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
     over = bytes_over(peaks, cluster)
-    return Evaluation(
+    return StepEvaluation(
         step_time_s=step,
         passes_s=max(ends) if step < math.inf else step,
         feasible=over == 0.0 and step < math.inf,

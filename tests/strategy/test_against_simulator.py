@@ -12,7 +12,7 @@ import pytest
 from rlplace.cluster import Cluster
 from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.op_level import expand
 from rlplace.strategy.op_level.expand import expand_draft
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
@@ -42,7 +42,7 @@ def differences(seeds):
         if (case := drawn(seed)) is None:
             continue
         costs, cluster, draft = case
-        said, expanded = Evaluator(costs, cluster).evaluate(draft), expand_draft(draft, costs, cluster)
+        said, expanded = DraftEvaluator(costs, cluster).evaluate(draft), expand_draft(draft, costs, cluster)
         line = simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
         unlike = len(expanded.stands_for) > len(draft.places)
         time, memory = found[KINDS[5 if unlike else 4 if draft.stages > 1 else draft.places[0].sharding]]

@@ -14,8 +14,8 @@ from rlplace.cluster.links import Links
 from rlplace.errors import InputError
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
 from tests.pipeline_theory import bubble_s, in_flight
@@ -50,7 +50,7 @@ def free_links(cluster):
 def test_one_device_takes_the_sum_of_its_blocks():
     costs, cluster = drawn(0)
     passes, held = costs.passes(0, Cut(2)), costs.held()
-    result = Evaluator(costs, cluster).evaluate(plain(8, Place((0,))))
+    result = DraftEvaluator(costs, cluster).evaluate(plain(8, Mesh((0,))))
     passed = 3 * float((passes.forward_s + passes.backward_s).sum())
     assert result.step_time_s == pytest.approx(passed + costs.update_s(0).sum(), rel=1e-12)
     assert result.parts["compute"] == pytest.approx(passed, rel=1e-12)
@@ -62,8 +62,8 @@ def test_one_device_takes_the_sum_of_its_blocks():
 
 def test_recomputation_adds_a_forward_and_keeps_less():
     costs, cluster = drawn(1)
-    evaluator, passes = Evaluator(costs, cluster), costs.passes(0, Cut(2))
-    nothing, full = (evaluator.evaluate(plain(8, Place((0,)), recompute=how)) for how in (0, 2))
+    evaluator, passes = DraftEvaluator(costs, cluster), costs.passes(0, Cut(2))
+    nothing, full = (evaluator.evaluate(plain(8, Mesh((0,)), recompute=how)) for how in (0, 2))
     assert full.step_time_s - nothing.step_time_s == pytest.approx(3 * passes.again_s[2].sum(), rel=1e-9)
     assert full.peak_memory_bytes[0] < nothing.peak_memory_bytes[0]
     kept = np.cumsum(passes.kept_bytes[2])
@@ -85,13 +85,13 @@ def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, chunks,
     microbatches, stages = 2 * devices, devices * chunks
     order = [*range(devices), *reversed(range(devices))] if layout == "v" else list(range(devices)) * chunks
     draft = Draft(
-        tuple(range(0, 2 * stages + 1, 2)), tuple(Place((device,)) for device in range(devices)), tuple(order),
+        tuple(range(0, 2 * stages + 1, 2)), tuple(Mesh((device,)) for device in range(devices)), tuple(order),
         bytes(2 * stages), bytes(2 * stages), (2,), (microbatches,), schedule,
     )  # fmt: skip
     passes = costs.passes(0, Cut(2))
     forward, backward, weight = (2 * float(part[0]) for part in (passes.forward_s, passes.backward_s, passes.weight_s))
     bubble = bubble_s(schedule, devices, chunks, microbatches, forward_s=forward, input_s=backward - weight, weight_s=weight)
-    result = Evaluator(costs, cluster).evaluate(draft)
+    result = DraftEvaluator(costs, cluster).evaluate(draft)
     work = microbatches * chunks * (forward + backward)
     update = [0.0] * devices
     for stage, place in enumerate(order):
@@ -110,9 +110,9 @@ def test_equal_stages_have_the_textbook_bubble_and_activations(schedule, chunks,
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_infinitely_fast_links_leave_compute_and_the_update(level):
     costs, cluster = drawn(3, free_links(Cluster.preset("a100-80g:4")))
-    place = Place((0, 1, 2, 3), **({"shard": 4, "sharding": level} if level else {"replicate": 4}))
-    evaluator = Evaluator(costs, cluster)
-    alone, together = evaluator.evaluate(plain(8, Place((0,)))), evaluator.evaluate(plain(8, place))
+    place = Mesh((0, 1, 2, 3), **({"shard": 4, "sharding": level} if level else {"replicate": 4}))
+    evaluator = DraftEvaluator(costs, cluster)
+    alone, together = evaluator.evaluate(plain(8, Mesh((0,)))), evaluator.evaluate(plain(8, place))
     assert together.parts["compute"] == pytest.approx(alone.parts["compute"], rel=1e-12)
     assert together.parts["update"] == pytest.approx(alone.parts["update"] / (4 if level else 1), rel=1e-12)
     assert together.step_time_s == pytest.approx(together.parts["compute"] + together.parts["update"], rel=1e-6)
@@ -121,13 +121,13 @@ def test_infinitely_fast_links_leave_compute_and_the_update(level):
 def test_sharded_states_take_their_part_of_memory():
     costs, cluster = drawn(4, "a100-80g:8", 16)
     costs = dataclasses.replace(costs, activation=costs.activation * 0, border=costs.border * 0, known={})
-    evaluator, held = Evaluator(costs, cluster), costs.held()
+    evaluator, held = DraftEvaluator(costs, cluster), costs.held()
     reserved = cluster.devices[0].reserved_bytes
     everything = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes
     for degree in (2, 4, 8):
         peak = {
             level: evaluator.evaluate(
-                plain(16, Place(tuple(range(degree)), shard=degree, sharding=level), microbatches=2)
+                plain(16, Mesh(tuple(range(degree)), shard=degree, sharding=level), microbatches=2)
             ).peak_memory_bytes[0]
             for level in (1, 2, 3)
         }
@@ -142,8 +142,8 @@ def test_sharded_states_take_their_part_of_memory():
 
 def test_plain_copies_pay_what_of_the_buckets_outlasts_the_backward():
     costs, cluster = drawn(5, "a100-80g:4", 1)
-    place, links = Place((0, 1, 2, 3), replicate=4), cluster.links
-    result = Evaluator(costs, cluster).evaluate(plain(1, place, microbatches=1))
+    place, links = Mesh((0, 1, 2, 3), replicate=4), cluster.links
+    result = DraftEvaluator(costs, cluster).evaluate(plain(1, place, microbatches=1))
     passes = costs.passes(0, Cut(2))
     size = float(costs.held().gradient_bytes[0]) * costs.item
     sizes = [1 << 20] * (size > 1 << 20)
@@ -163,13 +163,13 @@ def test_plain_copies_pay_what_of_the_buckets_outlasts_the_backward():
 
 def test_gathers_hide_behind_the_block_before():
     costs, cluster = drawn(6, "a100-80g:4", 5)
-    place = Place((0, 1, 2, 3), shard=4, sharding=1)
+    place = Mesh((0, 1, 2, 3), shard=4, sharding=1)
     passes, held = costs.passes(0, Cut(2)), costs.held()
     gathers = [collective_s(cluster.links, "all_gather", (0, 1, 2, 3), float(size)) for size in held.weight_bytes] + [0.0]
     seconds = gathers[0]
     for compute, gather in zip(passes.forward_s.tolist(), gathers[1:], strict=True):
         seconds += max(gather, compute + (COMPUTE_SLOWDOWN - 1) * min(compute, gather))
-    result = Evaluator(costs, cluster).evaluate(plain(5, place))
+    result = DraftEvaluator(costs, cluster).evaluate(plain(5, place))
     assert result.parts["gather"] == pytest.approx(seconds - float(passes.forward_s.sum()), rel=2e-2)
 
 
@@ -182,7 +182,7 @@ def test_parts_add_up_and_room_is_what_is_over(name):
         costs = random_costs(rng, cluster, blocks, tied=bool(seed % 2))
         draft = random_draft(rng, cluster, blocks)
         draft.strategy(costs.names)  # says so where it contradicts itself
-        evaluator = Evaluator(costs, cluster)
+        evaluator = DraftEvaluator(costs, cluster)
         result = evaluator.evaluate(draft)
         assert evaluator.score(draft) == pytest.approx((result.step_time_s, result.over_bytes), rel=1e-12)
         assert sum(result.parts.values()) == pytest.approx(result.step_time_s, rel=1e-9)
@@ -202,7 +202,7 @@ def test_more_memory_is_never_too_little():
     for seed in range(60):
         rng = RNG(seed)
         costs, draft = random_costs(rng, cluster, 12), random_draft(rng, cluster, 12)
-        less, more = Evaluator(costs, cluster).evaluate(draft), Evaluator(costs, roomy).evaluate(draft)
+        less, more = DraftEvaluator(costs, cluster).evaluate(draft), DraftEvaluator(costs, roomy).evaluate(draft)
         tight += not less.feasible
         assert more.step_time_s == less.step_time_s
         assert more.feasible or not less.feasible
@@ -219,7 +219,7 @@ def test_devices_that_are_alike_may_change_places():
         other = dataclasses.replace(
             draft, places=tuple(dataclasses.replace(p, devices=tuple(turned[list(p.devices)].tolist())) for p in draft.places)
         )
-        one, two = (Evaluator(costs, cluster).evaluate(item) for item in (draft, other))
+        one, two = (DraftEvaluator(costs, cluster).evaluate(item) for item in (draft, other))
         assert two.step_time_s == pytest.approx(one.step_time_s, rel=1e-12)
         assert [two.peak_memory_bytes[turned[d]] for d in range(8)] == list(one.peak_memory_bytes)
 
@@ -235,14 +235,14 @@ def test_twice_the_time_of_everything_is_twice_the_step():
         costs, draft = random_costs(rng, cluster, 10), random_draft(rng, cluster, 10)
         draft = dataclasses.replace(draft, offload=bytes(10))
         late = dataclasses.replace(costs, speed=costs.speed / 2, fixed_s=costs.fixed_s * 2, known={})
-        one, two = Evaluator(costs, cluster).evaluate(draft), Evaluator(late, slow).evaluate(draft)
+        one, two = DraftEvaluator(costs, cluster).evaluate(draft), DraftEvaluator(late, slow).evaluate(draft)
         assert two.step_time_s == pytest.approx(2 * one.step_time_s, rel=1e-9)
 
 
 def test_a_slower_device_slows_its_replica_and_the_samples_can_make_up_for_it():
     costs, cluster = drawn(7, "a100-80g:2+t4:2", 6)
-    place = Place((0, 1, 2, 3), replicate=4)
-    evaluator = Evaluator(costs, cluster)
+    place = Mesh((0, 1, 2, 3), replicate=4)
+    evaluator = DraftEvaluator(costs, cluster)
     even = dataclasses.replace(plain(6, place), microbatch=(4,), microbatches=(2,))
     uneven = dataclasses.replace(even, microbatch=(7, 7, 1, 1))
     assert even.batch == uneven.batch
@@ -251,14 +251,14 @@ def test_a_slower_device_slows_its_replica_and_the_samples_can_make_up_for_it():
 
 def test_a_tie_over_stages_is_summed_and_inside_one_counted_once():
     costs, cluster = drawn(8, "a100-80g:4", 8, tied=True)
-    evaluator, tie = Evaluator(costs, cluster), costs.ties[0]
-    apart = Draft((0, 4, 8), (Place((0,)), Place((1,))), (0, 1), bytes(8), bytes(8), (2,), (4,), "1f1b")
-    untied = Evaluator(dataclasses.replace(costs, ties=(), known={}), cluster)
+    evaluator, tie = DraftEvaluator(costs, cluster), costs.ties[0]
+    apart = Draft((0, 4, 8), (Mesh((0,)), Mesh((1,))), (0, 1), bytes(8), bytes(8), (2,), (4,), "1f1b")
+    untied = DraftEvaluator(dataclasses.replace(costs, ties=(), known={}), cluster)
     both = evaluator.evaluate(apart), untied.evaluate(apart)
     summed = collective_s(cluster.links, "all_reduce", (0, 1), tie.gradient_bytes * costs.item)
     assert both[0].peak_memory_bytes == both[1].peak_memory_bytes
     assert 0 < both[0].step_time_s - both[1].step_time_s <= summed * 1.01 + abs(np.diff(costs.update_s(0).reshape(2, 4).sum(1)))
-    together = plain(8, Place((0,)))
+    together = plain(8, Mesh((0,)))
     both = evaluator.evaluate(together), untied.evaluate(together)
     saved = tie.weight_bytes + tie.gradient_bytes + tie.optimizer_bytes
     assert both[1].peak_memory_bytes[0] - both[0].peak_memory_bytes[0] == saved
@@ -267,8 +267,8 @@ def test_a_tie_over_stages_is_summed_and_inside_one_counted_once():
 
 def test_offload_moves_states_to_the_host():
     costs, cluster = drawn(9)
-    evaluator, held = Evaluator(costs, cluster), costs.held()
-    here, optimizer, everything = (evaluator.evaluate(plain(8, Place((0,)), offload=how)) for how in range(3))
+    evaluator, held = DraftEvaluator(costs, cluster), costs.held()
+    here, optimizer, everything = (evaluator.evaluate(plain(8, Mesh((0,)), offload=how)) for how in range(3))
     assert optimizer.host_bytes == (held.optimizer_bytes.sum(),)
     assert here.peak_memory_bytes[0] - optimizer.peak_memory_bytes[0] == held.optimizer_bytes.sum()
     assert everything.host_bytes == ((held.weight_bytes + held.gradient_bytes + held.optimizer_bytes).sum(),)
@@ -277,17 +277,17 @@ def test_offload_moves_states_to_the_host():
 
 
 def test_groups_of_a_mesh_are_row_major():
-    place = Place(tuple(range(16)), replicate=2, shard=2, context=2, tensor=2, sharding=1)
+    place = Mesh(tuple(range(16)), replicate=2, shard=2, context=2, tensor=2, sharding=1)
     assert tensor_groups(place, 0)[:2] == ((0, 1), (2, 3))
     assert share_groups(place)[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert copy_groups(place)[:2] == ((0, 8), (1, 9))
-    level_0 = Place(tuple(range(8)), replicate=2, context=2, tensor=2)
+    level_0 = Mesh(tuple(range(8)), replicate=2, context=2, tensor=2)
     assert copy_groups(level_0) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert share_groups(level_0)[0] == (0,)
 
 
 def test_lanes_of_unlike_degrees_hold_the_same_samples():
-    wide, narrow = Place((0, 1, 2, 3), replicate=4), Place((4, 5), replicate=2)
+    wide, narrow = Mesh((0, 1, 2, 3), replicate=4), Mesh((4, 5), replicate=2)
     draft = Draft((0, 1, 2), (wide, narrow), (0, 1), bytes(2), bytes(2), (1, 2, 3, 4), (2,), "1f1b")
     first, second = lanes(draft)
     assert first.replicas == (((1, (0,)), (2, (1,))), ((3, (4,)),))
@@ -322,8 +322,8 @@ def test_groups_that_share_a_card_wait_for_each_other():
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_takes_what_the_only_network_card_of_a_device_takes(seed, mesh):
     costs, cluster = drawn(seed, "a100-80g:4x1,eth=25g")
-    place, traffic = Place((0, 1, 2, 3), sharding=3, **mesh), Traffic(cluster)
-    held, result = costs.held(place.tensor), Evaluator(costs, cluster).evaluate(plain(8, place, microbatches=1))
+    place, traffic = Mesh((0, 1, 2, 3), sharding=3, **mesh), Traffic(cluster)
+    held, result = costs.held(place.tensor), DraftEvaluator(costs, cluster).evaluate(plain(8, place, microbatches=1))
     card_s = result.parts["tensor"]
     for weights, gradients in zip(held.weight_bytes.tolist(), (held.gradient_bytes * held.gradient_item).tolist(), strict=True):
         card_s += 2 * table_s(traffic.table("all_gather", share_groups(place)), weights)
@@ -335,11 +335,11 @@ def test_a_step_takes_what_the_only_network_card_of_a_device_takes(seed, mesh):
 @pytest.mark.parametrize(("change", "words"), [
     ({"bounds": (0, 4)}, "bounds"),
     ({"recompute": b""}, "recompute"),
-    ({"places": (Place((0, 0), replicate=2),)}, "distinct"),
-    ({"places": (Place((0, 1), shard=2),)}, "sharding level"),
+    ({"places": (Mesh((0, 0), replicate=2),)}, "distinct"),
+    ({"places": (Mesh((0, 1), shard=2),)}, "sharding level"),
     ({"microbatch": (1, 2, 3)}, "microbatch"),
 ])  # fmt: skip
 def test_what_contradicts_itself_is_refused(change, words):
     costs, cluster = drawn(10)
     with pytest.raises(InputError, match=words):
-        Evaluator(costs, cluster).score(dataclasses.replace(plain(8, Place((0,))), **change))
+        DraftEvaluator(costs, cluster).score(dataclasses.replace(plain(8, Mesh((0,))), **change))

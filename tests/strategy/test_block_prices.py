@@ -18,8 +18,8 @@ from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
-from rlplace.strategy.drafts import Draft, Place
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.layouts.layouts import LayoutSearch
 from rlplace.strategy.layouts.tensor_layout import divided, tensor_parts
 from rlplace.strategy.search.op_level import evaluate_ops
@@ -136,9 +136,9 @@ def test_the_executor_on_one_device_is_the_op_level(priced, name):
     """Of either kind: the same step time, and the same peak."""
     graph, blocks, cluster = captured(name), priced[name], as_cluster(CLUSTER)
     problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
-    executor, count = Evaluator(blocks, cluster), len(blocks.names)
+    executor, count = DraftEvaluator(blocks, cluster), len(blocks.names)
     for device in range(2):
-        draft = Draft((0, count), (Place((device,)),), (0,), bytes(count), bytes(count), (4,), (1,))
+        draft = Draft((0, count), (Mesh((device,)),), (0,), bytes(count), bytes(count), (4,), (1,))
         found, wanted = executor.evaluate(draft), simulate(problem, [device])
         for said in (found, evaluate_ops(draft, blocks, cluster, found)):  # block by block, and as ops of the draft
             assert said.step_time_s == pytest.approx(wanted.step_time_s, rel=1e-9)
@@ -182,8 +182,8 @@ def test_recomputation_of_layers_holds_what_torch_checkpoints_hold(priced, name,
     peak = simulated_peak(problem)
     assert peak_bytes(blocks, how) == pytest.approx(peak, rel=0.006) and peak < 0.97 * peak_bytes(blocks, NONE)
     count, cluster = len(blocks.names), as_cluster(CLUSTER)
-    draft = Draft((0, count), (Place((0,)),), (0,), bytes(how), bytes(count), (4,), (1,))
-    ops = evaluate_ops(draft, blocks, cluster, Evaluator(blocks, cluster).evaluate(draft))
+    draft = Draft((0, count), (Mesh((0,)),), (0,), bytes(how), bytes(count), (4,), (1,))
+    ops = evaluate_ops(draft, blocks, cluster, DraftEvaluator(blocks, cluster).evaluate(draft))
     assert ops.peak_memory_bytes[0] - cluster.devices[0].reserved_bytes == pytest.approx(peak, rel=0.006)
 
 

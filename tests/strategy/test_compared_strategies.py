@@ -11,8 +11,8 @@ from rlplace.cluster import Cluster
 from rlplace.explanation.compare.records import TASKS, Settings
 from rlplace.explanation.compare.run import STRATEGIES, problem_info, strategy_row
 from rlplace.problem.generate import random_problem
-from rlplace.strategy.executor.evaluate import Evaluator
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 
 PROBLEM = random_problem(0, 4, 4)
@@ -21,7 +21,7 @@ INFO = problem_info(PROBLEM, "m", "c", view=TASKS)
 
 def rows_on(cluster: Cluster, calls: int) -> dict:
     costs = random_costs(np.random.default_rng(3), cluster, 12)
-    question = Question(Evaluator(costs, cluster), 16)
+    question = SearchProblem(DraftEvaluator(costs, cluster), 16)
     settings = Settings(calls=calls)
     return {name: strategy_row(name, INFO, PROBLEM, question, settings, strict=True) for name in STRATEGIES}
 

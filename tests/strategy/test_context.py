@@ -11,10 +11,10 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, Cut
 from rlplace.strategy.drafts import kind_of
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.captured import captured
 from tests.strategy.random_costs import random_costs
 
@@ -64,11 +64,11 @@ def test_one_sample_is_divided_where_that_is_all_there_is() -> None:
     cluster = Cluster.preset("a100-80g:4")
     costs = random_costs(np.random.default_rng(1), cluster, 5)
     space = Space.parse("tensor=1 pipeline=1 recompute=none offload=none")
-    one = search(Question(Evaluator(costs, cluster), 1, space), calls=100)
+    one = search(SearchProblem(DraftEvaluator(costs, cluster), 1, space), calls=100)
     draft = one.ranked[0].draft
     assert kind_of(draft) == "context parallel" and {place.context for place in draft.places} == {4}
     assert "context parallel 4" in uniform_words(draft.strategy(costs.names))
-    four = search(Question(Evaluator(costs, cluster), 4, space), calls=100)
+    four = search(SearchProblem(DraftEvaluator(costs, cluster), 4, space), calls=100)
     assert {place.context for place in four.ranked[0].draft.places} == {1}
-    asked = search(Question(Evaluator(costs, cluster), 4, Space.parse("context=2 tensor=1 pipeline=1")), calls=100)
+    asked = search(SearchProblem(DraftEvaluator(costs, cluster), 4, Space.parse("context=2 tensor=1 pipeline=1")), calls=100)
     assert {place.context for place in asked.ranked[0].draft.places} == {2}

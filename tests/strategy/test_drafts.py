@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.plan.strategy import Strategy
-from rlplace.strategy.drafts import Draft, Place, draft_of, plain_draft
+from rlplace.strategy.drafts import Draft, Mesh, draft_of, plain_draft
 
 
 @st.composite
@@ -19,7 +19,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     width = replicate * shard * tensor
     level = 0 if shard == 1 else 1 if count > 1 else draw(st.integers(1, 3))
     places = tuple(
-        Place(
+        Mesh(
             tuple(range(width * i, width * (i + 1))), replicate, shard, 1, tensor, 1, level, tensor > 1 and draw(st.booleans())
         )
         for i in range(count)
@@ -44,7 +44,7 @@ def test_names_and_numbers_say_the_same(draft: Draft) -> None:
 
 def test_samples_of_replicas_that_are_unlike() -> None:
     """Two replicas of two places: 3 passes of 2 samples and 1 of 2, or as many of 2 and 3, or all alike, or one of each."""
-    places = [Place((0, 1), shard=2, sharding=1), Place((2,))]
+    places = [Mesh((0, 1), shard=2, sharding=1), Mesh((2,))]
     sizes = {((2,), (3, 1)): 8, ((2, 3), (2,)): 10, ((2,), (3,)): 12, ((2, 3), (3, 1)): 9}
     for (microbatch, microbatches), samples in sizes.items():
         draft = plain_draft((0, 1, 2), places, microbatch=microbatch, microbatches=microbatches, schedule="gpipe")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
 from rlplace.errors import InputError
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import packing
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 from tests.strategy.reference_executor import evaluate_reference
@@ -24,7 +24,7 @@ PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}
 
 
 def check_twins(costs, cluster, draft, evaluator=None):
-    one = (evaluator or Evaluator(costs, cluster)).evaluate(draft)
+    one = (evaluator or DraftEvaluator(costs, cluster)).evaluate(draft)
     other = evaluate_reference(draft, costs, cluster)
     for name in FIELDS:
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12), name
@@ -45,7 +45,7 @@ def test_an_evaluator_that_has_seen_much_says_the_same(monkeypatch, kept):
     monkeypatch.setattr(packing, "KEPT_FRAMES", kept)
     cluster = PRESETS["a100-80g:2+t4:2"]
     costs = random_costs(np.random.default_rng(0), cluster, 12, tied=True)
-    evaluator = Evaluator(costs, cluster)
+    evaluator = DraftEvaluator(costs, cluster)
     for seed in range(200):
         check_twins(costs, cluster, random_draft(np.random.default_rng(seed), cluster, 12), evaluator)
 
@@ -55,10 +55,10 @@ def test_without_links_the_step_never_ends():
     cluster = dataclasses.replace(cluster, links=Links(np.zeros((4, 4)), np.zeros((4, 4))), text=None)
     costs = random_costs(np.random.default_rng(0), cluster, 4)
     for draft in (
-        Draft((0, 4), (Place((0, 1), replicate=2),), (0,), bytes(4), bytes(4), (1,), (1,)),
-        Draft((0, 2, 4), (Place((0,)), Place((1,))), (0, 1), bytes(4), bytes(4), (1,), (2,), "1f1b"),
+        Draft((0, 4), (Mesh((0, 1), replicate=2),), (0,), bytes(4), bytes(4), (1,), (1,)),
+        Draft((0, 2, 4), (Mesh((0,)), Mesh((1,))), (0, 1), bytes(4), bytes(4), (1,), (2,), "1f1b"),
     ):
-        result = Evaluator(costs, cluster).evaluate(draft)
+        result = DraftEvaluator(costs, cluster).evaluate(draft)
         assert result.step_time_s == evaluate_reference(draft, costs, cluster).step_time_s == np.inf
         assert not result.feasible
 
@@ -75,8 +75,8 @@ def test_tables_of_many_sizes_say_what_single_ones_say():
 
 def test_cuts_that_do_not_fit_are_refused_though_their_frame_is_known():
     cluster = PRESETS["a100-80g:4"]
-    evaluator = Evaluator(random_costs(np.random.default_rng(0), cluster, 6), cluster)
-    draft = Draft((0, 3, 6), (Place((0,)), Place((1,))), (0, 1), bytes(6), bytes(6), (1,), (2,), "1f1b")
+    evaluator = DraftEvaluator(random_costs(np.random.default_rng(0), cluster, 6), cluster)
+    draft = Draft((0, 3, 6), (Mesh((0,)), Mesh((1,))), (0, 1), bytes(6), bytes(6), (1,), (2,), "1f1b")
     evaluator.score(draft)
     for change in ({"bounds": (0, 6, 6)}, {"bounds": (0, 3, 7)}, {"recompute": bytes(5)}, {"offload": bytes(7)}):
         with pytest.raises(InputError):

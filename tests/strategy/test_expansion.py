@@ -10,8 +10,8 @@ import pytest
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.simulator import simulate
-from rlplace.strategy.drafts import Place, plain_draft
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Mesh, plain_draft
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.op_level.expand import expand_draft
 from tests.strategy.random_costs import random_costs
 from tests.strategy.random_ops import RandomOps
@@ -32,7 +32,7 @@ def weights_alone(sizes):
 def test_buckets_are_full_at_one_and_then_at_25_mebibytes():
     """Twenty pieces of 4 MiB: the first is a bucket, then seven are one (28 MiB), seven more, and the five that are left."""
     costs = weights_alone([40 * MIB] * 2)
-    expanded = expand_draft(plain_draft((0, 2), [Place((0, 1), replicate=2)], microbatches=(2,)), costs, CLUSTER)
+    expanded = expand_draft(plain_draft((0, 2), [Mesh((0, 1), replicate=2)], microbatches=(2,)), costs, CLUSTER)
     problem = expanded.problem
     found = {name: op for op, name in enumerate(problem.op_names) if name.startswith("bucket")}
     assert len(found) == 4
@@ -45,7 +45,7 @@ def test_replicas_on_unlike_devices_are_lanes_of_their_own():
     mixed = Cluster.preset("a100-80g:2+t4:2")
     costs = RandomOps.of(random_costs(np.random.default_rng(0), mixed, 3))
     for devices, stands_for in (((0, 1), ((0, 1),)), ((0, 2), ((0,), (2,))), ((2, 3), ((2, 3),))):
-        draft = plain_draft((0, 3), [Place(devices, replicate=2)])
+        draft = plain_draft((0, 3), [Mesh(devices, replicate=2)])
         assert expand_draft(draft, costs, mixed).stands_for == stands_for
 
 
@@ -54,11 +54,11 @@ def test_replicas_on_unlike_devices_are_lanes_of_their_own():
 def test_weights_and_gradients_of_every_level(level, microbatches):
     """Where there is nothing else, both executors hold the same to a thousandth: no gradient twice, and none too few."""
     costs = weights_alone([64 * MIB, 32 * MIB, 96 * MIB])
-    place = Place((0, 1), shard=2, sharding=level) if level else Place((0, 1), replicate=2)
+    place = Mesh((0, 1), shard=2, sharding=level) if level else Mesh((0, 1), replicate=2)
     draft = plain_draft((0, 3), [place], microbatches=(microbatches,))
     expanded = expand_draft(draft, costs, CLUSTER)
     line = simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
-    said = Evaluator(costs, CLUSTER).evaluate(draft)
+    said = DraftEvaluator(costs, CLUSTER).evaluate(draft)
     held = np.array(said.peak_memory_bytes[:1]) - CLUSTER.devices[0].reserved_bytes
     assert line.peak_memory_bytes[0] == pytest.approx(held[0], rel=1e-3)
     if level == 0:  # weights, gradients and six times as much state, whole
@@ -74,9 +74,9 @@ def test_a_host_holds_what_all_of_its_devices_put_there():
 
     def there(place):
         draft = plain_draft((0, 3), [place])
-        return Evaluator(costs, hosts).evaluate(dataclasses.replace(draft, offload=bytes([2, 2, 2]))).host_bytes
+        return DraftEvaluator(costs, hosts).evaluate(dataclasses.replace(draft, offload=bytes([2, 2, 2]))).host_bytes
 
-    single = there(Place((0,)))
+    single = there(Mesh((0,)))
     assert single[0] > 0 and single[1] == 0
-    assert there(Place((0, 1), replicate=2)) == pytest.approx((2 * single[0], 0), rel=1e-6)
-    assert there(Place((0, 2), replicate=2)) == pytest.approx((single[0], single[0]), rel=1e-6)
+    assert there(Mesh((0, 1), replicate=2)) == pytest.approx((2 * single[0], 0), rel=1e-6)
+    assert there(Mesh((0, 2), replicate=2)) == pytest.approx((single[0], single[0]), rel=1e-6)

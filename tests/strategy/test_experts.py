@@ -14,15 +14,15 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.blocks.experts import IMBALANCE
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import EXPERT_ALL_TO_ALL, Cut
-from rlplace.strategy.drafts import Draft, Place, draft_of
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh, draft_of
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import lanes
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.placed_blocks import placed_blocks
 from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.captured import captured
 from tests.strategy.random_costs import random_costs
 
@@ -36,7 +36,7 @@ def mixtral() -> PricedBlocks:
     return PricedBlocks(captured("mixtral"), CLUSTER, captured("mixtral", 8))
 
 
-def draft(place: Place, blocks: int = 5, samples: int = 4) -> Draft:
+def draft(place: Mesh, blocks: int = 5, samples: int = 4) -> Draft:
     return Draft((0, blocks), (place,), (0,), bytes(blocks), bytes(blocks), (samples,), (1,))
 
 
@@ -76,12 +76,12 @@ def test_routed_ops_wait_for_the_busiest_device(mixtral: PricedBlocks) -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_shares_of_experts_do_not_depend_on_the_degree(mixtral: PricedBlocks, level: int) -> None:
     """Shares in the host's memory add up to the model whatever the degree; what is gathered on a device falls with it."""
-    evaluator = Evaluator(mixtral, CLUSTER)
+    evaluator = DraftEvaluator(mixtral, CLUSTER)
     held = mixtral.held()
     total = int(held.weight_bytes.sum() + held.gradient_bytes.sum() + held.optimizer_bytes.sum())
     peaks = []
     for degree in (1, 2, 4):
-        resting = draft(Place(EIGHT, shard=8, expert=degree, sharding=level), samples=1)
+        resting = draft(Mesh(EIGHT, shard=8, expert=degree, sharding=level), samples=1)
         peaks.append(evaluator.evaluate(resting).peak_memory_bytes[0])
         outside = dataclasses.replace(resting, offload=bytes([2] * 5))
         assert evaluator.evaluate(outside).host_bytes == (total,)
@@ -90,7 +90,7 @@ def test_shares_of_experts_do_not_depend_on_the_degree(mixtral: PricedBlocks, le
 
 def test_experts_of_one_device_each_are_not_gathered(mixtral: PricedBlocks) -> None:
     """Over the whole group nothing is left to share: a step of level 1 gathers and reduces what is not experts'."""
-    place = Place((0, 1, 2, 3), shard=4, expert=4, sharding=1)
+    place = Mesh((0, 1, 2, 3), shard=4, expert=4, sharding=1)
     held, links = mixtral.held(1, 4), CLUSTER.links
     dense = (held.weight_bytes - held.expert_bytes[0]).astype(float)
     first = collective_s(links, "all_gather", place.devices, float(dense[0]))
@@ -100,8 +100,8 @@ def test_experts_of_one_device_each_are_not_gathered(mixtral: PricedBlocks) -> N
 
 
 def test_drafts_that_spread_experts_wrongly_are_refused(mixtral: PricedBlocks) -> None:
-    evaluator = Evaluator(mixtral, CLUSTER)
-    for place in (Place(EIGHT, shard=8, expert=3, sharding=1), Place(EIGHT, replicate=4, tensor=2, expert=4)):
+    evaluator = DraftEvaluator(mixtral, CLUSTER)
+    for place in (Mesh(EIGHT, shard=8, expert=3, sharding=1), Mesh(EIGHT, replicate=4, tensor=2, expert=4)):
         with pytest.raises(InputError, match="expert"):
             evaluator.score(draft(place))
 
@@ -109,7 +109,7 @@ def test_drafts_that_spread_experts_wrongly_are_refused(mixtral: PricedBlocks) -
 def test_an_expert_degree_is_searched_where_memory_asks_for_it() -> None:
     """Words, plan and draft say the same."""
     costs = dataclasses.replace(random_costs(np.random.default_rng(3), CLUSTER, 5), experts=8)
-    question = Question(Evaluator(costs, CLUSTER), 16, Space.parse("expert=8 shard=8 pipeline=1"))
+    question = SearchProblem(DraftEvaluator(costs, CLUSTER), 16, Space.parse("expert=8 shard=8 pipeline=1"))
     best = search(question, calls=200).ranked[0].draft
     assert {place.expert for place in best.places} == {8}
     strategy = best.strategy(costs.names)

@@ -16,14 +16,14 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.model.zoo import load_model
 from rlplace.plan.prediction import HeldMemory, memory_of
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import op_level
 from rlplace.strategy.search import remarks as parts_module
 from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.remarks import PARTS, memory_parts
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 from tests.strategy.random_ops import RandomOps
 
@@ -40,7 +40,7 @@ def test_parts_add_up_to_the_peak_of_every_device(seed: int, most: int | None, m
     if most is not None:
         monkeypatch.setattr(op_level, "MOST_TASKS", most)
         monkeypatch.setattr(parts_module, "MOST_TASKS", most)
-    said = OpLevel(Question(Evaluator(costs, cluster), draft.batch)).evaluate(draft)
+    said = OpLevel(SearchProblem(DraftEvaluator(costs, cluster), draft.batch)).evaluate(draft)
     rows = memory_parts(draft, costs, cluster, said)
     names = [device.name for device in cluster.devices]
     assert sorted(names.index(name) for row in rows for name in row.devices) == sorted(draft.devices)

@@ -10,11 +10,11 @@ import pytest
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import op_level
 from rlplace.strategy.search.op_level import LEADERS, OpLevel, evaluate_ops
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 from tests.strategy.random_ops import RandomOps
 
@@ -23,7 +23,7 @@ from tests.strategy.random_ops import RandomOps
 def asked():
     cluster = Cluster.preset("a100-80g:4")
     costs = RandomOps.of(random_costs(np.random.default_rng(3), cluster, 6))
-    question = Question(Evaluator(costs, cluster), 16)
+    question = SearchProblem(DraftEvaluator(costs, cluster), 16)
     return question, costs, search(question, calls=300)
 
 

@@ -12,7 +12,7 @@ from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S
 from rlplace.cluster.links import Links
 from rlplace.strategy.costs import Cut, Tie
-from rlplace.strategy.drafts import Place, plain_draft
+from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import borders
 from rlplace.strategy.executor.packing import Packer
@@ -79,8 +79,8 @@ def contents(packer, draft):
 
 def unlike_pairs():
     """Drafts on the same devices that differ in one thing each."""
-    pair = [Place((0, 1), replicate=2), Place((2, 3), replicate=2)]
-    narrow = [pair[0], Place((2, 3), tensor=2)]
+    pair = [Mesh((0, 1), replicate=2), Mesh((2, 3), replicate=2)]
+    narrow = [pair[0], Mesh((2, 3), tensor=2)]
     for places, size, count in ((pair, 1, 4), (pair, 1, 8), (pair, 2, 4), (narrow, 1, 4), (narrow[::-1], 1, 4)):
         yield plain_draft((0, 3, 6), places, microbatch=(size,), microbatches=(count,), schedule="1f1b")
     yield plain_draft((0, 3, 6), pair, microbatches=(4,), schedule="gpipe")
@@ -103,7 +103,7 @@ def test_a_row_is_that_of_the_slowest_replica_and_kind():
     """A replica on each kind of device: the t4 is slower at a third of the samples, and the other then keeps more."""
     for samples in ((1, 3), (3, 1)):
         costs, packer = packed(MIXED, ties=(), fixed_s=0.0)
-        place = Place((0, 2), shard=2, sharding=2)  # whose replicas wait for each other
+        place = Mesh((0, 2), shard=2, sharding=2)  # whose replicas wait for each other
         frame = packer.frame(plain_draft((0, 6), [place], microbatch=samples))
         rows = packer.costed.rows[frame.row.item()]
         passes = [costs.passes(kind, Cut(count)) for kind, count in zip((0, 1), samples, strict=True)]
@@ -118,8 +118,8 @@ def test_a_row_is_that_of_the_slowest_replica_and_kind():
 def test_copies_of_a_tied_weight_on_one_place_count_once():
     """Blocks 0, 2, 3 and 5 hold it; the first place has three of them, the second one."""
     _, packer = packed(FOUR, ties=(Tie((0, 2, 3, 5), 100, 50, 200),))
-    loop = plain_draft((0, 1, 2, 4, 6), [Place((0,)), Place((1,))], [0, 1, 0, 1], microbatches=(4,), schedule="looped_bfs")
-    whole = plain_draft((0, 6), [Place((0,))])
+    loop = plain_draft((0, 1, 2, 4, 6), [Mesh((0,)), Mesh((1,))], [0, 1, 0, 1], microbatches=(4,), schedule="looped_bfs")
+    whole = plain_draft((0, 6), [Mesh((0,))])
     for draft, blocks in ((loop, [2, 3]), (whole, [2, 3, 5])):
         ties = packer.ties(packer.frame(draft), draft)
         assert ties.block.tolist() == blocks and ties.again_bytes.tolist() == [[100.0, 50.0, 200.0]] * len(blocks)
@@ -129,7 +129,7 @@ def test_copies_of_a_tied_weight_on_one_place_count_once():
 def test_a_tie_is_summed_at_the_size_of_its_largest_part():
     """One place shares it over two devices, the other has it whole, and it is summed whole."""
     costs, _ = packed(FOUR, ties=(Tie((0, 5), 1 << 26, 1 << 26, 0),), item=1.0)
-    for places in ([Place((0, 1), shard=2, sharding=1), Place((2,))], [Place((2,)), Place((0, 1), shard=2, sharding=1)]):
+    for places in ([Mesh((0, 1), shard=2, sharding=1), Mesh((2,))], [Mesh((2,)), Mesh((0, 1), shard=2, sharding=1)]):
         draft = plain_draft((0, 3, 6), places, microbatches=(4,), schedule="1f1b")
         ((seconds, involved),) = tie_exchanges(draft, costs, Traffic(FOUR))
         first = tuple(place.devices[0] for place in places)

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.papers.bipartition.profile import profile_chain, read_profile
 from rlplace.cluster import Cluster
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.published import least_traffic, published_starts, replicated_stages
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 
 
@@ -78,7 +78,7 @@ def test_starts_are_strategies_of_the_batch(text: str) -> None:
     """All of them, with GPipe's four micro-batches a stage, and replicas of PipeDream's stages that differ."""
     cluster = Cluster.preset(text)
     costs = random_costs(np.random.default_rng(4), cluster, 9)
-    question = Question(Evaluator(costs, cluster), 32)
+    question = SearchProblem(DraftEvaluator(costs, cluster), 32)
     found = list(published_starts(question))
     for draft in found:
         assert draft.strategy(costs.names).batch == 32

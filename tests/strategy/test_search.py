@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.drafts import Draft, Place, kind_of
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh, kind_of
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.cuts import Balance, balanced_bounds
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.savings import steps
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tries
+from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
 from rlplace.strategy.search.uniform import Options
 from tests.captured import captured
 from tests.strategy.brute_force import quicker, small_question
@@ -38,10 +38,10 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 
 @cache
-def question(seed: int, text: str = "a100-80g:4", factor: float = 1.0, batch: int = 8, space: str = "") -> Question:
+def question(seed: int, text: str = "a100-80g:4", factor: float = 1.0, batch: int = 8, space: str = "") -> SearchProblem:
     cluster = with_memory(Cluster.preset(text), factor)
     costs = random_costs(np.random.default_rng(seed), cluster, 5)
-    return Question(Evaluator(costs, cluster), batch, Space.parse(space))
+    return SearchProblem(DraftEvaluator(costs, cluster), batch, Space.parse(space))
 
 
 @settings(max_examples=200)
@@ -63,7 +63,7 @@ def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
     assert slowest(found) == min(map(slowest, every))
 
 
-def all_drafts(asked: Question) -> list[Draft]:
+def all_drafts(asked: SearchProblem) -> list[Draft]:
     balance = Balance(asked.costs, asked.cluster)
     return [option.draft(balance) for option in Options(asked, balance).every()]
 
@@ -215,11 +215,11 @@ def test_a_batch_of_fewer_samples_than_replicas_names_the_nearest() -> None:
 
 def test_one_captured_size_names_the_batches_that_there_are() -> None:
     cluster = Cluster.preset("cpu:2")
-    scores = Evaluator(PricedBlocks(captured("vit", 6), cluster), cluster)
+    scores = DraftEvaluator(PricedBlocks(captured("vit", 6), cluster), cluster)
     for batch, space in ((8, ""), (7, "tensor=1"), (4, "microbatch=4")):
         with pytest.raises(InputError, match=r"captured with 6 samples only, .* a batch of 6 or a multiple of it, or place"):
-            search(Question(scores, batch, Space.parse(space)))
-    assert search(Question(scores, 12), calls=20).ranked
+            search(SearchProblem(scores, batch, Space.parse(space)))
+    assert search(SearchProblem(scores, 12), calls=20).ranked
 
 
 def test_what_cannot_run_is_left_out() -> None:
@@ -253,12 +253,12 @@ def test_the_budget_ends_it() -> None:
 def test_few_calls_find_what_fits_a_tight_cluster(seed: int) -> None:
     """Room for little more than level 3 with everything recomputed and in the host: the first calls go there."""
     roomy = question(seed, "a100-80g:8")
-    costs, everywhere = roomy.costs, Place(tuple(range(8)), shard=8, sharding=3)
+    costs, everywhere = roomy.costs, Mesh(tuple(range(8)), shard=8, sharding=3)
     draft = Draft((0, 5), (everywhere,), (0,), bytes([2] * 5), bytes([2] * 5), (1,), (1,))
     least = max(roomy.scores.evaluate(draft).peak_memory_bytes)
     devices = tuple(dataclasses.replace(d, memory_bytes=int(1.02 * least)) for d in roomy.cluster.devices)
     cluster = dataclasses.replace(roomy.cluster, devices=devices)
-    asked = Question(Evaluator(costs, cluster), 8, Space())
+    asked = SearchProblem(DraftEvaluator(costs, cluster), 8, Space())
     assert search(asked, calls=5).ranked[0].fits
 
 

@@ -15,27 +15,27 @@ from rlplace.model.zoo import load_model
 from rlplace.placement.ask import Placed, Priced
 from rlplace.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction, quickest_of, rivals_of
-from rlplace.strategy.drafts import Draft, Place, joined, plain_draft
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import branches
 from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.simpler import NEAR, simpler
-from rlplace.strategy.search.tries import Question, Tried
+from rlplace.strategy.search.tries import SearchProblem, Tried
 from tests.strategy.random_costs import random_costs
 from tests.strategy.random_ops import RandomOps
 
 
 def spread(devices: int, **axes: int) -> Draft:
     """Four blocks in one stage on so many devices."""
-    return plain_draft((0, 4), [Place(tuple(range(devices)), **axes)], microbatch=(2,))
+    return plain_draft((0, 4), [Mesh(tuple(range(devices)), **axes)], microbatch=(2,))
 
 
 def chain(stages: int, devices: int = 1) -> Draft:
     """Four blocks in so many stages with so many replicas each."""
     bounds = tuple(range(0, 5, 4 // stages))
-    places = [Place(tuple(range(s * devices, (s + 1) * devices)), replicate=devices) for s in range(stages)]
+    places = [Mesh(tuple(range(s * devices, (s + 1) * devices)), replicate=devices) for s in range(stages)]
     return plain_draft(bounds, places, microbatch=(2,), schedule="1f1b")
 
 
@@ -78,7 +78,7 @@ def test_how_much_runs_again_is_no_matter() -> None:
 def test_the_answer_is_near_the_best_and_nothing_near_has_fewer_devices(seed: int) -> None:
     cluster = Cluster.preset("a100-80g:4")
     costs = RandomOps.of(random_costs(np.random.default_rng(seed), cluster, 4))
-    question = Question(Evaluator(costs, cluster), 8)
+    question = SearchProblem(DraftEvaluator(costs, cluster), 8)
     answer, finer = search(question, calls=120), OpLevel(question)
     chosen = finer.checked(answer).ranked[0]
     every = [(finer.evaluate(tried.draft), tried.draft) for tried in answer.ranked]

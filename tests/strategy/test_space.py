@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.search.space import Space
 
-ONE = Draft((0, 3), (Place((0,)),), (0,), bytes(3), bytes(3), (2,), (4,))
+ONE = Draft((0, 3), (Mesh((0,)),), (0,), bytes(3), bytes(3), (2,), (4,))
 CHAIN = Draft(
-    (0, 2, 3), (Place((0, 1), shard=2, sharding=1), Place((2, 3), tensor=2)), (0, 1), b"\0\2\0", b"\0\1\0", (2,), (4,), "1f1b"
+    (0, 2, 3), (Mesh((0, 1), shard=2, sharding=1), Mesh((2, 3), tensor=2)), (0, 1), b"\0\2\0", b"\0\1\0", (2,), (4,), "1f1b"
 )
 
 
@@ -71,6 +71,6 @@ def test_a_key_binds_where_its_dimension_exists(text: str, one: str | None, chai
 
 
 def test_replicas_of_unlike_micro_batches_all_count() -> None:
-    draft = dataclasses.replace(ONE, places=(Place((0, 1), replicate=2),), microbatch=(2, 3), microbatches=(4, 4))
+    draft = dataclasses.replace(ONE, places=(Mesh((0, 1), replicate=2),), microbatch=(2, 3), microbatches=(4, 4))
     assert Space(microbatch=(2,)).forbids(draft) == "microbatch"
     assert Space(microbatch=(2, 3)).forbids(draft) is None

@@ -13,11 +13,11 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.strategy.drafts import UNLIKE, Draft, Place, draft_of_strategy, kind_of
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.drafts import UNLIKE, Draft, Mesh, draft_of_strategy, kind_of
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from rlplace.strategy.search.unlike import other_shares
 from tests.strategy.random_costs import random_costs, random_draft
 from tests.strategy.reference_executor import evaluate_reference
@@ -30,7 +30,7 @@ def chain(devices: tuple[int, ...], microbatches: int, blocks: int = 4) -> Draft
     """One stage a device."""
     bounds = tuple(blocks * index // len(devices) for index in range(len(devices) + 1))
     schedule = "1f1b" if len(devices) > 1 else None
-    places = tuple(Place((device,)) for device in devices)
+    places = tuple(Mesh((device,)) for device in devices)
     return Draft(bounds, places, tuple(range(len(devices))), bytes(blocks), bytes(blocks), (2,), (microbatches,), schedule)
 
 
@@ -42,7 +42,7 @@ def beside(one: Draft, *others: Draft) -> Draft:
 def test_by_hand(count: int) -> None:
     """The step is the slowest pipeline's passes, the sums of the gradients of the busiest device, and the updates."""
     costs = dataclasses.replace(random_costs(np.random.default_rng(0), EIGHT, 4, alike=True), item=1.0)
-    evaluator = Evaluator(costs, EIGHT)
+    evaluator = DraftEvaluator(costs, EIGHT)
     pipelines = [chain((0, 1), 4), chain((4,), 2), chain((5,), 1)][:count]
     alone = [evaluator.evaluate(one) for one in pipelines]
     said = evaluator.evaluate(beside(*pipelines))
@@ -69,7 +69,7 @@ def test_twins_agree(seed: int, blocks: int, tied: bool) -> None:
         places = tuple(dataclasses.replace(p, devices=tuple(first + device for device in p.devices)) for p in draft.places)
         halves.append(dataclasses.replace(draft, places=places))
     draft = beside(*halves)
-    one, other = Evaluator(costs, EIGHT).evaluate(draft), evaluate_reference(draft, costs, EIGHT)
+    one, other = DraftEvaluator(costs, EIGHT).evaluate(draft), evaluate_reference(draft, costs, EIGHT)
     for name in (*FIELDS, "passes_s"):
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12), name
     assert list(one.parts.values()) == pytest.approx(list(other.parts.values()), rel=1e-12, abs=1e-12 * other.step_time_s)
@@ -79,7 +79,7 @@ def test_twins_agree(seed: int, blocks: int, tied: bool) -> None:
 def test_pipelines_that_share_a_device_are_refused() -> None:
     costs = random_costs(np.random.default_rng(0), EIGHT, 4)
     with pytest.raises(InputError, match="share a device"):
-        Evaluator(costs, EIGHT).score(beside(chain((0, 1), 2), chain((1,), 2)))
+        DraftEvaluator(costs, EIGHT).score(beside(chain((0, 1), 2), chain((1,), 2)))
 
 
 def test_micro_batches_move_as_few_as_leave_both_whole() -> None:
@@ -93,7 +93,7 @@ def test_a_search_gives_unlike_devices_pipelines_of_their_own() -> None:
     cluster = Cluster.preset("a100-80g:2+t4:2")
     costs = random_costs(np.random.default_rng(0), cluster, 6)
     costs = dataclasses.replace(costs, forward=50 * costs.forward, known={})
-    question = Question(Evaluator(costs, cluster), 24, Space.parse("recompute=none offload=none"))
+    question = SearchProblem(DraftEvaluator(costs, cluster), 24, Space.parse("recompute=none offload=none"))
     best = search(question, calls=1500).ranked[0]
     strategy = best.draft.strategy(costs.names)
     assert kind_of(best.draft) == UNLIKE and "; beside it " in uniform_words(strategy)

@@ -35,7 +35,7 @@ from rlplace.strategy.drafts import KINDS
 from rlplace.strategy.search.plan import prediction
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question, Tried
+from rlplace.strategy.search.tries import SearchProblem, Tried
 
 BEST, UNIFORM = "strategy", "best uniform"
 STRATEGIES = (BEST, UNIFORM, *KINDS, *OF_STRATEGIES)
@@ -46,7 +46,7 @@ _AXES = ("replicate", "shard", "tensor", "pipeline")
 
 
 def strategy_row(
-    name: str, info: ProblemInfo, problem: Problem, question: Question, settings: Settings, *, strict: bool = False
+    name: str, info: ProblemInfo, problem: Problem, question: SearchProblem, settings: Settings, *, strict: bool = False
 ) -> ComparisonRow:
     """Searches for one of `STRATEGIES` under the budget of the comparison.
 
@@ -88,7 +88,7 @@ def strategy_row(
     )
 
 
-def warm_up_strategies(question: Question) -> None:
+def warm_up_strategies(question: SearchProblem) -> None:
     """Evaluates one strategy, so that no timing includes compilation; errors show in the rows."""
     try:
         search(question, calls=1)
@@ -96,7 +96,7 @@ def warm_up_strategies(question: Question) -> None:
         return
 
 
-def _searched(name: str, question: Question, settings: Settings) -> tuple[Tried, int]:
+def _searched(name: str, question: SearchProblem, settings: Settings) -> tuple[Tried, int]:
     """Returns the best of a name, and the evaluations that it took."""
     limits = {"calls": settings.calls, "time_limit_s": None if settings.calls is not None else settings.time_limit_s}
     if name not in (BEST, UNIFORM):
@@ -145,7 +145,7 @@ class Case:
     model: str
     cluster: str
     load: Callable[[], Problem]
-    ask: Callable[[], Question] | None = None
+    ask: Callable[[], SearchProblem] | None = None
 
 
 def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[View, list[str]]:
@@ -211,7 +211,7 @@ def compare(
             problem = split_backward(whole) if view == SPLIT else whole
             info = problem_info(problem, case.model, case.cluster, view=view)
             store.add_problem(info)
-            question: Question | None = None
+            question: SearchProblem | None = None
             for name in names:
                 if (*info.key, name) in store.rows:
                     tell("", True)

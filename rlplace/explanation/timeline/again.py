@@ -18,13 +18,13 @@ from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import Timeline
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.op_level.expand import ExpandedDraft
-from rlplace.strategy.op_level.step_build import GATHER, SEND, TIE, UPDATE_RUN, Run
+from rlplace.strategy.op_level.step_build import GATHER, SEND, TIE, UPDATE_RUN, DeviceRun
 
 if TYPE_CHECKING:
     from rlplace.cluster import Cluster
-    from rlplace.strategy.executor.evaluate import Evaluation
+    from rlplace.strategy.executor.evaluate import StepEvaluation
     from rlplace.strategy.search.op_level import OpLevel
-    from rlplace.strategy.search.tries import Question
+    from rlplace.strategy.search.tries import SearchProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Asked:
     """
 
     plan: PlacementPlan
-    question: Question
+    question: SearchProblem
 
     def draft(self, strategy: Strategy | None = None) -> Draft:
         """Returns the draft of a strategy; None: of the plan's.
@@ -61,7 +61,7 @@ class Asked:
             raise InputError("strategy: its tensor layouts are not those that are priced; leave them out, or plan again")
         return draft
 
-    def evaluate(self, strategy: Strategy | None = None) -> Evaluation:
+    def evaluate(self, strategy: Strategy | None = None) -> StepEvaluation:
         """Returns step time and memory of a strategy (None: the plan's), op by op where the number of ops allows it."""
         return self.finer.evaluate(self.draft(strategy))
 
@@ -256,7 +256,7 @@ class Picture:
             self.boxes += [box._replace(row=row) for box, row in zip(boxes, rows, strict=True)]
 
 
-def _spans(run: Run, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:
+def _spans(run: DeviceRun, start: NDArray[np.float64], end: NDArray[np.float64]) -> Iterator[tuple[float, float, int, bool]]:
     """Start, end and block of what a block computes without a pause, and of its collectives, which are marked."""
     part = run.part
     assert part is not None

@@ -29,7 +29,7 @@ from rlplace.simulator.timeline import Timeline
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluation, side_by_side
+from rlplace.strategy.executor.evaluate import StepEvaluation, side_by_side
 from rlplace.strategy.op_level.expand import ExpandedDraft, tasks_of
 from rlplace.strategy.search.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text
@@ -138,7 +138,7 @@ def _lanes(rows: Sequence[LaneRow], boxes: Sequence[Box], step_s: float, problem
     )
 
 
-def _timeline(asked: Asked, result: Evaluation, lanes: Lanes) -> Timeline:
+def _timeline(asked: Asked, result: StepEvaluation, lanes: Lanes) -> Timeline:
     devices, strategy = asked.question.cluster.devices, asked.strategy
     tasks, sent = lanes.row < len(devices), np.array([row.kind == LINK for row in lanes.rows])[lanes.row]
     pairs = list(zip(devices, result.peak_memory_bytes, strict=True))
@@ -167,7 +167,7 @@ def _ordered(expanded: ExpandedDraft) -> PlacementPlan:
     return make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
 
 
-def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
+def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: StepEvaluation, problem: Problem) -> tuple[MemoryCurve, ...]:
     """Returns bytes in use on every device of the cluster, as on the device that stands for it."""
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in problem.devices]
     for expanded, line in ran:
@@ -179,7 +179,7 @@ def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: Evaluation, p
     return tuple(curves)
 
 
-def _rivals(asked: Asked, result: Evaluation) -> tuple[PlannerRow, ...]:
+def _rivals(asked: Asked, result: StepEvaluation) -> tuple[PlannerRow, ...]:
     """Returns the plan and the rivals that it names, with the figures that were predicted then."""
     plan, strategy = asked.plan, asked.strategy
     rows = [_rival("this strategy", True, strategy.batch, result.step_time_s, result.feasible, len(strategy.devices), "")]

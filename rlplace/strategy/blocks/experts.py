@@ -36,7 +36,7 @@ from rlplace.strategy.costs import (
 )
 from rlplace.strategy.layouts.cut_moves import ROW
 from rlplace.strategy.layouts.forward_ops import ForwardOps
-from rlplace.strategy.layouts.tensor_layout import Collective, TensorLayout
+from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
 
 IMBALANCE = 1.1
 """Tokens of the busiest device of an expert group over the mean: an assumption about routers that are trained to balance."""
@@ -94,7 +94,7 @@ class Experts:
         for ends in self.sent:
             block = int(of_op[ends[0][0]])
             for when in (FORWARD_PASS, BACKWARD_PASS):
-                collectives += [Collective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
+                collectives += [LayoutCollective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
         if rows > 1:
             # Every device of the tensor group has the output of its own tokens, and likewise the gradient of its input.
             ahead, behind = (
@@ -103,7 +103,7 @@ class Experts:
             for tensor in self.outputs[graph.op_phase[graph.tensor_producer[self.outputs]] == FORWARD].tolist():
                 op = int(graph.tensor_producer[tensor])
                 for when, kinds in ((FORWARD_PASS, ahead), (BACKWARD_PASS, behind)):
-                    collectives += [Collective(int(of_op[op]), op, tensor, when, kind) for kind in kinds]
+                    collectives += [LayoutCollective(int(of_op[op]), op, tensor, when, kind) for kind in kinds]
         return dataclasses.replace(
             layout,
             op_parts=op_parts,
@@ -229,7 +229,7 @@ def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[n
     return size
 
 
-def _exchanges(ops: ForwardOps, op: int) -> list[Collective]:
+def _exchanges(ops: ForwardOps, op: int) -> list[LayoutCollective]:
     """What a context group sends for an attention."""
     graph, rows = ops.graph, set(_rows(ops, op))
     queries: list[int] = []
@@ -245,7 +245,7 @@ def _exchanges(ops: ForwardOps, op: int) -> list[Collective]:
         keys = [made, made]
     halves = 2 if graph.op_dtype[op] in ("bfloat16", "float16") else 1  # gradients are summed in fp32
     moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_GATHER), *[(BACKWARD_PASS, CONTEXT_SCATTER)] * halves]
-    return [Collective(int(ops.given[op]), op, tensor, when, kind) for tensor in keys for when, kind in moves]
+    return [LayoutCollective(int(ops.given[op]), op, tensor, when, kind) for tensor in keys for when, kind in moves]
 
 
 def _attention(ops: ForwardOps) -> list[int]:

@@ -1,4 +1,4 @@
-"""`Evaluator`: step time and memory of drafts on a cluster, as search asks for them by the thousand.
+"""`DraftEvaluator`: step time and memory of drafts on a cluster, as search asks for them by the thousand.
 
 Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update.
 
@@ -19,7 +19,7 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts, Floats
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import check_draft, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
@@ -41,7 +41,7 @@ def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class StepEvaluation:
     """Step time and memory of a draft.
 
     Attributes:
@@ -70,7 +70,7 @@ class Evaluation:
     executor: str = EXECUTOR
 
 
-def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, traffic: Traffic) -> Evaluation:
+def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCosts, traffic: Traffic) -> StepEvaluation:
     """Returns step time and memory of all pipelines of a draft.
 
     Args:
@@ -92,7 +92,7 @@ def side_by_side(draft: Draft, alone: Sequence[Evaluation], costs: BlockCosts, t
     parts = dict(slowest.parts)
     parts["exchange"] += sum_s
     parts["bubble"] += max(0.0, step_s - sum(parts.values()))
-    return Evaluation(
+    return StepEvaluation(
         step_time_s=step_s,
         passes_s=passes_s,
         feasible=all(one.feasible for one in alone),
@@ -120,7 +120,7 @@ def gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traff
     return max(spent.values())
 
 
-def _exchanged(place: Place, costs: BlockCosts) -> Floats:
+def _exchanged(place: Mesh, costs: BlockCosts) -> Floats:
     """Returns float64 [B], bytes of gradients of which a device of a place has the sum of its pipeline; a tied weight counts
     once.
     """
@@ -133,7 +133,7 @@ def _exchanged(place: Place, costs: BlockCosts) -> Floats:
     return found
 
 
-__all__ = ["Evaluation", "Evaluator"]
+__all__ = ["StepEvaluation", "DraftEvaluator"]
 
 
 def warm_up() -> None:
@@ -153,7 +153,7 @@ def warm_up() -> None:
     )  # fmt: skip
 
 
-class Evaluator:
+class DraftEvaluator:
     """The block executor for one model and cluster; it keeps what drafts have in common. One thread at a time.
 
     Args:
@@ -180,7 +180,7 @@ class Evaluator:
         step, over = self._run(draft)[1][0].tolist()
         return step, over
 
-    def evaluate(self, draft: Draft) -> Evaluation:
+    def evaluate(self, draft: Draft) -> StepEvaluation:
         """Returns step time and memory with everything that a search or a person asks about them; raises as `score` does."""
         if draft.beside:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
@@ -197,7 +197,7 @@ class Evaluator:
         busiest = int(work.argmax())
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
         busy = stage_s.tolist()
-        return Evaluation(
+        return StepEvaluation(
             step_time_s=step,
             passes_s=float(answers[:, c.END].max()) if step < math.inf else step,
             feasible=over == 0.0 and step < math.inf,

@@ -16,7 +16,7 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.actions import Action, chain_actions
 from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -34,7 +34,7 @@ class Lane:
     replicas: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
 
 
-def tensor_groups(place: Place, kind: int) -> Groups:
+def tensor_groups(place: Mesh, kind: int) -> Groups:
     """Returns devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
     Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
@@ -47,47 +47,47 @@ def tensor_groups(place: Place, kind: int) -> Groups:
     return _groups(place, place.tensor, 1)
 
 
-def share_groups(place: Place) -> Groups:
+def share_groups(place: Mesh) -> Groups:
     """Returns devices that share parameters: shard x context, at levels 1 to 3."""
     return _groups(place, share_degree(place), place.tensor)
 
 
-def expert_share_groups(place: Place) -> Groups:
+def expert_share_groups(place: Mesh) -> Groups:
     """Returns devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside
     expert.
     """
     return _groups(place, expert_share_degree(place), place.expert)
 
 
-def spreads(place: Place) -> bool:
+def spreads(place: Mesh) -> bool:
     """Returns whether experts can be spread as a place says."""
     group = place.shard * place.context * place.tensor
     return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
 
 
-def copy_groups(place: Place) -> Groups:
+def copy_groups(place: Mesh) -> Groups:
     """Returns devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
     if place.sharding:
         return _groups(place, place.replicate, place.shard * place.context * place.tensor)
     return _groups(place, place.replicate * place.context, place.tensor)
 
 
-def share_degree(place: Place) -> int:
+def share_degree(place: Mesh) -> int:
     """Returns parts that weights are in: 1 at level 0."""
     return place.shard * place.context if place.sharding else 1
 
 
-def expert_share_degree(place: Place) -> int:
+def expert_share_degree(place: Mesh) -> int:
     """Returns parts that weights of experts are in: 1 at level 0."""
     return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
 
 
-def copy_degree(place: Place) -> int:
+def copy_degree(place: Mesh) -> int:
     """Returns size of `copy_groups`."""
     return place.replicate if place.sharding else place.replicate * place.context
 
 
-def _groups(place: Place, size: int, stride: int) -> Groups:
+def _groups(place: Mesh, size: int, stride: int) -> Groups:
     """Groups of `size` devices that stand `stride` apart."""
     devices, span = place.devices, size * stride
     return tuple(
@@ -165,7 +165,7 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
         raise InputError(f"draft: microbatch and microbatches need one entry, or one for each of {degree} replicas")
 
 
-def place_pairs(sender: Place, receiver: Place) -> tuple[tuple[tuple[int, int], ...], float]:
+def place_pairs(sender: Mesh, receiver: Mesh) -> tuple[tuple[tuple[int, int], ...], float]:
     """Which device sends to which at a stage border, and the part of a sender's tensor that each pair carries.
 
     Devices of both places are paired in order. Where the receiver has more replicas, each gets its part of the samples; where
@@ -187,7 +187,7 @@ def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], 
     return found
 
 
-def tie_groups(places: Sequence[Place]) -> Groups:
+def tie_groups(places: Sequence[Mesh]) -> Groups:
     """Returns devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
     least = min(len(place.devices) for place in places)
     return tuple(tuple(place.devices[i * len(place.devices) // least] for place in places) for i in range(least))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import (
     borders,
@@ -45,15 +45,15 @@ class Rows:
         self._kind = kind_numbers(costs, cluster)
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
-        self._place: dict[Place, list[float]] = {}
-        self._tables: dict[Place, tuple[int, ...]] = {}
+        self._place: dict[Mesh, list[float]] = {}
+        self._tables: dict[Mesh, tuple[int, ...]] = {}
 
     @property
     def size_bytes(self) -> int:
         """What is kept."""
         return self.rows.nbytes
 
-    def place(self, place: Place) -> list[float]:
+    def place(self, place: Mesh) -> list[float]:
         """Returns float64 [PLACE] of a place."""
         if place not in self._place:
             traffic = self.traffic
@@ -78,7 +78,7 @@ class Rows:
         kind = self._kind
         return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
 
-    def number(self, place: Place, passes: Passes) -> int:
+    def number(self, place: Mesh, passes: Passes) -> int:
         """Returns number of the row of a place whose replicas in a lane have these passes."""
         grouped = place.tensor * place.context * place.expert > 1
         tables = self._tensor_tables(place) if grouped else None
@@ -92,13 +92,13 @@ class Rows:
             self.rows[number] = rows[0] if len(rows) == 1 else np.max(rows, axis=0)
         return number
 
-    def _tensor_tables(self, place: Place) -> tuple[int, ...]:
+    def _tensor_tables(self, place: Mesh) -> tuple[int, ...]:
         """Returns number of the table of each kind of collective inside blocks."""
         if place not in self._tables:
             self._tables[place] = self.traffic.tables_inside(place)
         return self._tables[place]
 
-    def _pass(self, place: Place, samples: int, kind: int) -> Floats:
+    def _pass(self, place: Mesh, samples: int, kind: int) -> Floats:
         """Returns float64 [B, ROW], a pass of so many samples on a device of that kind."""
         cut, tables = place.cut(samples), self._tensor_tables(place)
         row = np.zeros(self.rows.shape[1:])
@@ -129,7 +129,7 @@ KIND_OF = {letter: number for number, letter in enumerate(c.KINDS)}
 
 
 @dataclass(frozen=True, eq=False)
-class Ties:
+class PackedTies:
     """Tied weights of drafts that hold them on the same places.
 
     Attributes:
@@ -165,7 +165,7 @@ class Frame:
         room_count: int64 [R], devices that have that.
         room_ptr: int64 [L * P + 1] into both.
         devices: For each lane and place its devices.
-        known_ties: `Ties` by the places of all tied blocks.
+        known_ties: `PackedTies` by the places of all tied blocks.
     """
 
     stage_place: NDArray[np.int64]
@@ -181,7 +181,7 @@ class Frame:
     room_count: NDArray[np.int64]
     room_ptr: NDArray[np.int64]
     devices: tuple[tuple[int, ...], ...]
-    known_ties: dict[tuple[tuple[int, ...], ...], Ties] = field(default_factory=dict)
+    known_ties: dict[tuple[tuple[int, ...], ...], PackedTies] = field(default_factory=dict)
 
 
 class Packer:
@@ -221,7 +221,7 @@ class Packer:
             frame = self._frames[key] = self._make(draft)
         return frame
 
-    def ties(self, frame: Frame, draft: Draft) -> Ties:
+    def ties(self, frame: Frame, draft: Draft) -> PackedTies:
         """Returns the ties of a draft."""
         bounds, at = draft.bounds, draft.place_of_stage
         held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
@@ -290,7 +290,7 @@ class Packer:
             self._action_bytes += flat.nbytes
         return self._actions[key]
 
-    def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> Ties:
+    def _tie(self, draft: Draft, held: Sequence[Sequence[int]]) -> PackedTies:
         exchanges = list(tie_exchanges(draft, self.costs, self.traffic))
         again: list[tuple[int, tuple[float, ...]]] = []
         for tie, placed in zip(self.costs.ties, held, strict=True):
@@ -299,7 +299,7 @@ class Packer:
                 copies = [block for block, place in zip(tie.blocks, placed, strict=True) if place == number][1:]
                 sizes = (tie.weight_bytes * part, tie.gradient_bytes * part, tie.optimizer_bytes * part)
                 again += [(block, sizes) for block in copies]
-        return Ties(
+        return PackedTies(
             np.array([seconds for seconds, _ in exchanges], dtype=np.float64),
             _starts([involved for _, involved in exchanges]),
             np.array([place for _, involved in exchanges for place in involved], dtype=np.int64),
@@ -313,7 +313,7 @@ def _starts(parts: Sequence[Sized]) -> NDArray[np.int64]:
     return np.array([0, *accumulate(map(len, parts))], dtype=np.int64)
 
 
-NO_TIES = Ties(
+NO_TIES = PackedTies(
     np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
 )
 """Of models without tied weights."""

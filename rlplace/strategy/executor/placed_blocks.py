@@ -14,7 +14,7 @@ from rlplace.strategy.executor.meshes import Lane
 from rlplace.strategy.executor.packing import Packer
 
 
-class Block(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A block on one device of a place; how it is kept is a number of `rlplace.strategy.executor.rules`."""
 
     keeping: float
@@ -35,7 +35,7 @@ _HELD = (c.WEIGHTS, c.EXPERT_WEIGHTS), (c.GRADIENTS, c.EXPERT_GRADIENTS), (c.OPT
 """Columns of weights, gradients and optimizer state, with those of experts."""
 
 
-def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]:
+def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[PlacedBlock]]:
     """For each place of a lane all blocks of the model as they would be there, for one pass of the slowest replica."""
     from rlplace.strategy.executor import passkernels as k
     from rlplace.strategy.executor.kernel import place_blocks
@@ -50,7 +50,7 @@ def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[Block]]
         tables = packer.traffic.tables
         placed = place_blocks(row, own, tables, *chosen, ties.block, ties.again_bytes, draft.stages, lane.microbatches)
         sent = row[:, [c.SENT, c.RETURNED]]
-        found.append([Block(*block) for block in np.concatenate([placed[:, columns], sent], axis=1).tolist()])
+        found.append([PlacedBlock(*block) for block in np.concatenate([placed[:, columns], sent], axis=1).tolist()])
     return found
 
 
@@ -72,7 +72,7 @@ def held_bytes(draft: Draft, lane: Lane, packer: Packer) -> Floats:
     return found
 
 
-def received_bytes(draft: Draft, lane: Lane, rows: Sequence[Block], place: int) -> float:
+def received_bytes(draft: Draft, lane: Lane, rows: Sequence[PlacedBlock], place: int) -> float:
     """Torch's buffers on a device of a place, for what other stages send: one for every micro-batch; `rows` are its blocks."""
     received = 0.0
     for stage, inside in enumerate(draft.ranges):

@@ -19,7 +19,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
     Groups,
     copy_groups,
@@ -31,7 +31,7 @@ from rlplace.strategy.executor.meshes import (
 )
 
 
-def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Place) -> float:
+def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Mesh) -> float:
     """Returns the part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the
     weight.
     """
@@ -128,7 +128,7 @@ class Traffic:
         """`collective` of several kinds in the same groups."""
         return [self.collective(kind, groups) for kind in kinds]
 
-    def meets(self, place: Place) -> tuple[bool, bool]:
+    def meets(self, place: Mesh) -> tuple[bool, bool]:
         """Returns whether collectives inside blocks, and sums over copies, use a channel over which a place shares its
         weights.
         """
@@ -138,7 +138,7 @@ class Traffic:
         shares = share_groups(place)
         return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
 
-    def tables_inside(self, place: Place) -> tuple[int, ...]:
+    def tables_inside(self, place: Mesh) -> tuple[int, ...]:
         """Returns number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside
         blocks.
         """

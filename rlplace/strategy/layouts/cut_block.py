@@ -45,7 +45,7 @@ _PRODUCT_OVER_WORDS = 1e4
 
 
 @dataclass(frozen=True)
-class Block:
+class CutBlock:
     """What is searched; equal blocks compare equal."""
 
     ops: tuple[CutOp, ...]
@@ -67,7 +67,7 @@ class BlockCut:
     moves: tuple[tuple[int, int, int], ...]
 
 
-def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
+def cut_block(block: CutBlock, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
     """Returns the cut of least cost; None where no layout agrees with the borders.
 
     Args:
@@ -104,7 +104,7 @@ def cut_block(block: Block, degree: int, *, sequence_parallel: bool, any_size: b
     return _answer(block, [options[index] for options, index in zip(states, chosen, strict=True)])
 
 
-def _answer(block: Block, chosen: Sequence[Any]) -> BlockCut:
+def _answer(block: CutBlock, chosen: Sequence[Any]) -> BlockCut:
     ops, values = len(block.ops), block.values
     layouts = tuple(chosen[ops : ops + len(values)])
     moves = {(number, *move) for number, value in enumerate(values) for move in enter(value, layouts[number]) or ()}
@@ -135,7 +135,7 @@ def _copies(value: CutValue, divisor: int) -> list[int]:
 _Link = tuple[int, int, CutValue, Callable[[Any, Any], "Moves | None"]]
 
 
-def _links(block: Block) -> Iterator[_Link]:
+def _links(block: CutBlock) -> Iterator[_Link]:
     """(vertex, vertex, value, what moves between layouts of theirs): ops with what they make and read, tensors with copies."""
     ops, values = block.ops, block.values
     several = set()
@@ -165,7 +165,7 @@ class FoundBlock:
 
     ops: tuple[int, ...]
     tensors: tuple[int, ...]
-    block: Block
+    block: CutBlock
 
 
 def found_blocks(ops: ForwardOps, *, sequence_parallel: bool) -> list[FoundBlock]:
@@ -199,7 +199,7 @@ class _Finder:
         for op in reversed(ops):
             ends[op] = all(ends.get(reader, False) and not forward.product[reader] for reader in forward.after[op])
         cut = tuple(self._op(op, local, ends[op]) for op in ops)
-        return FoundBlock(tuple(ops), tuple(local), Block(cut, tuple(values)))
+        return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values)))
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
         """Returns order of what an op reads, equal in equal blocks wherever the tensors come from."""

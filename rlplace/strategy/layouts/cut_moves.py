@@ -144,7 +144,7 @@ def sent(kind: int, degree: int) -> float:
 Floats = NDArray[np.float64]
 
 
-class Table(NamedTuple):
+class OptionTable(NamedTuple):
     """A cost for every combination of some vertices' options: an axis a vertex."""
 
     scope: tuple[int, ...]
@@ -160,11 +160,11 @@ def eliminate(own: Sequence[Floats], ends: Sequence[tuple[int, int]], between: S
         between: Per edge its costs, options of its first vertex by those of its second.
     """
     near: list[set[int]] = [set() for _ in own]
-    tables = [[Table((vertex,), cost)] for vertex, cost in enumerate(own)]  # those that mention each vertex
+    tables = [[OptionTable((vertex,), cost)] for vertex, cost in enumerate(own)]  # those that mention each vertex
     for edge, cost in zip(ends, between, strict=True):
         for vertex, other in (edge, edge[::-1]):
             near[vertex].add(other)
-            tables[vertex].append(Table(edge, cost))
+            tables[vertex].append(OptionTable(edge, cost))
     heap = [(len(around), vertex) for vertex, around in enumerate(near)]
     heapify(heap)
     arg_mins: dict[int, tuple[tuple[int, ...], NDArray[np.intp]]] = {}
@@ -185,11 +185,11 @@ def eliminate(own: Sequence[Floats], ends: Sequence[tuple[int, int]], between: S
     return chosen
 
 
-def _minimum(tables: list[Table], vertex: int, around: list[int]) -> tuple[Table, NDArray[np.intp]]:
+def _minimum(tables: list[OptionTable], vertex: int, around: list[int]) -> tuple[OptionTable, NDArray[np.intp]]:
     """Minimum over one vertex's options of a sum of tables, for every combination of its neighbours, and where it is."""
     if not around:
         total = _sum(tables, (vertex,))
-        return Table((), np.array(total.min())), np.array(total.argmin())
+        return OptionTable((), np.array(total.min())), np.array(total.argmin())
     counts = {axis: size for table in tables for axis, size in zip(table.scope, table.values.shape, strict=True)}
     mentions = {axis: {other for table in tables if axis in table.scope for other in table.scope} for axis in around}
     # The neighbour whose tables are smallest together is added last.
@@ -198,10 +198,10 @@ def _minimum(tables: list[Table], vertex: int, around: list[int]) -> tuple[Table
     left = _sum([table for table in tables if column not in table.scope], (*rest, vertex))
     right = _sum([table for table in tables if column in table.scope], (*rest, vertex, column))
     total = left[..., None] + right
-    return Table((*rest, column), total.min(axis=-2)), total.argmin(axis=-2)
+    return OptionTable((*rest, column), total.min(axis=-2)), total.argmin(axis=-2)
 
 
-def _sum(tables: list[Table], axes: tuple[int, ...]) -> Floats:
+def _sum(tables: list[OptionTable], axes: tuple[int, ...]) -> Floats:
     """Returns sum of tables with one axis for each of `axes`, of length one where no table depends on it."""
     total = np.zeros((1,) * len(axes))
     for table in sorted(tables, key=lambda table: table.values.size):

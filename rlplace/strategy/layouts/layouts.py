@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.model.graph.opgraph import OpGraph
-from rlplace.strategy.layouts.cut_block import Block, BlockCut, FoundBlock, cut_block, found_blocks
+from rlplace.strategy.layouts.cut_block import BlockCut, CutBlock, FoundBlock, cut_block, found_blocks
 from rlplace.strategy.layouts.cut_moves import WHOLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 from rlplace.strategy.layouts.tensor_layout import TensorLayout, layout_of
@@ -69,7 +69,7 @@ class LayoutSearch:
         if sequence_parallel not in self._blocks:
             self._blocks[sequence_parallel] = found_blocks(self.ops, sequence_parallel=sequence_parallel)
         found = self._blocks[sequence_parallel]
-        known: dict[Block, BlockCut | None] = {}
+        known: dict[CutBlock, BlockCut | None] = {}
         reasons: list[str] = []
         for item in found:
             if item.block not in known:

@@ -25,7 +25,7 @@ def plain_word(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Collective:
+class LayoutCollective:
     """A collective of the tensor group in one pass of a micro-batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class TensorLayout:
     op_dims: Mapping[int, str]
     tensor_parts: NDArray[np.int32]
     parameter_parts: NDArray[np.int32]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[LayoutCollective, ...]
     modules: Mapping[str, str]
     thin_ops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -85,7 +85,7 @@ class _Layout:
         self.op_parts = np.ones(graph.num_ops, dtype=np.int32)
         self.axis = np.full(graph.num_tensors, WHOLE, dtype=np.int64)
         self.tensor_parts = np.ones(graph.num_tensors, dtype=np.int32)
-        self.collectives: list[Collective] = []
+        self.collectives: list[LayoutCollective] = []
         self.modules: dict[str, str] = {}
 
     def of(self, cuts: Iterable[tuple[FoundBlock, BlockCut | None]]) -> TensorLayout:
@@ -122,7 +122,7 @@ class _Layout:
             tensor = item.tensors[number]
             maker = int(graph.tensor_producer[tensor])
             op = maker if item.block.values[number].made else next(op for op in item.ops if op in self.ops.readers[tensor])
-            self.collectives.append(Collective(int(self.ops.given[op]), op, tensor, when, kind))
+            self.collectives.append(LayoutCollective(int(self.ops.given[op]), op, tensor, when, kind))
             if (when, kind) == (FORWARD_PASS, ALL_GATHER):
                 self.tensor_parts[tensor] = 1  # torch keeps what was gathered for the backward pass
         for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
@@ -246,7 +246,7 @@ def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int)
     return size, calls
 
 
-def moved_bytes(layout: TensorLayout, item: Collective, tensor_bytes: NDArray[np.int64]) -> int:
+def moved_bytes(layout: TensorLayout, item: LayoutCollective, tensor_bytes: NDArray[np.int64]) -> int:
     """Returns bytes of the whole tensor that a collective moves; of an all-to-all of experts those that a device has."""
     parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
     return -(-int(tensor_bytes[item.tensor]) // parts)

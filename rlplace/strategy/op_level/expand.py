@@ -29,12 +29,12 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import columns as c
 from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
 from rlplace.strategy.executor.packing import Packer
-from rlplace.strategy.executor.placed_blocks import Block, placed_blocks, received_bytes
+from rlplace.strategy.executor.placed_blocks import PlacedBlock, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild
-from rlplace.strategy.op_level.stage_ops import Lifetimes, StageOps
-from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, Run, StepBuild
+from rlplace.strategy.op_level.stage_ops import PassLifetimes, StageOps
+from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, DeviceRun, StepBuild
 
 
 class LaneBuild:
@@ -154,13 +154,13 @@ class LaneBuild:
             for lives in self.lives(stage, "I"):
                 self._late(lives, stage, self.halves[stage, microbatch], "I", base)
 
-    def _halved(self, lives: Lifetimes, stage: int, first: int, base: int) -> None:
+    def _halved(self, lives: PassLifetimes, stage: int, first: int, base: int) -> None:
         """What the first half of a split backward frees: tensors of the forward that come after the last weight."""
         gone = lives.late & (lives.half >= 0)
         size = self.stages[stage].passed.tensor_bytes[lives.tensor[gone]]
         self.build.tensors(first + lives.start[gone], size, base + lives.half[gone])
 
-    def _late(self, lives: Lifetimes, stage: int, first: int, kind: str, base: int) -> None:
+    def _late(self, lives: PassLifetimes, stage: int, first: int, kind: str, base: int) -> None:
         """Tensors of an earlier part; what the first half of a split backward has left of the forward ends with the second."""
         late, ops = lives.late & ((lives.half < 0) | (kind != "W")), self.stages[stage]
         start, size = first + lives.start[late], ops.passed.tensor_bytes[lives.tensor[late]]
@@ -180,13 +180,13 @@ class LaneBuild:
                 build.waiting[device] += [reduced, copied]
 
     def reduce(
-        self, place: int, block: int, row: Block, when: str, after: list[int], times: float = 1.0, *, hold: bool = False
+        self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0, *, hold: bool = False
     ) -> int:
         key, name = ("reduce", place, block, when), f"reduce{when}.{block}@{self.device(place)}"
         held = int(row.buffer_bytes) if hold else 0
         return self.build.exchange(key, self.device(place), name, row.reduce_s * times, [("shard", place)], "B", after, held)
 
-    def copy(self, place: int, block: int, row: Block, when: str, after: list[int], times: float = 1.0) -> int:
+    def copy(self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0) -> int:
         if row.copies_s == 0.0:
             return after[0]
         key, name = ("copies", place, block, when), f"copies{when}.{block}@{self.device(place)}"
@@ -209,7 +209,7 @@ class ExpandedDraft:
     problem: Problem
     order: list[list[int]]
     stands_for: tuple[tuple[int, ...], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[DeviceRun, ...]
     exchanges: tuple[Any, ...]
 
 
@@ -281,7 +281,7 @@ class Expansion:
         for device, seconds in enumerate(update):
             none = np.zeros(len(seconds), dtype=np.int64)
             first = self.build.run(device, UPDATE_RUN, f"update@{device}", np.array(seconds), none)
-            self.build.runs.append(Run(device, UPDATE_RUN, -1, -1, first, None))
+            self.build.runs.append(DeviceRun(device, UPDATE_RUN, -1, -1, first, None))
         names = [" ".join(self.cluster.devices[device].name for device in row) for row in stands_for]
         problem, order = self.build.problem("strategy", draft.batch, names, resident)
         return ExpandedDraft(problem, order, tuple(stands_for), tuple(self.build.runs), tuple(self.build.exchanges))

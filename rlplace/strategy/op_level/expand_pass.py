@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.strategy.executor.meshes import copy_groups
-from rlplace.strategy.executor.placed_blocks import Block
+from rlplace.strategy.executor.placed_blocks import PlacedBlock
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.executor.traffic import table_s
-from rlplace.strategy.op_level.step_build import GATHER, Run
+from rlplace.strategy.op_level.step_build import GATHER, DeviceRun
 
 if TYPE_CHECKING:
     from rlplace.strategy.op_level.expand import LaneBuild
@@ -52,18 +52,18 @@ class PassBuild:
                 build.edge(op, first_wait)
         labels = self.ops.labels(self.kind) if self.lane.whole.named else None
         base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
-        build.runs.append(Run(self.device, self.kind, self.stage, self.microbatch, base, part))
+        build.runs.append(DeviceRun(self.device, self.kind, self.stage, self.microbatch, base, part))
         self._beside(base, first_wait, set(gathered), set(reduced), beside)
         self._send_buckets(base, buckets)
         return base
 
-    def _gathers(self, row: Block) -> bool:
+    def _gathers(self, row: PlacedBlock) -> bool:
         """Returns whether a block's parameters are gathered for this pass."""
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
         return self.single and row.keeping == EACH_PASS
 
-    def _reduces(self, row: Block) -> bool:
+    def _reduces(self, row: PlacedBlock) -> bool:
         """Returns whether a block's gradient is reduced beside this pass."""
         each = row.keeping in (EACH_BACKWARD, EACH_PASS) or (self.last and row.keeping == ONCE)
         return self.single and self.kind != "F" and each

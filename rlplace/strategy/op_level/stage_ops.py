@@ -24,7 +24,7 @@ _PHASES = {"B": (BACKWARD, BACKWARD_WEIGHT), "I": (BACKWARD,), "W": (BACKWARD_WE
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PassRows:
     """L rows that run in this order.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Lifetimes:
+class PassLifetimes:
     """Tensors that a part makes: number, row that makes it, part and row of its last reader there.
 
     Attributes:
@@ -84,15 +84,15 @@ class StageOps:
         self._again = step.again[how[step.block], every] & self.inside
         self._cached = step.cached[how[step.block], every]
         self.split = bool((step.phase == BACKWARD_WEIGHT).any())
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, PassRows] = {}
 
-    def part(self, kind: str) -> Part:
+    def part(self, kind: str) -> PassRows:
         """Returns the rows of a part."""
         if kind not in self.parts:
             self.parts[kind] = self._rows(kind)
         return self.parts[kind]
 
-    def _rows(self, kind: str) -> Part:
+    def _rows(self, kind: str) -> PassRows:
         step, forward = self.step, kind == "F"
         count = len(step.block)
         marks = np.arange(self.blocks.start, self.blocks.stop)
@@ -126,7 +126,7 @@ class StageOps:
         again[clones] = row[len(marks) : len(marks) + len(clones)]
         begins = dict(zip(marks.tolist(), row[: len(marks)].tolist(), strict=True))
         ends = dict(zip(marks.tolist(), row[len(order) - len(marks) :].tolist(), strict=True))
-        return Part(op, block[order], collective[order], begins, ends, first, again)
+        return PassRows(op, block[order], collective[order], begins, ends, first, again)
 
     def _runs(self, kind: str, when: int, block: int) -> bool:
         """Returns whether a part runs a collective: those of the forward also where all of it runs again."""
@@ -156,13 +156,13 @@ class StageOps:
             found.append(names[op] if op >= 0 else COLLECTIVE_KINDS[moves[move].kind] if move >= 0 else f"{begins} {block}")
         return found
 
-    def lifetimes(self, kind: str) -> list[Lifetimes]:
+    def lifetimes(self, kind: str) -> list[PassLifetimes]:
         """Returns tensors that a part makes."""
         if kind == "F":
             return [self._of_forward()]
         return [self._of_clones(kind), self._of_backward(kind)]
 
-    def _of_forward(self) -> Lifetimes:
+    def _of_forward(self) -> PassLifetimes:
         """Returns a tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in
         torch.
         """
@@ -196,7 +196,7 @@ class StageOps:
             half = np.where(stays, -1, np.where(leaves, np.maximum(half, 0), half))
         given = np.flatnonzero((step.input_block >= self.blocks.start) & (step.input_block < self.blocks.stop))
         given_block = step.input_block[given]
-        return Lifetimes(
+        return PassLifetimes(
             tensor=np.concatenate([made, given]),
             start=np.concatenate([start, [part.begins[block] for block in given_block.tolist()]]).astype(np.int64),
             end=np.concatenate(
@@ -207,7 +207,7 @@ class StageOps:
             leaves=np.concatenate([leaves[made], np.zeros(len(given), dtype=bool)]),
         )
 
-    def _of_clones(self, kind: str) -> Lifetimes:
+    def _of_clones(self, kind: str) -> PassLifetimes:
         """What is made again, for the rest of the part."""
         step, part = self.step, self.part(kind)
         maker, reader, tensor = np.maximum(step.producer[step.tensor], 0), step.reader, step.tensor
@@ -218,9 +218,9 @@ class StageOps:
         np.maximum.at(end, tensor[own], np.where(step.phase[reader] == FORWARD, part.again[reader], part.first[reader])[own])
         start = part.again[step.producer[made]]
         none = np.zeros(len(made), dtype=bool)
-        return Lifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
+        return PassLifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
 
-    def _of_backward(self, kind: str) -> Lifetimes:
+    def _of_backward(self, kind: str) -> PassLifetimes:
         """Returns gradients of activations: for the part, for the weight half, or until the stage before has them."""
         step, part = self.step, self.part(kind)
         reader, tensor = step.reader, step.tensor
@@ -238,7 +238,7 @@ class StageOps:
         start = part.first[step.producer[made]]
         late = late_end[made] >= 0
         end_row = np.where(late, late_end[made], np.maximum(end[made], start))
-        return Lifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
+        return PassLifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
 
     def gradients(self, kind: str) -> tuple[Ints, Ints, Ints]:
         """Returns rows that make gradients of weights, in order, their tensors and blocks."""

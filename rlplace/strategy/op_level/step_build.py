@@ -13,12 +13,12 @@ from rlplace.cluster.links import Device, Links
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Collective, Problem
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.order import grouped
-from rlplace.strategy.op_level.stage_ops import Part
+from rlplace.strategy.op_level.stage_ops import PassRows
 
 PHASE_OF_PART = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "U": UPDATE}
 
 UPDATE_RUN = "U"
-"""Of `Run.kind`: updates."""
+"""Of `DeviceRun.kind`: updates."""
 
 SEND, TIE, GATHER = "send", "tie", "gather"
 """First words of the keys of exchanges: what stages send each other goes on with lane, stage, the other stage,
@@ -28,7 +28,7 @@ LONGEST = 100
 """Characters of a device's name; many devices have one together."""
 
 
-class Run(NamedTuple):
+class DeviceRun(NamedTuple):
     """Ops that a device runs one after another.
 
     Attributes:
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     stage: int
     microbatch: int
     first: int
-    part: Part | None
+    part: PassRows | None
 
 
 @dataclass
@@ -63,7 +63,7 @@ class StepBuild:
     devices: int
     waiting: list[list[int]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[DeviceRun] = field(default_factory=list)
     exchanges: dict[Hashable, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Cut, kind_numbers
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 
 Kinds = frozenset[int]
 """Numbers of the device kinds of a place."""
@@ -79,7 +79,7 @@ class Balance:
             self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
         return self._seconds[key]
 
-    def stages_on(self, places: Sequence[Place], order: tuple[int, ...], samples: int) -> Stages:
+    def stages_on(self, places: Sequence[Mesh], order: tuple[int, ...], samples: int) -> Stages:
         """`stages` on places of any axes."""
         kinds = tuple(self.kinds(place.devices, 1)[0] for place in places)
         return self.stages(kinds, tuple(place.cut(samples) for place in places), order)

@@ -32,8 +32,8 @@ from rlplace.errors import InputError, RlplaceError
 from rlplace.files import read_record, write_json
 from rlplace.plan.strategy import uniform_words
 from rlplace.records import Record, build, plain
-from rlplace.strategy.search.search import Answer, search
-from rlplace.strategy.search.tries import Progress, Question
+from rlplace.strategy.search.search import SearchResult, search
+from rlplace.strategy.search.tries import Progress, SearchProblem
 
 FORMAT = "rlplace.batch_curve"
 VERSION = 1
@@ -130,7 +130,7 @@ class BatchCurve:
         return read_record(path, FORMAT, VERSION, batch_curve_from_dict)
 
 
-class _File(Record, frozen=True):
+class _CurveFile(Record, frozen=True):
     """A curve in one of its `_FORMS`.
 
     Attributes:
@@ -166,7 +166,7 @@ def batch_curve_from_dict(data: Mapping[str, Any]) -> BatchCurve:
     Raises:
         InputError: Names the key that is wrong.
     """
-    file, given = build(_File, data, "batch curve"), set(data) - {"name"}
+    file, given = build(_CurveFile, data, "batch curve"), set(data) - {"name"}
     if given not in _FORMS:
         forms = "; or ".join(", ".join(sorted(form)) for form in _FORMS)
         raise InputError(f"batch curve: give one form and all of its keys: {forms}")
@@ -189,13 +189,13 @@ def batches(smallest: int, devices: int) -> list[int]:
 
 
 def search_batches(
-    question: Question,
+    question: SearchProblem,
     curve: BatchCurve,
     *,
     calls: int | None = None,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-) -> tuple[Question, Answer, tuple[Mapping[str, Any], ...]]:
+) -> tuple[SearchProblem, SearchResult, tuple[Mapping[str, Any], ...]]:
     """Returns the batch with the shortest time to the target, its strategies, and what every batch takes.
 
     Args:
@@ -210,7 +210,7 @@ def search_batches(
         InfeasibleError: Nothing fits.
     """
     sizes = batches(question.batch, question.cluster.num_devices)
-    found: list[tuple[float, Question, Answer | RlplaceError]] = []
+    found: list[_Found] = []
     for size in sizes:
         asked = dataclasses.replace(question, batch=size)
         share = None if calls is None else max(1, calls // len(sizes))
@@ -227,11 +227,13 @@ def search_batches(
     return asked, best, tuple(_entries(found, curve))
 
 
-def _entries(found: list[tuple[float, Question, Answer | RlplaceError]], curve: BatchCurve) -> Iterator[Mapping[str, Any]]:
+def _entries(
+    found: list[tuple[float, SearchProblem, SearchResult | RlplaceError]], curve: BatchCurve
+) -> Iterator[Mapping[str, Any]]:
     """Of every batch, what its best strategy takes; ``target_s`` is proportional to the time to the target."""
     for target_s, asked, answer in found:
         said: dict[str, Any] = {"batch": asked.batch, "epochs": curve.epochs(asked.batch), "target_s": None}
-        if isinstance(answer, Answer):
+        if isinstance(answer, SearchResult):
             best = answer.ranked[0]
             words = uniform_words(best.draft.strategy(asked.costs.names))
             yield {**said, "target_s": target_s, "step_time_s": best.step_s, "words": words, "reason": None}

@@ -12,17 +12,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from rlplace.strategy.drafts import Draft, Place, plain_draft
-from rlplace.strategy.executor.evaluate import Evaluation
+from rlplace.strategy.drafts import Draft, Mesh, plain_draft
+from rlplace.strategy.executor.evaluate import StepEvaluation
 from rlplace.strategy.executor.meshes import spreads
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.shapes import Shares, chains, equal_shares, stage_order, unlike_shares
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 Look = tuple[str, int]
 """Kind and host of a device: devices that have one are as good as each other."""
 
-Places = tuple[Place, ...]
+Places = tuple[Mesh, ...]
 
 
 def moved_devices(places: Places, near: Sequence[int], looks: Sequence[Look], usable: Sequence[int]) -> Iterator[Places]:
@@ -107,7 +107,7 @@ def _reordered(places: Places, one: int, looks: Sequence[Look]) -> Iterator[Plac
                 yield replaced(places, {one: (_on(place, devices),)})
 
 
-def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
+def _resized(place: Mesh, devices: tuple[int, ...]) -> list[Mesh]:
     """Returns the place on more or fewer devices: tensor groups as they were where that divides, the rest shared or copied.
 
     Or tensor groups wider by as much as the place is.
@@ -123,7 +123,7 @@ def _resized(place: Place, devices: tuple[int, ...]) -> list[Place]:
     return [at_level(one, max(place.sharding, 1)) for one in found]
 
 
-def _split(place: Place) -> Iterator[tuple[Place, Place]]:
+def _split(place: Mesh) -> Iterator[tuple[Mesh, Mesh]]:
     """Yields a place as two of half the devices, with half of one degree."""
     half = len(place.devices) // 2
     for axis in ("replicate", "shard", "context", "tensor"):
@@ -132,7 +132,7 @@ def _split(place: Place) -> Iterator[tuple[Place, Place]]:
             yield at_level(part, 1), at_level(_on(part, place.devices[half:]), 1)
 
 
-def _on(place: Place, devices: tuple[int, ...]) -> Place:
+def _on(place: Mesh, devices: tuple[int, ...]) -> Mesh:
     return dataclasses.replace(place, devices=devices)
 
 
@@ -141,7 +141,7 @@ def replaced(places: Places, changed: dict[int, Places]) -> Places:
     return tuple(new for number, old in enumerate(places) for new in changed.get(number, (old,)))
 
 
-def at_level(place: Place, level: int) -> Place:
+def at_level(place: Mesh, level: int) -> Mesh:
     """Returns the place with a sharding level if it shards, sequence parallelism and spread experts only where their groups
     exist.
     """
@@ -169,12 +169,12 @@ class Moves:
         balance: Cuts stages anew where places change.
     """
 
-    def __init__(self, question: Question, balance: Balance) -> None:
+    def __init__(self, question: SearchProblem, balance: Balance) -> None:
         self._question, self._balance = question, balance
         cluster = question.cluster
         self._looks = [(cluster.kinds[device].name, cluster.hosts[device]) for device in range(cluster.num_devices)]
 
-    def neighbours(self, draft: Draft, seen: Evaluation) -> Iterator[Draft]:
+    def neighbours(self, draft: Draft, seen: StepEvaluation) -> Iterator[Draft]:
         """Yields drafts that differ by one move and process the same batch, without recomputation and offload.
 
         Args:
@@ -183,7 +183,7 @@ class Moves:
         """
         return (other for _, some in self.of_kinds(draft, seen) for other in some)
 
-    def of_kinds(self, draft: Draft, seen: Evaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
+    def of_kinds(self, draft: Draft, seen: StepEvaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
         """`neighbours` in parts, each after the kind of its moves, one of `KINDS`; they are made when they are asked for."""
         blank = bytes(draft.bounds[-1])
         draft = dataclasses.replace(draft, recompute=blank, offload=blank)
@@ -224,7 +224,7 @@ class Moves:
                     bounds = self._balance.stages_on(draft.places, order, min(draft.microbatch)).bounds
                 yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
 
-    def _with_places(self, draft: Draft, places: Sequence[Place]) -> Iterator[Draft]:
+    def _with_places(self, draft: Draft, places: Sequence[Mesh]) -> Iterator[Draft]:
         """Yields the draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
         degree, blocks = max(place.data_degree for place in places), draft.bounds[-1]
         if any(degree % place.data_degree for place in places) or len(places) > blocks:
@@ -304,11 +304,11 @@ def _one_less(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield tuple(changed)
 
 
-def _other_axes(place: Place) -> list[Place]:
+def _other_axes(place: Mesh) -> list[Mesh]:
     """Returns the same devices with a prime factor moved between degrees, another expert degree, level, or sequence
     parallelism.
     """
-    changed: list[Place] = []
+    changed: list[Mesh] = []
     axes = ("replicate", "shard", "context", "tensor")
     for more in axes:
         for less in axes:

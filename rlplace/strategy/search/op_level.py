@@ -14,12 +14,12 @@ from rlplace.plan.prediction import too_large
 from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.drafts import Draft, kind_of
-from rlplace.strategy.executor.evaluate import Evaluation, bytes_over, side_by_side
+from rlplace.strategy.executor.evaluate import StepEvaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, expand_draft, tasks_of
-from rlplace.strategy.search.search import Answer
+from rlplace.strategy.search.search import SearchResult
 from rlplace.strategy.search.simpler import NEAR, simpler
-from rlplace.strategy.search.tries import Question, Tried
+from rlplace.strategy.search.tries import SearchProblem, Tried
 
 MOST_TASKS = 100_000
 """A draft of more tasks keeps the figures of the block executor; so many take half a second."""
@@ -35,8 +35,8 @@ SIMPLER = 4
 
 
 def evaluate_ops(
-    draft: Draft, costs: OpCosts, cluster: Cluster, said: Evaluation, traffic: Traffic | None = None
-) -> Evaluation:
+    draft: Draft, costs: OpCosts, cluster: Cluster, said: StepEvaluation, traffic: Traffic | None = None
+) -> StepEvaluation:
     """What the op-level simulator says of a draft; parts and stages are those of the block executor.
 
     Args:
@@ -57,7 +57,7 @@ def simulate_ops(
     return expanded, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
 
 
-def evaluation_of(expanded: ExpandedDraft, line: Timeline, said: Evaluation, cluster: Cluster) -> Evaluation:
+def evaluation_of(expanded: ExpandedDraft, line: Timeline, said: StepEvaluation, cluster: Cluster) -> StepEvaluation:
     """What a simulated step says; parts and stages are those of the block executor, in `said`."""
     step = math.inf if line.step_time_s is None else line.step_time_s
     peaks = [0] * cluster.num_devices
@@ -85,15 +85,15 @@ class OpLevel:
         ends_s: By `time.monotonic`, when only what must be checked still is: the one that is answered.
     """
 
-    def __init__(self, question: Question, ends_s: float = math.inf) -> None:
+    def __init__(self, question: SearchProblem, ends_s: float = math.inf) -> None:
         self._ends_s = ends_s
         self._question, self._traffic = question, Traffic(question.cluster)
         self._costs = cast(OpCosts, question.costs)
-        self._known: dict[Draft, Evaluation] = {}
+        self._known: dict[Draft, StepEvaluation] = {}
         self._tasks = 0
         self._larger: dict[str | None, float] = {}  # by schedule, peaks of what did not fit over those of the block executor
 
-    def evaluate(self, draft: Draft) -> Evaluation:
+    def evaluate(self, draft: Draft) -> StepEvaluation:
         """Returns step time and memory."""
         if draft.beside and draft not in self._known:
             alone = [self.evaluate(one) for one in draft.pipelines]
@@ -106,7 +106,7 @@ class OpLevel:
             self._known[draft] = said
         return self._known[draft]
 
-    def checked(self, answer: Answer) -> Answer:
+    def checked(self, answer: SearchResult) -> SearchResult:
         """Returns the same answer with the figures of the first of its drafts, and of its rivals; none announced that does not
         fit.
 

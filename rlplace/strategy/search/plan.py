@@ -28,13 +28,13 @@ from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import KINDS, Draft, kind_of
-from rlplace.strategy.executor.evaluate import Evaluation, Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
 from rlplace.strategy.search.efficiency import BatchCurve, search_batches
 from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.remarks import bf16_note, fp16_step_s, without_bf16
-from rlplace.strategy.search.search import Answer, search
+from rlplace.strategy.search.search import SearchResult, search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Progress, Question, Tried
+from rlplace.strategy.search.tries import Progress, SearchProblem, Tried
 
 SEARCH_PART, LEAST_PART = 0.85, 0.5
 """Of the time that is left, for the search before the check op by op; and of the whole limit, what the search gets at least."""
@@ -86,7 +86,7 @@ def plan_strategy(
             (`rlplace.strategy.search.efficiency`).
         planner: Who answers, as the plan says it.
         progress: Told how far the search is.
-        settings: See `Question`.
+        settings: See `SearchProblem`.
         memory: Whether ``predicted.memory`` says what fills the devices (`rlplace.strategy.search.remarks`).
 
     Returns:
@@ -151,17 +151,17 @@ def ask(
     why_not: Callable[[Strategy], str | None] | None = None,
     settings: Mapping[str, Any] | None = None,
     **pricing: Any,
-) -> Question:
+) -> SearchProblem:
     """Returns the question of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
     blocks = PricedBlocks(graph, cluster, **pricing)
     names = blocks.names
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(names))
-    return Question(
-        Evaluator(blocks, cluster), batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules
+    return SearchProblem(
+        DraftEvaluator(blocks, cluster), batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules
     )
 
 
-def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) -> Prediction:
+def predict(question: SearchProblem, answer: SearchResult, finer: OpLevel, **extra: Any) -> Prediction:
     """What the best draft takes by the finest executor, with its rivals; `extra` is told beside."""
     best = answer.ranked[0]
     kinds = sorted(answer.of_kinds.values(), key=lambda tried: tried.key)
@@ -175,7 +175,7 @@ def predict(question: Question, answer: Answer, finer: OpLevel, **extra: Any) ->
     )
 
 
-def _memory(question: Question, answer: Answer, finer: OpLevel) -> tuple[Mapping[str, Any], ...]:
+def _memory(question: SearchProblem, answer: SearchResult, finer: OpLevel) -> tuple[Mapping[str, Any], ...]:
     """What fills the devices under the best draft, an entry for those that hold the same."""
     from rlplace.strategy.search.remarks import memory_parts
 
@@ -209,7 +209,7 @@ def _look(draft: Draft, detailed: bool) -> tuple[object, ...]:
     return look
 
 
-def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
+def prediction(said: StepEvaluation, batch: int, cluster: Cluster) -> Prediction:
     """What an executor says of a step of so many samples on a cluster, as plans keep it."""
     return Prediction(
         step_time_s=said.step_time_s if said.feasible else None,
@@ -223,7 +223,7 @@ def prediction(said: Evaluation, batch: int, cluster: Cluster) -> Prediction:
     )
 
 
-def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any]:
+def _entry(question: SearchProblem, tried: Tried, answer: SearchResult) -> Mapping[str, Any]:
     """Returns a strategy as plans list it, without its tensor layouts, which the answer has."""
     strategy = dataclasses.replace(question, layouts=None).strategy(tried.draft)
     return {
@@ -239,7 +239,7 @@ def _entry(question: Question, tried: Tried, answer: Answer) -> Mapping[str, Any
     }
 
 
-def _missing(question: Question, answer: Answer) -> Iterator[Mapping[str, Any]]:
+def _missing(question: SearchProblem, answer: SearchResult) -> Iterator[Mapping[str, Any]]:
     """Yields an entry for every kind with one dimension of which nothing was evaluated, with the reason."""
     sizes = answer.ranked[0].draft.microbatch
     for kind in KINDS:

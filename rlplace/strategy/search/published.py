@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import Balance, walked_back
 from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.stages import orders
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 MICROBATCHES = 4
 """Of GPipe, for every stage."""
@@ -38,7 +38,7 @@ MOST_UNITS = 64
 Floats = NDArray[np.float64]
 
 
-def published_starts(question: Question) -> Iterator[Draft]:
+def published_starts(question: SearchProblem) -> Iterator[Draft]:
     """Yields drafts of published planners that have an answer; nothing runs again."""
     balance = Balance(question.costs, question.cluster)
     for devices in orders(question):
@@ -52,7 +52,7 @@ def published_starts(question: Question) -> Iterator[Draft]:
                 yield from _pipedream(question, balance, devices, degree)
 
 
-def _equal(question: Question, balance: Balance, devices: tuple[int, ...], count: int) -> Iterator[Draft]:
+def _equal(question: SearchProblem, balance: Balance, devices: tuple[int, ...], count: int) -> Iterator[Draft]:
     """GPipe's, the compiler's and DLPlacer's starts with so many stages, each with the same number of replicas."""
     degree = len(devices) // count
     widths, order = [degree] * count, tuple(range(count))
@@ -98,7 +98,7 @@ def least_traffic(seconds: Floats, sent_bytes: Floats, limit_s: float) -> tuple[
     return walked_back(starts, blocks)
 
 
-def _pipedream(question: Question, balance: Balance, devices: tuple[int, ...], degree: int) -> Iterator[Draft]:
+def _pipedream(question: SearchProblem, balance: Balance, devices: tuple[int, ...], degree: int) -> Iterator[Draft]:
     """PipeDream's stages with so many replicas at most."""
     together = -(-len(devices) // MOST_UNITS)
     units, links = len(devices) // together, question.cluster.links
@@ -164,7 +164,7 @@ def replicated_stages(
     return tuple(reversed(bounds)), tuple(reversed(replicas))
 
 
-def _microbatches(question: Question, degree: int, wanted: int) -> list[tuple[int, int]]:
+def _microbatches(question: SearchProblem, degree: int, wanted: int) -> list[tuple[int, int]]:
     """Returns the equal shares of so many replicas whose number of micro-batches is nearest to the wanted one, if there are
     any.
     """
@@ -175,5 +175,5 @@ def _microbatches(question: Question, degree: int, wanted: int) -> list[tuple[in
 def _chain(devices: Sequence[int], widths: Sequence[int], bounds: tuple[int, ...], spread: tuple[int, int], name: str) -> Draft:
     """Returns stages of so many copies each, on consecutive devices."""
     ends = np.cumsum([0, *widths]).tolist()
-    places = tuple(Place(tuple(devices[a:b]), replicate=b - a) for a, b in pairwise(ends))
+    places = tuple(Mesh(tuple(devices[a:b]), replicate=b - a) for a, b in pairwise(ends))
     return plain_draft(bounds, places, microbatch=spread[:1], microbatches=spread[1:], schedule=name)

@@ -17,13 +17,13 @@ from rlplace.problem import FORWARD
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluation, Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
 from rlplace.strategy.executor.placed_blocks import held_bytes, placed_blocks, received_bytes
 from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
 from rlplace.strategy.op_level.step_build import GATHER
 from rlplace.strategy.search.op_level import MOST_TASKS, OpLevel
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 from rlplace.text import ms
 
 BF16, FP16 = "bfloat16", "float16"
@@ -62,7 +62,7 @@ def in_fp16(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, op_dtype=tuple(FP16 if name == BF16 else name for name in graph.op_dtype))
 
 
-def fp16_step_s(question: Question, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: object) -> float:
+def fp16_step_s(question: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: object) -> float:
     """Returns seconds of a draft's step in float16, by the same executor as that of the answer.
 
     Args:
@@ -78,7 +78,7 @@ def fp16_step_s(question: Question, draft: Draft, graphs: tuple[OpGraph, OpGraph
         None if other is None else in_fp16(other),
         **pricing,  # type: ignore[arg-type]
     )
-    asked = dataclasses.replace(question, scores=Evaluator(blocks, question.cluster))
+    asked = dataclasses.replace(question, scores=DraftEvaluator(blocks, question.cluster))
     return OpLevel(asked).evaluate(draft).step_time_s
 
 
@@ -91,7 +91,7 @@ Buffers: for what other stages send, and for gradients while they are reduced. R
 
 
 def memory_parts(
-    draft: Draft, costs: OpCosts, cluster: Cluster, said: Evaluation, traffic: Traffic | None = None
+    draft: Draft, costs: OpCosts, cluster: Cluster, said: StepEvaluation, traffic: Traffic | None = None
 ) -> tuple[HeldMemory, ...]:
     """Returns the memory of all devices in use, those alike together.
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from rlplace.plan.schedule import LOOPED_BFS, ONE, ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import FORWARD_PASS, FULL, PassCosts, kind_numbers
-from rlplace.strategy.drafts import Draft, Place
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import copy_degree, copy_groups, expert_share_degree, share_degree, share_groups
 from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 Choice = tuple[int, int]
 """Indices of `rlplace.strategy.costs.RECOMPUTE` and `rlplace.strategy.drafts.OFFLOAD`."""
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     saved_bytes: float
 
 
-def steps(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:
+def steps(question: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:
     """Returns the steps of a place, the cheapest for what it saves first.
 
     Args:
@@ -88,7 +88,7 @@ def in_flight_of(draft: Draft) -> list[int]:
     return in_flight(draft.schedule, draft.stages, len(draft.places), max(draft.microbatches))
 
 
-def exchange_s(question: Question, place: Place) -> Floats:
+def exchange_s(question: SearchProblem, place: Mesh) -> Floats:
     """Returns float64 [B], seconds in which a place sums the gradients of a block, and gathers its weights where they are
     shared.
     """
@@ -102,13 +102,13 @@ def exchange_s(question: Question, place: Place) -> Floats:
     return traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
 
 
-def inside_s(question: Question, place: Place, passes: PassCosts) -> Floats:
+def inside_s(question: SearchProblem, place: Mesh, passes: PassCosts) -> Floats:
     """Returns float64 [2, B], seconds in which a place moves tensors inside blocks, in a forward and in a backward."""
     traffic = question.scores.traffic
     return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)
 
 
-def estimates(question: Question, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
+def estimates(question: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
     """Of every choice for every block of the model on a place: seconds a step, and bytes.
 
     Returns:

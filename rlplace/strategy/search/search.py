@@ -25,7 +25,7 @@ from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.published import published_starts
 from rlplace.strategy.search.shapes import divisors
 from rlplace.strategy.search.stages import try_stages
-from rlplace.strategy.search.tries import OutOfBudgetError, Progress, Question, Tried, Tries
+from rlplace.strategy.search.tries import OutOfBudgetError, Progress, SearchProblem, Tried, Tries
 from rlplace.strategy.search.uniform import Option, Options, by_sets, try_rivals, try_uniform
 from rlplace.strategy.search.unlike import try_unlike
 
@@ -61,7 +61,7 @@ SLACK = 1.1
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -86,8 +86,8 @@ class Answer:
 
 
 def search(
-    question: Question, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
-) -> Answer:
+    question: SearchProblem, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
+) -> SearchResult:
     """Returns the best strategies that fit.
 
     Args:
@@ -140,7 +140,7 @@ def search(
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     best = min((tried for tried in uniform if tried is not None), key=lambda tried: tried.step_s, default=None)
-    return Answer(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
+    return SearchResult(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
 
 
 def _explore(tries: Tries) -> None:
@@ -221,7 +221,7 @@ def starts(tries: Tries) -> Iterator[Tried]:
             yield tried
 
 
-def _any_uniform(question: Question) -> bool:
+def _any_uniform(question: SearchProblem) -> bool:
     """Returns whether the space leaves a uniform strategy."""
     balance = Balance(question.costs, question.cluster)
     return any(question.space.forbids(option.draft(balance)) is None for option in Options(question, balance).every())

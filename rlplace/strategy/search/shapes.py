@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
-from rlplace.strategy.drafts import Place, kind_named
+from rlplace.strategy.drafts import Mesh, kind_named
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question
+from rlplace.strategy.search.tries import SearchProblem
 
 Shares = tuple[tuple[int, ...], tuple[int, ...]]
 """Samples of a micro-batch, and micro-batches: one entry, or one a replica."""
@@ -115,7 +115,7 @@ class Shape:
     devices: tuple[int, ...]
     places: int
     chunks: int
-    axes: Place
+    axes: Mesh
     schedule: str | None
 
     @property
@@ -145,7 +145,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(sets)
 
 
-def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
+def shapes(question: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
     """Yields all uniform ways to use a set of devices."""
     space, cluster = question.space, question.cluster
     hosts = [cluster.hosts[device] for device in devices]
@@ -161,7 +161,7 @@ def shapes(question: Question, devices: tuple[int, ...]) -> Iterator[Shape]:
 
 
 def _data_shapes(
-    question: Question, devices: tuple[int, ...], places: int, context: int, tensor: int, per_host: int
+    question: SearchProblem, devices: tuple[int, ...], places: int, context: int, tensor: int, per_host: int
 ) -> Iterator[Shape]:
     """Yields shapes of these degrees, by how the rest of each place is shared and copied."""
     space, blocks = question.space, len(question.costs.names)
@@ -175,17 +175,17 @@ def _data_shapes(
             for expert in _expert_degrees(question, shard * context * tensor, sharding):
                 for chunks, schedule in chains(space, places, blocks):
                     for sequence in (True, False) if tensor > 1 else (False,):
-                        axes = Place((), data // shard, shard, context, tensor, expert, sharding, sequence)
+                        axes = Mesh((), data // shard, shard, context, tensor, expert, sharding, sequence)
                         yield Shape(devices, places, chunks, axes, schedule)
 
 
-def _context_degrees(question: Question, width: int) -> list[int]:
+def _context_degrees(question: SearchProblem, width: int) -> list[int]:
     """Context degrees: powers of two unless the space asks for others."""
     degrees = question.space.only("context", divisors(width))
     return [degree for degree in degrees if degree & (degree - 1) == 0 or question.space.context is not None]
 
 
-def _expert_degrees(question: Question, group: int, sharding: int) -> list[int]:
+def _expert_degrees(question: SearchProblem, group: int, sharding: int) -> list[int]:
     """Expert degrees that experts can be spread over; without shares they are spread over the whole group or not at all."""
     degrees = divisors(math.gcd(group, question.costs.experts))
     return question.space.only("expert", [degree for degree in degrees if sharding or degree in (1, group)])

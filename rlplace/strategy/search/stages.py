@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, kind_numbers
-from rlplace.strategy.drafts import Draft, Place, plain_draft
+from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.savings import Floats, estimates, exchange_s, inside_s
 from rlplace.strategy.search.shapes import divisors, equal_shares
-from rlplace.strategy.search.tries import Question, Tried, Tries
+from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 MOST_STAGES = 16
 MOST_UNITS = 64
@@ -56,7 +56,7 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
         OutOfBudgetError: The budget ended before.
     """
     question = tries.question
-    table = Table(question)
+    table = StageTable(question)
     found: dict[Draft, float] = {}
     spreads = [
         Spread(degree, size, count)
@@ -76,7 +76,7 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
             yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * tries.best_s)
 
 
-def orders(question: Question) -> list[tuple[int, ...]]:
+def orders(question: SearchProblem) -> list[tuple[int, ...]]:
     """Returns devices by host, kinds one after another in every order (of many, there and back), then the first kind on both
     ends.
     """
@@ -105,10 +105,10 @@ Stage = tuple[Floats, NDArray[np.int64]]
 """[P + 1, P + 1], from part to part: seconds of a micro-batch, inf where there is no room; which axes a stage takes."""
 
 
-class Table:
+class StageTable:
     """The dynamic program of one question; what stages cost is kept."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: SearchProblem) -> None:
         self._question = question
         cluster, blocks = question.cluster, len(question.costs.names)
         self._kind = kind_numbers(question.costs, cluster)
@@ -186,7 +186,7 @@ class Table:
         own = self._question.cluster.hosts
         return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
 
-    def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Place]:
+    def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Mesh]:
         """Yields axes of a stage: a tensor group inside a host and copies, whole or shared."""
         width, space = len(devices), self._question.space
         for data in divisors(width):
@@ -203,9 +203,9 @@ class Table:
             ):
                 continue
             if space.allows("replicate", data) and space.allows("shard", 1):
-                yield Place(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
+                yield Mesh(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
             if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
-                yield Place(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
+                yield Mesh(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
 
     def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
         """Returns seconds of all stages on these devices, with the best axes of each."""
@@ -240,13 +240,13 @@ class Table:
         every = np.array(rows)
         return every.min(axis=0), every.argmin(axis=0)
 
-    def _sums(self, place: Place, spread: Spread) -> tuple[Floats, ...] | None:
+    def _sums(self, place: Mesh, spread: Spread) -> tuple[Floats, ...] | None:
         """Running sums over blocks [B + 1]: seconds of a micro-batch, of running again; bytes held, kept, saved; at borders."""
         costs = self._question.costs
         cut, blocks = place.cut(spread.size * (spread.degree // place.data_degree)), len(costs.names)
         if costs.why_not(cut) is not None:
             return None
-        places, size, count = (place, Place((), replicate=spread.degree)), spread.size, spread.count
+        places, size, count = (place, Mesh((), replicate=spread.degree)), spread.size, spread.count
         every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
         seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
         one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]

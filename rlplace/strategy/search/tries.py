@@ -17,7 +17,7 @@ from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import Evaluator
+from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.space import Space
 
 _TOLD = 32
@@ -28,7 +28,7 @@ Progress = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class SearchProblem:
     """What is asked: the quickest step that processes so many samples.
 
     Attributes:
@@ -42,7 +42,7 @@ class Question:
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
 
-    scores: Evaluator
+    scores: DraftEvaluator
     batch: int
     space: Space = field(default_factory=Space)
     why_not: Callable[[Draft], str | None] | None = None
@@ -132,7 +132,7 @@ class Tries:
 
     def __init__(
         self,
-        question: Question,
+        question: SearchProblem,
         *,
         calls: int | None = None,
         time_limit_s: float | None = None,
@@ -150,7 +150,7 @@ class Tries:
         self._known: dict[Draft, Tried] = {}
         self._runs: dict[object, str | None] = {}
 
-    def within(self, question: Question, part: float) -> Tries:
+    def within(self, question: SearchProblem, part: float) -> Tries:
         """Tries of another question with a part of the budget that is left; the caller adds their calls."""
         own = Tries(question, time_limit_s=max(self._end_s - time.monotonic(), 0.0) * part)
         own._most = (self._most - self.calls) * part

@@ -23,13 +23,13 @@ import numpy as np
 
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
-from rlplace.strategy.drafts import KINDS, Draft, Place, plain_draft
+from rlplace.strategy.drafts import KINDS, Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.savings import Floats, estimates, exchange_s, in_flight, inside_s
 from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, stage_order, unlike_shares
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Question, Tried, Tries
+from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 MOST_UNEVEN = 8
 """Like replicas among which a batch that does not divide is shared all the same."""
@@ -82,7 +82,7 @@ class Options:
         balance: Of its blocks.
     """
 
-    def __init__(self, question: Question, balance: Balance) -> None:
+    def __init__(self, question: SearchProblem, balance: Balance) -> None:
         self._question, self._balance = dataclasses.replace(question, space=_runnable(question)), balance
         self._spreads: dict[object, list[_Spread]] = {}
         self._sums: dict[object, tuple[Floats, float]] = {}
@@ -217,15 +217,15 @@ def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balanc
     return plain_draft(bounds, places, order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
 
 
-def _runnable(question: Question) -> Space:
+def _runnable(question: SearchProblem) -> Space:
     """Returns the space, without axes that it leaves open and the engine refuses in any strategy."""
     closed: dict[str, tuple[int, ...]] = {}
     drafts = {
         axis: plain_draft((0, len(question.costs.names)), [place])
         for axis, place in (
-            ("none", Place((0, 1), replicate=2)),
-            ("context", Place((0, 1), context=2)),
-            ("expert", Place((0, 1), shard=2, expert=2, sharding=1)),
+            ("none", Mesh((0, 1), replicate=2)),
+            ("context", Mesh((0, 1), context=2)),
+            ("expert", Mesh((0, 1), shard=2, expert=2, sharding=1)),
         )
     }
     if question.why_not is not None and question.why_not(drafts.pop("none")) is None:
@@ -276,7 +276,7 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
                     yield fitted(tries, one.draft(balance), tries.best_s)
 
 
-def by_sets(question: Question, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
+def by_sets(question: SearchProblem, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
     """Returns options in the order of `Option.key`; made when asked for: the last.
 
     To begin with, those of kinds with one dimension, and all others. In large clusters the first leave no device of a kind out

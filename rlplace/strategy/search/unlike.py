@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft, Place, joined, kind_of, plain_draft
+from rlplace.strategy.drafts import Draft, Mesh, joined, kind_of, plain_draft
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.shapes import MOST_KINDS, proportional
-from rlplace.strategy.search.tries import OutOfBudgetError, Question, Tried, Tries
+from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tried, Tries
 
 KEPT = 3
 """Of the pipelines found for a kind of device, the best of so many kinds are tried beside those of the other devices."""
@@ -83,20 +83,20 @@ def other_shares(draft: Draft) -> Iterator[Draft]:
             )
 
 
-def _groups(question: Question) -> list[tuple[int, ...]]:
+def _groups(question: SearchProblem) -> list[tuple[int, ...]]:
     """Returns devices of every kind."""
     kinds = question.cluster.kinds
     names = dict.fromkeys(kind.name for kind in kinds)
     return [tuple(device for device, kind in enumerate(kinds) if kind.name == name) for name in names]
 
 
-def _refused(question: Question, groups: Sequence[tuple[int, ...]]) -> bool:
+def _refused(question: SearchProblem, groups: Sequence[tuple[int, ...]]) -> bool:
     """Returns whether the engine refuses several pipelines, be they of one device each."""
-    alone = (plain_draft((0, len(question.costs.names)), [Place(devices[:1])]) for devices in groups)
+    alone = (plain_draft((0, len(question.costs.names)), [Mesh(devices[:1])]) for devices in groups)
     return question.why_not is not None and question.why_not(joined(alone)) is not None
 
 
-def _speeds(question: Question, groups: Sequence[tuple[int, ...]]) -> np.ndarray:
+def _speeds(question: SearchProblem, groups: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Samples a second that groups of devices compute, up to a factor."""
     balance = Balance(question.costs, question.cluster)
     size = next((size for size in range(1, question.batch + 1) if balance.can_cut(Cut(size))), 1)

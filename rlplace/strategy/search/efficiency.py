@@ -227,9 +227,10 @@ def search_batches(
     return asked, best, tuple(_entries(found, curve))
 
 
-def _entries(
-    found: list[tuple[float, SearchProblem, SearchResult | RlplaceError]], curve: BatchCurve
-) -> Iterator[Mapping[str, Any]]:
+_Found = tuple[float, SearchProblem, SearchResult | RlplaceError]
+
+
+def _entries(found: list[_Found], curve: BatchCurve) -> Iterator[Mapping[str, Any]]:
     """Of every batch, what its best strategy takes; ``target_s`` is proportional to the time to the target."""
     for target_s, asked, answer in found:
         said: dict[str, Any] = {"batch": asked.batch, "epochs": curve.epochs(asked.batch), "target_s": None}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import rlplace
-from benchmarks.papers.synthetic import transformer_graph
 from rlplace import plugins as extensions
 from rlplace.cli.main import main
 from rlplace.cluster import device_kind, parse
@@ -19,6 +18,7 @@ from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.placement import get_planner, planner_names, run_planner
 from rlplace.problem.generate import random_problem
 from tests import plugin_site
+from tests.graphs import transformer_graph
 
 WRONG = """
 import numpy as np

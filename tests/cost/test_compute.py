@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.papers.synthetic import GraphBuilder, transformer_graph
 from rlplace.cluster import KINDS
 from rlplace.cost import CostTable, explain_times, price
 from rlplace.cost.calls import calls_of, fused_traffic
@@ -17,6 +16,7 @@ from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShap
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import BACKWARD, OP_KINDS
+from tests.graphs import GraphBuilder, transformer_graph
 
 A100 = KINDS["a100-80g"]
 FITTED = [(kind, op) for kind, costs in shipped_costs().kinds.items() for op, _, _ in costs.curves]

@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.fit import fit, in_steps, predict, read, sustained, write_halves
 from rlplace import capture
 from rlplace.cluster.presets import KINDS
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import explain_times
-from rlplace.cost.foreign import shipped_costs
 from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import Curve
 from rlplace.errors import InputError
@@ -78,18 +75,3 @@ def test_issuing_a_kernel_takes_no_longer_than_measured_steps_leave():
     assert 0.9 < costs.step_factor < 1.2
     unknown = [msgspec.structs.replace(m, launches=0.0) for m in measurements]  # of an older version
     assert calibrate(unknown, H200, holdout=0.0, by_model=False).table.kinds["h200"].eager_issue_s > 1.5 * least
-
-
-def test_the_shipped_curves_are_those_of_the_rows():
-    rows = read(ROWS / "kernels.jsonl") + in_steps(ROWS) + [row for row in sustained(ROWS) if row.key[1] != "half"]
-    keys = {("gemm", "half", "forward"), ("norm", "float32", "backward"), ("optimizer", "float32", "update")}
-    found = write_halves(fit([row for row in rows if row.key in keys], H200, "one H200"))
-    shipped = shipped_costs().kinds["h200"].curves
-    for key in (("norm", "float32", "backward"), ("optimizer", "float32", "update")):
-        assert found[key].bandwidth_efficiency == pytest.approx(shipped[key].bandwidth_efficiency, rel=0.02)
-    ours, theirs = found[("gemm", "bfloat16", "forward")], shipped[("gemm", "bfloat16", "forward")]
-    assert theirs.compute_efficiency == pytest.approx(0.988 * ours.compute_efficiency, rel=0.02)  # at the power limit
-    assert theirs.unaligned == pytest.approx(ours.unaligned, rel=0.1)
-    products = [row for row in rows if row.key == ("gemm", "half", "forward") and row.timing.seconds > 30e-6]
-    errors = [abs(predict(theirs, row, H200) / row.timing.seconds - 1) for row in products]
-    assert len(products) > 30 and np.mean(errors) < 0.2

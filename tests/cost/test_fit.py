@@ -6,11 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.fit_residual import fit_residual, sizes_of
 from rlplace.cluster.fabric import Fabric, check_fabrics, joined_curve
 from rlplace.cluster.measured import fit_collective_curve
 from rlplace.cost.curve import kernel_seconds, work_seconds
-from rlplace.cost.table import Curve
+from rlplace.cost.table import DIMS, Curve
 from rlplace.errors import InputError
 from rlplace.measure.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 
@@ -31,11 +30,13 @@ def timings(curve, count, *, noise=0.0, seed=0, calls=1.0, factor=lambda dims: 1
 
 
 def mape(curve, rows):
+    flops, size = (np.array([getattr(r, name) / r.calls for r in rows]) for name in ("flops", "size_bytes"))
+    sizes = {name: np.array([float(r.dims.get(name, 1)) for r in rows]) for name in DIMS} | {"flops": flops, "bytes": size}
     work = kernel_seconds(
         curve,
-        [r.flops / r.calls for r in rows],
-        [r.size_bytes / r.calls for r in rows],
-        sizes_of(rows),
+        flops,
+        size,
+        sizes,
         processors=100,
         **DEVICE,
     )
@@ -154,26 +155,3 @@ def test_times_that_do_not_grow_still_make_a_curve():
 def test_too_few_or_impossible_times_are_refused(sizes, times):
     with pytest.raises(InputError, match="cannot fit"):
         fit_collective_curve(sizes, times, kind="all_reduce", group_size=2)
-
-
-def narrow(dims):
-    """Products with a narrow output are slower."""
-    return 1.0 + 1.5 / (1.0 + min(dims["m"], dims["n"]) / 64)
-
-
-def test_a_residual_learns_what_the_curve_cannot():
-    rows, unseen = timings(TRUE, 300, factor=narrow, noise=0.02), timings(TRUE, 100, factor=narrow, seed=1)
-    curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
-    better = fit_residual(curve, rows, op="gemm", processors=100, **DEVICE)
-    assert mape(curve, unseen) > 0.09
-    assert mape(better, unseen) < 0.05
-    again = fit_residual(curve, rows, op="gemm", processors=100, **DEVICE)
-    assert again == better  # nothing random in it
-
-
-def test_no_residual_where_it_would_learn_noise():
-    rows, unseen = timings(TRUE, 60, noise=0.05), timings(TRUE, 100, seed=1)
-    curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)
-    assert mape(fit_residual(curve, rows, op="gemm", processors=100, **DEVICE), unseen) < 0.05
-    assert fit_residual(curve, rows[:8], op="gemm", processors=100, **DEVICE) is curve
-    assert fit_residual(curve, rows, op="elementwise", processors=100, **DEVICE) is curve

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.synthetic import random_graph, transformer_graph
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import Device, Links
@@ -22,6 +21,7 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator.reference import simulate_reference
 from rlplace.simulator.timeline import resident_by_device
+from tests.graphs import random_graph, transformer_graph
 
 MIB = 1 << 20
 TWO = Cluster.preset("a100-80g:2")

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.memory import LiveBytes, layer_bytes, step
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
+from tests.cost.live_bytes import LiveBytes, layer_bytes, step
 
 EXACT = MemoryOptions(workspace_bytes=0, steps=1)
 OUTSIDE = ("slack", "context", "communication")

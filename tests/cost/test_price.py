@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.cluster import KINDS, Cluster
 from rlplace.cost import device_times, explain_times, price, split_backward
 from rlplace.cost.calls import calls_of
@@ -18,6 +17,7 @@ from rlplace.model.graph.opgraph import GRADIENT, INPUT
 from rlplace.model.zoo import load_model
 from rlplace.problem import BACKWARD, FORWARD, UPDATE
 from rlplace.simulator.reference import simulate_reference
+from tests.graphs import GraphBuilder, random_graph, transformer_graph
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 60), tied=st.booleans(), in_place=st.booleans())

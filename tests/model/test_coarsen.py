@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.errors import InputError
 from rlplace.model.graph.atoms import op_anchors
 from rlplace.model.graph.coarsen import BALANCE, coarsen, merge_cyclic_tasks
 from rlplace.model.graph.contract import ContractionGraph
 from rlplace.model.graph.opgraph import BACKWARD, FORWARD, GRADIENT, PARAMETER, UPDATE
+from tests.graphs import GraphBuilder, random_graph, transformer_graph
 
 graphs = st.builds(
     random_graph,

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.papers.synthetic import GraphBuilder, random_graph, transformer_graph
 from rlplace.cluster import Cluster
 from rlplace.cost import device_times
 from rlplace.errors import InputError
@@ -15,6 +14,7 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
 from rlplace.model.zoo import load_model
+from tests.graphs import GraphBuilder, random_graph, transformer_graph
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 50), tied=st.booleans(), in_place=st.booleans())

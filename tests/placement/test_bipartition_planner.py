@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.bipartition.chains import make_chain
-from benchmarks.papers.bipartition.profile import profile_chain, profile_problem, read_profile
 from rlplace.cost.split import split_backward
 from rlplace.errors import InputError
 from rlplace.placement import NEEDS_SPLIT
@@ -20,6 +18,7 @@ from rlplace.placement.published.bipartition.solve import Workers, bi_partition,
 from rlplace.plan import PlacementPlan
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
+from tests.placement.pipedream import make_chain, profile_chain, profile_problem, read_profile
 
 PROFILES = Path(__file__).parent / "profiles"
 

@@ -5,15 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.errors import InputError
-from rlplace.placement.common.groupgraph import group_graph, mean_link
-from rlplace.placement.metis import metis_partition
 from rlplace.placement.published.compiler.nets import problem_nets
 from rlplace.placement.published.compiler.partition import partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import simulate
 
 
 def sent_seconds(problem, devices):
@@ -81,46 +77,6 @@ def test_memory_is_respected_where_balance_alone_would_not():
     found = partition(problem, eps=1.0)
     heavy = found.device_of_group[0]
     assert (found.device_of_group == heavy).sum() == 1  # a cut of 5, although others cost 1
-
-
-def edge_cut(nets, devices):
-    reader = devices[nets.pins]
-    return float(nets.fixed_s[devices[nets.source] != reader].sum())
-
-
-def test_cuts_are_no_larger_than_metis_at_equal_imbalance(compiler_graphs):
-    """On METIS's own objective, the weight of cut edges, and on the seconds that are truly sent.
-
-    METIS may end above the imbalance that it was given; then we are given as much as it took, and never more.
-    """
-    others = [
-        random_problem(seed, groups, devices, shape=shape)
-        for seed, groups, devices, shape in ((2, 200, 4, "layered"), (2, 200, 4, "branchy"), (1, 100, 4, "chain"))
-    ]
-    for problem in [*compiler_graphs, *others]:
-        graph, count = group_graph(problem), problem.num_devices
-        part = metis_partition(problem, graph.mean_time_s, np.ones(count) / count, 50, 0)
-        took = float(loads(problem, part).max()) / (graph.mean_time_s.sum() / count) - 1.0
-        eps = max(0.05, took + 1e-9)
-        edges = edge_nets(problem, mean_link(problem))
-        cut = partition(problem, eps=eps, nets=edges)
-        assert cut.imbalance <= eps + 1e-9
-        assert edge_cut(edges, cut.device_of_group) <= edge_cut(edges, part) * (1 + 1e-9), problem.name
-        sent = partition(problem, eps=eps)
-        assert sent.imbalance <= eps + 1e-9
-        assert sent.cut_s <= sent_seconds(problem, part) * (1 + 1e-9), problem.name
-
-
-def test_combined_objective_beats_cut_and_balance_alone(compiler_graphs):
-    """Simulated makespan on all four devices; every objective may choose among the same bands and imbalances."""
-    wins = []
-    for problem in compiler_graphs:
-        step = {
-            objective: min(simulate(problem, devices).step_time_s for devices in partitions(problem, range(4), objective))
-            for objective in OBJECTIVES
-        }
-        wins.append(step["combined"] < min(step["cut"], step["balance"]))
-    assert sum(wins) >= 4, wins
 
 
 def test_nets_of_equal_readers_are_one():

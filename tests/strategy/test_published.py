@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.papers.bipartition.profile import profile_chain, read_profile
 from rlplace.cluster import Cluster
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.published import least_traffic, published_starts, replicated_stages
 from rlplace.strategy.search.tries import SearchProblem
+from tests.placement.pipedream import profile_chain, read_profile
 from tests.strategy.random_costs import random_costs
 
 

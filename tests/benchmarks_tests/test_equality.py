@@ -11,7 +11,7 @@ import torch
 from benchmarks.equality import FEW, holds
 from rlplace.runtime.strategy.why_not import minor_version
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("transformers")
 

@@ -1,1 +1,0 @@
-"""Bi-partition: PipeDream's public profiles, read and turned into chains and problems."""

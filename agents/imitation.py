@@ -25,7 +25,7 @@ from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.envs.vector.construct import builds_for, construct, plots_of
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import write_bytes
-from rlplace.placement.common.evaluate import Deadline, Evaluator
+from rlplace.placement.common.evaluate import PlanEvaluator
 from rlplace.placement.common.shortage import check_possible
 from rlplace.placement.search import floor_answers
 from rlplace.problem import Problem
@@ -105,7 +105,7 @@ def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
     except InfeasibleError:
         return None
     answers = []
-    for name, answer in floor_answers(problem, Evaluator(problem), Deadline(None)):
+    for name, answer in floor_answers(PlanEvaluator(problem)):
         answers.append(answer)
         if name == _LAST_QUICK:
             break

@@ -22,7 +22,7 @@ from rlplace.envs.instance import make_instance
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import read_bytes, write_bytes
 from rlplace.placement import get_planner
-from rlplace.placement.common.evaluate import Deadline, Evaluator, descent_s
+from rlplace.placement.common.evaluate import PlanEvaluator, descent_s
 from rlplace.placement.common.shortage import check_possible
 from rlplace.placement.search import floor_answers
 
@@ -111,7 +111,7 @@ def starting_plans(case: Case, rng: Generator) -> list[NDArray[np.int32]]:
         check_possible(problem)
     except InfeasibleError:
         return []
-    answers = [answer for _, answer in floor_answers(problem, Evaluator(problem), Deadline(None))]
+    answers = [answer for _, answer in floor_answers(PlanEvaluator(problem))]
     answers = sorted((a for a in answers if a.score.step_time_s != np.inf), key=lambda answer: answer.score.objective_s)
     if not answers:
         return []

@@ -23,11 +23,12 @@ from rlplace.agents.first_use import compile_ahead
 from rlplace.agents.graph_network import built
 from rlplace.agents.policies import PLACEMENT, Policy
 from rlplace.agents.search import Search
+from rlplace.budget import Budget
 from rlplace.envs.base import greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.placement import get_planner
-from rlplace.placement.common.evaluate import Deadline, Evaluator, Score
+from rlplace.placement.common.evaluate import PlanEvaluator, Score
 from rlplace.placement.common.repair import legalize, repair_answer
 from rlplace.placement.common.shortage import check_possible
 from rlplace.placement.search import FLOOR_SHARE, Start, start_devices
@@ -122,7 +123,7 @@ class Agent:
                 devices, priority = quickest, None
             looking = Search(instance, self.guide, devices, seed=seed)
             looking.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
-            Evaluator(problem).count(looking.calls)
+            PlanEvaluator(problem).count(looking.calls)
             used += looking.calls
             if looking.best.objective_s < score.objective_s:
                 devices, priority = looking.best_plan, None
@@ -140,18 +141,18 @@ class Agent:
         most = int(_BUILT_CALLS * calls) if calls is not None else _BUILT * (1 + _MENDING)
         if most < 2 or self.builder is None:
             return devices, 0
-        deadline = Deadline(left_s if left_s < math.inf else None)
-        plans = built(self.builder, instance, min(_BUILT, max(2, most // 4)), seed=seed, deadline_s=deadline.end_s)
-        problem, best_s, evaluator = instance.problem, score.objective_s, Evaluator(instance.problem)
-        deadline.secured = score.feasible
+        budget = Budget(seconds=left_s)
+        budget.secured = score.feasible
+        plans = built(self.builder, instance, min(_BUILT, max(2, most // 4)), seed=seed, deadline_s=budget.end_s)
+        best_s, evaluator = score.objective_s, PlanEvaluator(instance.problem, budget)
         answers = map(evaluator.answer, {plan.tobytes(): plan for plan in plans}.values())
         for answer in sorted(answers, key=lambda answer: answer.score.step_time_s):
-            left = min(_MENDING, most - evaluator.calls)
+            left = min(_MENDING, most - budget.used)
             if not answer.score.feasible and answer.score.step_time_s < best_s and left > 0:
-                answer = repair_answer(problem, answer.devices, evaluator, deadline, max_calls=left)
+                answer = repair_answer(evaluator, answer.devices, max_calls=left)
             if answer.score.objective_s < best_s:
                 devices, best_s = answer.devices, answer.score.objective_s
-        return devices, evaluator.calls
+        return devices, budget.used
 
 
 def _simulation_s(problem: Problem) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from rlplace.errors import whole_number
 from rlplace.placement.common.bottleneck import Move
 from rlplace.placement.local_search import LocalSearchSettings, descend
-from rlplace.placement.search import MoveMaker, Search
+from rlplace.placement.search import MoveMaker, PlacementSearch
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class IlsSettings:
 SETTINGS = IlsSettings
 
 
-def spend(search: Search, seed: int, settings: IlsSettings) -> None:
+def spend(search: PlacementSearch, seed: int, settings: IlsSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the random moves."""
     moves, explored, best_s, failed = MoveMaker(search.evaluator.problem, seed), set[bytes](), math.inf, 0
     inner = LocalSearchSettings(tries=settings.tries, random_tries=settings.random_tries)
-    while moves.movable and search.progress() < 1.0:
+    while moves.movable and search.budget.share() < 1.0:
         descend(search, moves, explored, inner)
         failed = 0 if search.best_score.objective_s < best_s else failed + 1
         best_s = search.best_score.objective_s
         if search.score.objective_s > search.best_score.objective_s:
             search.restart()
         move = kick(search, moves, 1 + failed // settings.repeats % settings.kick)
-        if move and search.progress() < 1.0:
+        if move and search.budget.share() < 1.0:
             score = search.evaluate(move)
             if score.step_time_s != math.inf:
                 search.accept(move, score)
 
 
-def kick(search: Search, moves: MoveMaker, count: int) -> Move:
+def kick(search: PlacementSearch, moves: MoveMaker, count: int) -> Move:
     """So many random moves of the current plan, one after the other, as one move."""
     after = search.assignment.copy()
     for _ in range(count):

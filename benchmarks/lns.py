@@ -25,7 +25,7 @@ from rlplace.placement.common import movekernels
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.movekernels import draw_uniform
 from rlplace.placement.common.repair import traffic
-from rlplace.placement.search import Search
+from rlplace.placement.search import PlacementSearch
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LnsSettings:
 SETTINGS = LnsSettings
 
 
-def spend(search: Search, seed: int, settings: LnsSettings) -> None:
+def spend(search: PlacementSearch, seed: int, settings: LnsSettings) -> None:
     """Spends the search's budget; `seed` is the seed of clusters and noise."""
     problem = search.evaluator.problem
     graph, groups = group_graph(problem), problem.num_groups
@@ -64,14 +64,14 @@ def spend(search: Search, seed: int, settings: LnsSettings) -> None:
     position, links = np.argsort(graph.depth_first_order, kind="stable"), traffic(problem)
     chosen, after = np.zeros(groups, dtype=np.int32), np.zeros(groups, dtype=np.int32)
     largest, idle = max(2.0, settings.largest * groups), 0
-    while search.progress() < 1.0 and idle < 1000:
+    while search.budget.share() < 1.0 and idle < 1000:
         after[:] = search.assignment
         size = rebuild(state, largest, settings.noise, settings.balance, position, graph.time_s, chosen, after, links)
         moved = [(int(g), int(after[g])) for g in chosen[:size] if after[g] != search.assignment[g]]
         idle = 0 if moved else idle + 1
         if moved:
             score = search.evaluate(moved)
-            limit = 1.0 + settings.worse * (1.0 - search.progress())
+            limit = 1.0 + settings.worse * (1.0 - search.budget.share())
             if score.descent_s < search.score.descent_s or score.descent_s <= limit * search.best_score.descent_s:
                 search.accept(moved, score)
 

@@ -18,10 +18,11 @@ from benchmarks.agent import race
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import Agent, load_agent
+from rlplace.budget import Budget
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.model.zoo.options import guessed
 from rlplace.placement import get_planner
-from rlplace.placement.common.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.floor import finish
 from rlplace.placement.random_plans import candidates
 from rlplace.placement.search import search_planner
@@ -108,18 +109,18 @@ def random_search(
     problem: Problem, *, seed: int, start: Any, calls: int | None = None, time_limit_s: float | None = None
 ) -> PlacementPlan:
     """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
-    deadline, evaluator = Deadline(time_limit_s), Evaluator(problem)
+    evaluator = PlanEvaluator(problem, Budget(calls, time_limit_s))
     draws: Iterator[Assignment] = candidates(problem, seed, samples=1 << 60)
     first = next(draws) if start is None else np.asarray(start, dtype=np.int32)
     best, score = first, evaluator.score(first)
-    left = calls if calls is not None else 1 << 60
-    while left > 0 and deadline.left_s() > 0:
-        plans = np.stack(list(islice(draws, min(_BATCH, left))))
-        left -= len(plans)
+    evaluator.budget.used = 0
+    while evaluator.budget.share() < 1.0:
+        left = evaluator.budget.calls - evaluator.budget.used
+        plans = np.stack(list(islice(draws, int(min(_BATCH, left)))))
         for plan, found in zip(plans, map(evaluator.score, plans), strict=True):
             if found.objective_s < score.objective_s:
                 best, score = plan.copy(), found
-    return finish(problem, Answer(best, score, np.zeros(0, dtype=np.int64)), planner="random", seed=seed)
+    return finish(problem, ScoredAssignment(best, score, np.zeros(0, dtype=np.int64)), planner="random", seed=seed)
 
 
 def weights_fingerprint(checkpoint: str) -> str:

@@ -18,13 +18,13 @@ from benchmarks import ils
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.placement import local_search
 from rlplace.placement.annealing import annealing
-from rlplace.placement.common.evaluate import Answer, Deadline, Evaluator, uncounted
-from rlplace.placement.search import Search, floor_answers
+from rlplace.placement.common.evaluate import PlanEvaluator, ScoredAssignment, uncounted
+from rlplace.placement.search import PlacementSearch, floor_answers
 from rlplace.problem import Problem
 
 SEARCHES = {"annealing": annealing, "local_search": local_search, "ils": ils}
 
-_starts: dict[str, list[Answer]] = {}
+_starts: dict[str, list[ScoredAssignment]] = {}
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,22 @@ class RaceSettings:
 SETTINGS = RaceSettings
 
 
-def starts_of(problem: Problem) -> list[Answer]:
+def starts_of(problem: Problem) -> list[ScoredAssignment]:
     """The unlike plans of the one-shot planners, quickest first; made once a problem, in no budget."""
     if problem.fingerprint not in _starts:
         with uncounted():
-            found = [answer for _, answer in floor_answers(problem, Evaluator(problem), Deadline(None))]
+            found = [answer for _, answer in floor_answers(PlanEvaluator(problem))]
         found.sort(key=lambda answer: answer.score.objective_s)
         _starts[problem.fingerprint] = list({answer.devices.tobytes(): answer for answer in found}.values())
     return _starts[problem.fingerprint]
 
 
-def spend(search: Search, seed: int, settings: RaceSettings) -> None:
+def spend(search: PlacementSearch, seed: int, settings: RaceSettings) -> None:
     """Spends the search's budget; `seed` is the seed of all runs."""
-    first, whole_s = search.answer(), search.deadline.left_s()
+    first, whole_s = search.answer(), search.budget.left_s()
     others = [answer for answer in starts_of(search.evaluator.problem) if (answer.devices != first.devices).any()]
     count = min(settings.most, 1 + len(others))
-    while search.calls is not None and count > 1 and settings.share * search.calls < settings.least * count * halvings(count):
+    while count > 1 and settings.share * search.budget.calls < settings.least * count * halvings(count):
         count -= 1
     live, rounds, runs = [first, *others[: count - 1]], halvings(count), 0
     for _ in range(rounds):
@@ -90,15 +90,18 @@ def halvings(count: int) -> int:
     return math.ceil(math.log2(count))
 
 
-def run(search: Search, start: Answer, seed: int, settings: RaceSettings, share: float, whole_s: float) -> Answer:
+def run(
+    search: PlacementSearch, start: ScoredAssignment, seed: int, settings: RaceSettings, share: float, whole_s: float
+) -> ScoredAssignment:
     """The best plan of a run that has `share` of the whole budget, or what is left of it where that is less."""
     module, calls, limit_s = SEARCHES[settings.search], None, None
-    if search.calls is not None:
-        calls = min(int(share * search.calls), search.calls - search.used())
+    budget = search.budget
+    if budget.calls != math.inf:
+        calls = int(min(share * budget.calls, budget.calls - budget.used))
     if whole_s != math.inf:
-        limit_s = max(0.0, min(share * whole_s, search.deadline.left_s()))
+        limit_s = max(0.0, min(share * whole_s, budget.left_s()))
     with uncounted():
-        own = Search(search.evaluator.problem, "race", start.devices, calls=calls, time_limit_s=limit_s)
+        own = PlacementSearch(search.evaluator.problem, "race", start.devices, calls=calls, time_limit_s=limit_s)
         module.spend(own, seed, module.SETTINGS())
-    search.evaluator.count(own.used())
+    search.evaluator.count(own.budget.used)
     return own.answer()

@@ -22,9 +22,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rlplace.budget import Budget
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement.common.bounds import lower_bounds
-from rlplace.placement.common.evaluate import Deadline, Evaluator
+from rlplace.placement.common.evaluate import PlanEvaluator
 from rlplace.placement.common.shortage import check_possible, raise_infeasible
 from rlplace.placement.published.dlplacer.executor import keep_request_order, start_at_once
 from rlplace.placement.published.dlplacer.instance import Instance, make_instance
@@ -77,9 +78,8 @@ def cp_sat(
     solver_library()
     check_possible(problem)
     warm_up()
-    deadline = Deadline(time_limit_s)
-    evaluator = Evaluator(problem)
-    floor = best_answer(problem, evaluator, deadline)
+    evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
+    floor = best_answer(evaluator)
     line = None if floor is None else evaluator.timeline(floor.devices)
     hint = line if line is not None and line.feasible else None
     instance = make_instance(problem, None if hint is None else hint.step_time_s)
@@ -87,7 +87,7 @@ def cp_sat(
     keep_request_order(program)
     limit_timeline(program)
     ways = [] if hint is None or floor is None else [Realised(hint, floor.devices, {})]
-    outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+    outcome = solve_program(program, hint=hint, seed=seed, effort=effort, time_limit_s=evaluator.budget.left_s())
     if outcome.status == "infeasible" and hint is None:
         raise InfeasibleError(
             "cp_sat proved that no plan fits: every assignment and order exceeds some device's memory or needs a missing link; "
@@ -101,7 +101,7 @@ def cp_sat(
     # The program is solved, but the executor cannot follow it: solve again with what the executor adds.
     if best is not None and best.line.feasible and outcome.status == "optimal" and not problem.collectives:
         if best.rank > (False, bound_s * (1 + OPTIMAL_GAP)) and start_at_once(program):
-            outcome = solve_program(program, hint=best.line, seed=seed, effort=effort, time_limit_s=deadline.left_s())
+            outcome = solve_program(program, hint=best.line, seed=seed, effort=effort, time_limit_s=evaluator.budget.left_s())
             bound_s = max(bound_s, outcome.bound_s if math.isfinite(outcome.bound_s) else 0.0)
             best = min([best, *_realise_all(instance, evaluator, outcome)], key=lambda way: way.rank)
     if best is None or not best.line.feasible:
@@ -126,7 +126,7 @@ def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instan
     }
 
 
-def _realise_all(instance: Instance, evaluator: Evaluator, outcome: Outcome) -> list[Realised]:
+def _realise_all(instance: Instance, evaluator: PlanEvaluator, outcome: Outcome) -> list[Realised]:
     """Returns the ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:

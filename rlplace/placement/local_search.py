@@ -22,7 +22,7 @@ from random import Random
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.placement.common.bottleneck import Move, ranked_moves
-from rlplace.placement.search import MoveMaker, Search
+from rlplace.placement.search import MoveMaker, PlacementSearch
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,29 @@ class LocalSearchSettings:
 SETTINGS = LocalSearchSettings
 
 
-def spend(search: Search, seed: int, settings: LocalSearchSettings) -> None:
+def spend(search: PlacementSearch, seed: int, settings: LocalSearchSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the kicks."""
     moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
     explored: set[bytes] = set()
-    while moves.movable and search.progress() < 1.0:
+    while moves.movable and search.budget.share() < 1.0:
         descend(search, moves, explored, settings)
         if search.score.objective_s > search.best_score.objective_s:
             search.restart()
         for _ in range(rng.randint(1, settings.kick)):
             kick = moves.draw(search.assignment)
-            if kick and search.progress() < 1.0:
+            if kick and search.budget.share() < 1.0:
                 score = search.evaluate(kick)
                 if score.descent_s <= (1.0 + settings.kick_worse) * search.best_score.descent_s:
                     search.accept(kick, score)
 
 
-def descend(search: Search, moves: MoveMaker, explored: set[bytes], settings: LocalSearchSettings) -> None:
+def descend(search: PlacementSearch, moves: MoveMaker, explored: set[bytes], settings: LocalSearchSettings) -> None:
     """Improves until neither guided nor random moves do, or the budget is spent.
 
     Guided moves are the same whenever the search comes back to an assignment, so they are tried there only once.
     """
     improved = True
-    while improved and search.progress() < 1.0:
+    while improved and search.budget.share() < 1.0:
         improved = False
         here = search.assignment.tobytes()
         guided: list[Move] = []
@@ -85,7 +85,7 @@ def descend(search: Search, moves: MoveMaker, explored: set[bytes], settings: Lo
             guided = [move for _, move in ranked]
         explored.add(here)
         for index in range(len(guided) + settings.random_tries):
-            if search.progress() >= 1.0:
+            if search.budget.share() >= 1.0:
                 return
             move = guided[index] if index < len(guided) else moves.draw(search.assignment)
             if not move:

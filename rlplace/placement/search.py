@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.budget import Budget
 from rlplace.errors import InputError, whole_number
 from rlplace.placement import ONE_SHOT, PLANNERS
-from rlplace.placement.common.evaluate import Answer, Assignment, Deadline, Evaluator, Score, uncounted
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, Score, ScoredAssignment, uncounted
 from rlplace.placement.common.floor import REPAIRS, best_of, finish, with_options
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.movekernels import CLUSTER, Tables, draw
@@ -48,7 +49,7 @@ def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) 
     """Returns the best plan of all one-shot planners; see the module docstring."""
     check_possible(problem)
     warm_up()
-    answer = best_answer(problem, Evaluator(problem), Deadline(time_limit_s))
+    answer = best_answer(PlanEvaluator(problem, Budget(seconds=time_limit_s)))
     return finish(problem, answer, planner="best", seed=seed)
 
 
@@ -57,36 +58,37 @@ def warm_up() -> None:
     """Compiles, or loads from the cache, what the one-shot planners run, so that time limits do not pay for it."""
     problem = random_problem(1, 8, 3, memory_factor=1.0, unlike=True, hosts=2)  # tight enough for repairs
     with uncounted():
-        for _ in floor_answers(problem, Evaluator(problem), Deadline(None)):
+        for _ in floor_answers(PlanEvaluator(problem)):
             pass
     warm_up_partitions(problem)
 
 
-def best_answer(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Answer | None:
+def best_answer(evaluator: PlanEvaluator) -> ScoredAssignment | None:
     """Returns the result of `best` as an answer; the infeasible one nearest to fitting when nothing fits."""
-    answers = [answer for _, answer in floor_answers(problem, evaluator, deadline)]
+    answers = [answer for _, answer in floor_answers(evaluator)]
     return min(answers, key=lambda a: a.score.objective_s, default=None)
 
 
-def floor_answers(problem: Problem, evaluator: Evaluator, deadline: Deadline) -> Iterator[tuple[str, Answer]]:
-    """Yields the name and best answer of every one-shot planner, feasible or not; stops when the deadline has passed.
+def floor_answers(evaluator: PlanEvaluator) -> Iterator[tuple[str, ScoredAssignment]]:
+    """Yields the name and best answer of every one-shot planner, feasible or not; stops when the time is up.
 
     Once a quarter of the time is gone, plans that do not fit and are slower than one that is known are not repaired.
 
     The problem must have passed `rlplace.placement.common.shortage.check_possible`.
     """
-    known_s, whole_s = math.inf, deadline.left_s()
+    problem, budget = evaluator.problem, evaluator.budget
+    known_s, whole_s = math.inf, budget.left_s()
     for name in ONE_SHOT:
-        if name == "compiler" and known_s < math.inf and deadline.left_s() < 0.5 * whole_s:
+        if name == "compiler" and known_s < math.inf and budget.left_s() < 0.5 * whole_s:
             return  # its first partition takes up to as long as all others together
         module = import_module(PLANNERS[name].split(":")[0])
         repairs = getattr(module, "REPAIRS", REPAIRS)
-        slower_s = known_s if deadline.left_s() < 0.75 * whole_s else math.inf
-        answer = best_of(problem, module.candidates(problem, 0), evaluator, deadline, repairs=repairs, known_s=slower_s)
+        slower_s = known_s if budget.left_s() < 0.75 * whole_s else math.inf
+        answer = best_of(evaluator, module.candidates(problem, 0), repairs=repairs, known_s=slower_s)
         if answer is not None:
             yield name, answer
             known_s = min(known_s, answer.score.step_time_s) if answer.score.feasible else known_s
-        if deadline.passed():
+        if budget.passed():
             return
 
 
@@ -149,10 +151,11 @@ def start_devices(problem: Problem, start: Start, planner: str) -> Assignment:
         raise InputError(f"{planner}: start must be a plan or name a device for every group: {error}") from None
 
 
-class Search:
+class PlacementSearch:
     """A search from the floor, or from a given plan, within a budget of simulator calls and seconds.
 
     Attributes:
+        evaluator: Simulates, and counts what the search uses of its budget after the floor.
         assignment: int32 [G], the current one; compiled loops that change it call `settle`.
         score: Score of the current assignment.
         best_devices: int32 [G], the best assignment so far.
@@ -173,38 +176,20 @@ class Search:
             whole_number(calls, f"{planner}: calls")
         check_possible(problem)
         warm_up()
-        self.deadline = Deadline(time_limit_s)
-        self.evaluator = Evaluator(problem)
-        self.starts = self._start(problem, start, planner, time_limit_s)
+        self.budget = Budget(CALLS if calls is None and time_limit_s is None else calls, time_limit_s)
+        # The first candidate of the floor is simulated whatever the limit.
+        floor = PlanEvaluator(problem, Budget(seconds=None if time_limit_s is None else FLOOR_SHARE * time_limit_s))
+        if start is None:
+            answers = [answer for _, answer in floor_answers(floor)]
+            self.starts = sorted(answers, key=lambda answer: answer.score.objective_s)
+        else:
+            self.starts = [floor.answer(legalize(problem, start_devices(problem, start, planner)))]
+        self.budget.start_clock(self.budget.left_s())
+        self.evaluator = PlanEvaluator(problem, self.budget, simulator=floor.simulator)
         answer = self.starts[0]
-        self.calls = CALLS if calls is None and time_limit_s is None else calls
-        self._first = self.evaluator.calls
-        self._began_s = self.deadline.left_s()
         self.assignment = answer.devices.copy()
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
-
-    def _start(self, problem: Problem, start: Start, planner: str, limit_s: float | None) -> list[Answer]:
-        if start is None:  # the first candidate is always looked at
-            deadline = Deadline(None if limit_s is None else FLOOR_SHARE * limit_s)
-            answers = [answer for _, answer in floor_answers(problem, self.evaluator, deadline)]
-            self.deadline.secured = deadline.secured
-            return sorted(answers, key=lambda answer: answer.score.objective_s)
-        return [self.evaluator.answer(legalize(problem, start_devices(problem, start, planner)))]
-
-    def used(self) -> int:
-        """Simulator calls after the floor."""
-        return self.evaluator.calls - self._first
-
-    def progress(self) -> float:
-        """Returns share of the budget that is spent, 1 when the search must stop."""
-        share = 0.0
-        if self.calls is not None:
-            share = self.used() / self.calls if self.calls else 1.0
-        if self._began_s != float("inf"):
-            left = self.deadline.left_s()
-            share = max(share, 1.0 - left / self._began_s if self._began_s > 0 else 1.0)
-        return share
 
     def evaluate(self, move: list[tuple[int, int]]) -> Score:
         """Scores the current assignment with a move applied; keeps only a new best answer."""
@@ -232,9 +217,9 @@ class Search:
         self.assignment[:] = self.best_devices
         self.score = self.best_score
 
-    def answer(self) -> Answer:
+    def answer(self) -> ScoredAssignment:
         """Returns the best answer."""
-        return Answer(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))
+        return ScoredAssignment(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))
 
 
 def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
@@ -255,7 +240,7 @@ def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan
     ) -> PlacementPlan:
         settings = module.SETTINGS(**options)
         getattr(module, "warm_up", warm_up)()
-        search = Search(problem, name, start, calls=calls, time_limit_s=time_limit_s)
+        search = PlacementSearch(problem, name, start, calls=calls, time_limit_s=time_limit_s)
         module.spend(search, seed, settings)
         return finish(problem, search.answer(), planner=name, seed=seed)
 

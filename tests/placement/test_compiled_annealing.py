@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlplace import budget
 from rlplace.placement import run_planner
 from rlplace.placement.annealing import annealing as annealing_file
 from rlplace.placement.annealing.annealing import COOLING, RETURNS, AnnealingSettings, spend
-from rlplace.placement.common import evaluate, movekernels
-from rlplace.placement.common.evaluate import Evaluator, count_calls
+from rlplace.placement.common import movekernels
+from rlplace.placement.common.evaluate import PlanEvaluator, count_calls
 from rlplace.placement.common.repair import legalize
-from rlplace.placement.search import MoveMaker, Search
+from rlplace.placement.search import MoveMaker, PlacementSearch
 from rlplace.problem.generate import random_problem
 
 SETTINGS = [
@@ -55,13 +56,13 @@ def test_the_compiled_loop_is_the_python_loop(setting):
     start = [0] * 24
     found = []
     for compiled in (True, False):
-        search = Search(problem, "annealing", start, calls=200, time_limit_s=None)
+        search = PlacementSearch(problem, "annealing", start, calls=200, time_limit_s=None)
         if compiled:
             spend(search, 5, AnnealingSettings(0.05))
         else:
             anneal_in_python(search, MoveMaker(problem, 5), 200, 0.05, 200 // RETURNS)
-        assert search.used() == 200
-        again = Evaluator(problem)
+        assert search.budget.used == 200
+        again = PlanEvaluator(problem)
         assert again.score(search.assignment) == search.score
         assert again.score(search.best_devices) == search.best_score
         found.append((search.assignment.tolist(), search.best_devices.tolist(), search.score, search.best_score))
@@ -114,14 +115,14 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
     monkeypatch.setattr(annealing_file, "default_temperature", lambda calls, groups: promised.append(calls) or 0.01)
     problem = random_problem(3, 40, 3)
     with count_calls() as counter:  # a clock that a simulation moves by a millisecond
-        for module in (annealing_file, evaluate):
+        for module in (annealing_file, budget):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
         for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
-            search = Search(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
+            search = PlacementSearch(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
             spend(search, 0, AnnealingSettings())
             assert promised[0] == 0.0
             assert promised[1:] == pytest.approx([expected] * (len(promised) - 1), rel=2e-3)
-            assert search.used() == pytest.approx(expected, abs=11)
+            assert search.budget.used == pytest.approx(expected, abs=11)
             promised.clear()
 
 
@@ -136,7 +137,7 @@ def test_returns_keep_a_hot_search_near_its_best_assignment():
     problem = random_problem(6, 24, 3)
     at_end = []
     for returns in (0, 10):
-        search = Search(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
+        search = PlacementSearch(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
         spend(search, 5, AnnealingSettings(10.0, 1.0, returns))
         at_end.append(search.score.step_time_s / search.best_score.step_time_s)
     assert at_end[0] > 1.05

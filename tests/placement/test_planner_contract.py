@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlplace import budget
+from rlplace.budget import Budget
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.placement import search as best
-from rlplace.placement.common import evaluate
-from rlplace.placement.common.evaluate import Answer, Evaluator, Score
+from rlplace.placement.common.evaluate import PlanEvaluator, Score, ScoredAssignment
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -139,16 +140,18 @@ def test_time_limit_ends_the_search(name):
 def test_the_dearest_planner_does_not_begin_late_where_a_plan_is_known(monkeypatch, limit_s, fits, last):
     """Every planner takes a second."""
     problem, now_s = random_problem(1, 10, 2), [0.0]
-    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     def answered(*args, known_s, **options):
         now_s[0] += 1.0
         known.append(known_s)
-        return Answer(np.zeros(10, dtype=np.int32), Score(10.0 - len(known), 0.0 if fits else 1.0), np.zeros(2, dtype=np.int64))
+        return ScoredAssignment(
+            np.zeros(10, dtype=np.int32), Score(10.0 - len(known), 0.0 if fits else 1.0), np.zeros(2, dtype=np.int64)
+        )
 
     known = []
     monkeypatch.setattr(best, "best_of", answered)
-    names = [name for name, _ in best.floor_answers(problem, Evaluator(problem), evaluate.Deadline(limit_s))]
+    names = [name for name, _ in best.floor_answers(PlanEvaluator(problem, Budget(seconds=limit_s)))]
     assert names == list(ONE_SHOT[: ONE_SHOT.index(last) + 1])
     assert known == [10.0 - n if fits and n > limit_s / 4 else np.inf for n in range(len(names))]
 

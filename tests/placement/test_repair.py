@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlplace import budget
+from rlplace.budget import Budget
 from rlplace.compiled import entry
 from rlplace.envs.instance import infeasible_reward, log_ratio, score
 from rlplace.placement import ONE_SHOT, get_planner
-from rlplace.placement.common import evaluate
 from rlplace.placement.common.bounds import lower_bounds
-from rlplace.placement.common.evaluate import Deadline, Evaluator, Score, objective_s
+from rlplace.placement.common.evaluate import PlanEvaluator, Score, objective_s
 from rlplace.placement.common.floor import best_of
 from rlplace.placement.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
@@ -50,17 +51,17 @@ def test_what_is_slower_than_a_known_plan_is_not_repaired():
     start = np.zeros(problem.num_groups, dtype=np.int32)
     step_s = simulate(problem, start).step_time_s
     for known_s, feasible in ((math.inf, True), (1.01 * step_s, True), (0.99 * step_s, False)):
-        evaluator = Evaluator(problem)
-        answer = best_of(problem, [start], evaluator, Deadline(None), known_s=known_s)
+        evaluator = PlanEvaluator(problem)
+        answer = best_of(evaluator, [start], known_s=known_s)
         assert answer.score.feasible is feasible
-        assert (evaluator.calls > 1) is feasible
+        assert (evaluator.budget.used > 1) is feasible
 
 
 @pytest.mark.parametrize(("limit_s", "made"), [(10.0, 4), (3.6, 4), (3.4, 3), (2.4, 2), (0.5, 1)])
 def test_candidates_end_before_one_that_would_be_late(monkeypatch, limit_s, made):
     """A candidate takes a second; the last may be half a second late."""
     problem, now_s, yielded = random_problem(1, 12, 2), [0.0], []
-    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     def candidates():
         for device in range(4):
@@ -68,23 +69,23 @@ def test_candidates_end_before_one_that_would_be_late(monkeypatch, limit_s, made
             yielded.append(device)
             yield np.arange(12, dtype=np.int32) // (device + 1) % 2
 
-    best_of(problem, candidates(), Evaluator(problem), Deadline(limit_s))
+    best_of(PlanEvaluator(problem, Budget(seconds=limit_s)), candidates())
     assert len(yielded) == made
 
 
 def test_repair_leaves_feasible_assignments_alone():
     problem = random_problem(0, 20, 3)
     start = np.arange(20, dtype=np.int32) % 3
-    evaluator = Evaluator(problem)
+    evaluator = PlanEvaluator(problem)
     np.testing.assert_array_equal(repair(problem, start, evaluator), start)
-    assert evaluator.calls == 1
+    assert evaluator.budget.used == 1
 
 
 def test_repair_gives_up_within_its_calls():
     problem = build_problem("odd", time_s=[[1.0, 1.0]] * 3, tensors=[], memory_bytes=[100, 100], resident_bytes=[60, 60, 60])
-    evaluator = Evaluator(problem)
+    evaluator = PlanEvaluator(problem)
     assert repair(problem, [0, 0, 0], evaluator, max_calls=7) is None
-    assert evaluator.calls <= 7
+    assert evaluator.budget.used <= 7
 
 
 def test_repair_swaps_when_no_single_move_fits():
@@ -99,26 +100,26 @@ def test_the_exchange_that_frees_just_enough_comes_first():
     """Three bytes are missing: 13 for 10 frees them and fits exactly, 13 for 11 frees two, 13 for 5 does not fit."""
     resident = [13, 10, 5, 10, 11, 11]
     problem = build_problem("exact", time_s=[[1.0, 1.0]] * 6, tensors=[], memory_bytes=[20, 40], resident_bytes=resident)
-    evaluator = Evaluator(problem)
+    evaluator = PlanEvaluator(problem)
     assert repair(problem, [0, 0, 1, 1, 1, 1], evaluator).tolist() == [1, 0, 1, 0, 1, 1]
-    assert evaluator.calls == 4  # as it is, both single moves, the exchange
+    assert evaluator.budget.used == 4  # as it is, both single moves, the exchange
 
 
 def test_what_does_not_lower_the_overflow_is_not_kept():
     problem = build_problem("odd", time_s=[[1.0, 1.0]] * 3, tensors=[], memory_bytes=[100, 100], resident_bytes=[60, 60, 60])
-    evaluator = Evaluator(problem)
+    evaluator = PlanEvaluator(problem)
     assert repair(problem, [0, 0, 0], evaluator) is None
-    assert evaluator.calls < 10
+    assert evaluator.budget.used < 10
 
 
 def test_one_call_or_no_time_look_at_the_start_alone():
     problem = memory_tight_chain().problem
     start = np.zeros(problem.num_groups, dtype=np.int32)
     for max_calls, seconds in ((1, None), (100, 0.0)):
-        evaluator, deadline = Evaluator(problem), Deadline(seconds)
-        deadline.secured = True  # no time beyond the limit
-        answer = repair_answer(problem, start, evaluator, deadline, max_calls=max_calls)
-        assert evaluator.calls == 1 and answer.devices.tolist() == start.tolist() and not answer.score.feasible
+        evaluator = PlanEvaluator(problem, Budget(seconds=seconds))
+        evaluator.budget.secured = True  # no time beyond the limit
+        answer = repair_answer(evaluator, start, max_calls=max_calls)
+        assert evaluator.budget.used == 1 and answer.devices.tolist() == start.tolist() and not answer.score.feasible
 
 
 def test_legalize_respects_null_times_and_fixed_devices():

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlplace.errors import InputError, show, whole_number
 from rlplace.placement.common.evaluate import Score, uncounted
-from rlplace.placement.search import MoveMaker, Search
+from rlplace.placement.search import MoveMaker, PlacementSearch
 from rlplace.problem.generate import random_problem
 
 COOLING = 0.01
@@ -74,11 +74,11 @@ def warm_up() -> None:
     """Compiles the loop, or loads it from the cache, so that time limits do not pay for it."""
     problem = random_problem(0, 6, 3, memory_factor=1.0)
     with uncounted():
-        search = Search(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
+        search = PlacementSearch(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
         spend(search, 0, AnnealingSettings())
 
 
-def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
+def spend(search: PlacementSearch, seed: int, settings: AnnealingSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the moves."""
     from rlplace.placement.annealing.kernels import anneal
 
@@ -92,29 +92,28 @@ def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
         [search.score.step_time_s, search.score.overflow, search.best_score.step_time_s, search.best_score.overflow]
     )
     fixed = tuple(moves.tables), moves.state, search.assignment, best, score, moves.groups, moves.targets
-    timed = search.deadline.end_s != math.inf
-    budget = math.inf if search.calls is None else float(search.calls)
+    budget = search.budget
+    timed, unlimited = budget.end_s != math.inf, budget.calls == math.inf
     # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
-    slope = 0.0 if not search.calls else 1.0 / search.calls
-    longest = _CHUNK if search.calls is None else min(_CHUNK, max(1, search.calls // max(1, returns)))
+    slope = 1.0 / max(1.0, budget.calls)
+    longest = int(min(_CHUNK, max(1.0, budget.calls / max(1, returns))))
     chunk = 1 if timed else longest
-    progress, left_s = search.progress(), search.deadline.left_s()
+    progress, left_s = budget.share(), budget.left_s()
     began_s, calls_made = time.monotonic(), 0
     while progress < 1.0:
         if settings.start_temperature is None:
             # The budget in calls is what the rate so far promises; before there is one, nothing uphill is accepted.
             spent_s = time.monotonic() - began_s
             promised = 0.0 if calls_made == 0 else calls_made / spent_s * left_s
-            hot = default_temperature(min(budget, promised) if timed else budget, groups)
-        calls = chunk if search.calls is None else min(chunk, search.calls - search.used())
+            hot = default_temperature(min(budget.calls, promised) if timed else budget.calls, groups)
+        calls = int(min(chunk, budget.calls - budget.used))
         chunk_began_s = time.monotonic()
         used = anneal(simulation, trial, *fixed, calls, hot, cooling, progress, slope)
         search.evaluator.count(used)
         calls_made += used
-        search.deadline.secured |= score[3] == 0.0
         if used < calls:
             break
-        before, progress = progress, search.progress()
+        before, progress = progress, budget.share()
         # From an assignment as good as the best one the search goes on: it has drifted there, and that is worth something.
         if int(progress * returns) > int(before * returns) and tuple(score[:2]) != tuple(score[2:]):
             search.assignment[:] = best
@@ -123,6 +122,6 @@ def spend(search: Search, seed: int, settings: AnnealingSettings) -> None:
         if timed:
             rate_s = (time.monotonic() - chunk_began_s) / used
             chunk = min(longest, 2 * chunk, max(1, int(_CHUNK_S / rate_s)))
-            if search.calls is None:
+            if unlimited:
                 slope = (progress - before) / used
     search.settle(Score(float(score[0]), float(score[1])), best, Score(float(score[2]), float(score[3])))

@@ -1,6 +1,6 @@
-"""Counted simulator calls, deadlines, and the score that ranks assignments while planners search.
+"""Counted simulator calls, and the score that ranks assignments while planners search.
 
-Every planner simulates through an `Evaluator`, so that `count_calls` can state how many calls a plan has cost.
+Every planner simulates through a `PlanEvaluator`, so that `count_calls` can state how many calls a plan has cost.
 
 The one objective of plans, by which searches, repair and rewards compare them, and the slope that searches walk on.
 
@@ -10,7 +10,6 @@ is short of less memory. A step that cannot complete is worst. Compiled loops co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.budget import Budget
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator, Timeline, simulate
 
 UNFIT_S = 1e12
-"""Seconds that stand for the step of a plan that does not fit: longer than any step."""
+"""Seconds that count as the step of a plan that does not fit: longer than any step."""
 
 _SLOPE, _BASE = 3.0, 0.02
 
@@ -57,31 +57,6 @@ def descent_s(step_s: float, overflow: float) -> float:
 
 Assignment = NDArray[np.int32]
 """int32 [G], the device of every group."""
-
-
-class Deadline:
-    """A moment after which a planner must return its best answer.
-
-    Until a feasible answer is known, a planner may overrun by a quarter of the limit plus a quarter of a second, at most one
-    second: a feasible plan a little late is worth more than an error in time.
-
-    Attributes:
-        end_s: Moment on the monotonic clock.
-        secured: Whether a feasible answer is known.
-    """
-
-    def __init__(self, time_limit_s: float | None) -> None:
-        self.end_s = float("inf") if time_limit_s is None else time.monotonic() + time_limit_s
-        self.secured = False
-        self._grace_s = 0.0 if time_limit_s is None else min(1.0, 0.25 * time_limit_s + 0.25)
-
-    def left_s(self) -> float:
-        """Returns seconds left, negative when passed, inf without a limit."""
-        return self.end_s - time.monotonic()
-
-    def passed(self) -> bool:
-        """Returns whether the time is up."""
-        return self.end_s != float("inf") and time.monotonic() >= self.end_s + (0.0 if self.secured else self._grace_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +119,7 @@ def uncounted() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class ScoredAssignment:
     """An assignment with its simulated score and peaks.
 
     Attributes:
@@ -158,12 +133,12 @@ class Answer:
     peaks: NDArray[np.int64]
 
 
-class Evaluator:
-    """Simulates assignments of one problem and counts the calls; loops that use its `simulator` report theirs to `count`."""
+class PlanEvaluator:
+    """Simulates assignments of one problem within a budget; loops that use its `simulator` report their calls to `count`."""
 
-    def __init__(self, problem: Problem, *, simulator: Simulator | None = None) -> None:
+    def __init__(self, problem: Problem, budget: Budget | None = None, *, simulator: Simulator | None = None) -> None:
         self.problem = problem
-        self.calls = 0
+        self.budget = Budget() if budget is None else budget
         self.simulator = Simulator(problem) if simulator is None else simulator
 
     def score(self, devices: Assignment) -> Score:
@@ -171,10 +146,11 @@ class Evaluator:
         self.count()
         return Score(*self.simulator.evaluate(devices))
 
-    def answer(self, devices: Assignment) -> Answer:
-        """Score and peaks of an assignment; `devices` must not change afterwards."""
+    def answer(self, devices: Assignment) -> ScoredAssignment:
+        """Returns an assignment with its score and peaks; `devices` must not change afterwards."""
         score = self.score(devices)
-        return Answer(devices, score, self.simulator.peak_memory_bytes.copy())
+        self.budget.secured |= score.feasible
+        return ScoredAssignment(devices, score, self.simulator.peak_memory_bytes.copy())
 
     def timeline(self, devices: Assignment, **order: Any) -> Timeline:
         """Returns the timeline of an assignment, counted as one call. `order` holds a `priority` or an `order`, if any."""
@@ -182,7 +158,7 @@ class Evaluator:
         return simulate(self.problem, devices, **order)
 
     def count(self, calls: int = 1) -> None:
-        """Adds calls."""
-        self.calls += calls
+        """Adds simulator calls to the budget and to all open counters."""
+        self.budget.used += calls
         for counter in _counters:
             counter.calls += calls

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.budget import Budget
 from rlplace.placement.common import kernels
-from rlplace.placement.common.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.groupgraph import finite_links, finite_mean, group_graph
 from rlplace.placement.common.repair import legalize, repair_answer
 from rlplace.placement.common.shortage import check_possible, raise_infeasible
@@ -118,39 +119,31 @@ Candidates = Callable[[Problem, int], Iterable[Assignment]]
 
 
 def best_of(
-    problem: Problem,
-    candidates: Iterable[Assignment],
-    evaluator: Evaluator,
-    deadline: Deadline,
-    *,
-    repairs: int = REPAIRS,
-    known_s: float = math.inf,
-) -> Answer | None:
+    evaluator: PlanEvaluator, candidates: Iterable[Assignment], *, repairs: int = REPAIRS, known_s: float = math.inf
+) -> ScoredAssignment | None:
     """Simulates candidates, repairs the most promising infeasible ones and returns the best answer.
 
     Args:
-        problem: The problem.
+        evaluator: When its time is up, or when another candidate would take twice what is left, the candidates known by then
+            are ranked; at least one is always simulated.
         candidates: Assignments; groups on devices that are not allowed are moved first.
-        evaluator: Counts the simulations.
-        deadline: When passed, or when another candidate would take twice what is left, the candidates known by then are ranked;
-            at least one is always simulated.
         repairs: Number of infeasible candidates to repair.
         known_s: Step time of a feasible plan that is known; what is slower is not repaired.
 
     Returns:
         The best answer, feasible if any is, or None when there was no candidate.
     """
-    answers: list[Answer] = []
+    budget = evaluator.budget
+    answers: list[ScoredAssignment] = []
     seen: set[bytes] = set()
-    left_s = deadline.left_s()
+    left_s = budget.left_s()
     for devices in candidates:
-        legal = legalize(problem, devices)
+        legal = legalize(evaluator.problem, devices)
         if legal.tobytes() not in seen:
             seen.add(legal.tobytes())
             answers.append(evaluator.answer(legal))
-            deadline.secured |= answers[-1].score.feasible
-        before_s, left_s = left_s, deadline.left_s()
-        if deadline.passed() or (deadline.secured and before_s - left_s > 2.0 * left_s):
+        before_s, left_s = left_s, budget.left_s()
+        if budget.passed() or (budget.secured and before_s - left_s > 2.0 * left_s):
             break
     if not answers:
         return None
@@ -161,16 +154,15 @@ def best_of(
     open_ = [a for a in answers if not a.score.feasible and a.score.step_time_s < limit_s]
     open_.sort(key=lambda a: a.score.descent_s)
     for answer in open_[:repairs]:
-        if deadline.passed():
+        if budget.passed():
             break
-        repaired = repair_answer(problem, answer.devices, evaluator, deadline)
-        deadline.secured |= repaired.score.feasible
+        repaired = repair_answer(evaluator, answer.devices)
         if repaired.score.objective_s < best.score.objective_s:
             best = repaired
     return best
 
 
-def finish(problem: Problem, answer: Answer | None, *, planner: str, seed: int) -> PlacementPlan:
+def finish(problem: Problem, answer: ScoredAssignment | None, *, planner: str, seed: int) -> PlacementPlan:
     """Builds the plan of an answer, with the simulator's prediction.
 
     Raises:
@@ -217,5 +209,6 @@ def one_shot(
 ) -> PlacementPlan:
     """Runs a planner that only builds candidates."""
     check_possible(problem)
-    answer = best_of(problem, candidates(problem, seed), Evaluator(problem), Deadline(time_limit_s), repairs=repairs)
+    evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
+    answer = best_of(evaluator, candidates(problem, seed), repairs=repairs)
     return finish(problem, answer, planner=planner, seed=seed)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.memoized import memoized
 from rlplace.placement.common import kernels
-from rlplace.placement.common.evaluate import Answer, Assignment, Deadline, Evaluator
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.groupgraph import GroupGraph, finite_links, group_graph
 from rlplace.problem import Problem
 from rlplace.simulator import Simulator
@@ -50,7 +50,7 @@ def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
 def repair(
     problem: Problem,
     device_of_group: NDArray[Any],
-    simulator: Simulator | Evaluator | None = None,
+    simulator: Simulator | PlanEvaluator | None = None,
     *,
     max_calls: int = MAX_CALLS,
 ) -> Assignment | None:
@@ -65,25 +65,23 @@ def repair(
     Returns:
         int32 [G], feasible, or None when no feasible assignment was found.
     """
-    evaluator = simulator if isinstance(simulator, Evaluator) else Evaluator(problem, simulator=simulator)
-    answer = repair_answer(problem, legalize(problem, device_of_group), evaluator, Deadline(None), max_calls=max_calls)
+    evaluator = simulator if isinstance(simulator, PlanEvaluator) else PlanEvaluator(problem, simulator=simulator)
+    answer = repair_answer(evaluator, legalize(problem, device_of_group), max_calls=max_calls)
     return answer.devices if answer.score.feasible else None
 
 
-def repair_answer(
-    problem: Problem, devices: Assignment, evaluator: Evaluator, deadline: Deadline, *, max_calls: int = MAX_CALLS
-) -> Answer:
-    """Like `repair` on a legal assignment; returns the least overflowing answer when none fits."""
-    graph = group_graph(problem)
-    first = evaluator.calls
+def repair_answer(evaluator: PlanEvaluator, devices: Assignment, *, max_calls: int = MAX_CALLS) -> ScoredAssignment:
+    """Repairs a legal assignment; returns the least overflowing answer when none fits."""
+    budget = evaluator.budget
+    last_call = budget.used + max_calls
     current = evaluator.answer(devices)
     while not current.score.feasible and current.score.step_time_s != np.inf:
-        if evaluator.calls - first >= max_calls or deadline.passed():
+        if budget.used >= last_call or budget.passed():
             break
-        better = _shed_all(problem, graph, current, evaluator)
+        better = _shed_all(current, evaluator)
         if better is None:
             # Estimates failed here: go on with exact tries, then trust them again from the new assignment.
-            better = _try_moves(problem, graph, current, evaluator, deadline, first + max_calls)
+            better = _try_moves(current, evaluator, last_call)
             if better is None:
                 break
         current = better
@@ -105,8 +103,10 @@ def _over(problem: Problem, peaks: NDArray[np.int64]) -> tuple[NDArray[np.float6
     return np.maximum(peaks - problem.capacity_bytes, 0.0), np.maximum(problem.capacity_bytes - peaks, 0.0)
 
 
-def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator) -> Answer | None:
+def _shed_all(current: ScoredAssignment, evaluator: PlanEvaluator) -> ScoredAssignment | None:
     """Returns one round of estimated moves off all overflowing devices; None when the overflow did not shrink."""
+    problem = evaluator.problem
+    graph = group_graph(problem)
     over, room = _over(problem, current.peaks)
     links = traffic(problem)
     members, slot = np.zeros(problem.num_groups, dtype=np.int64), np.zeros(problem.num_groups, dtype=np.int64)
@@ -132,12 +132,10 @@ def _shed_all(problem: Problem, graph: GroupGraph, current: Answer, evaluator: E
     return None
 
 
-def _try_moves(
-    problem: Problem, graph: GroupGraph, current: Answer, evaluator: Evaluator, deadline: Deadline, last_call: int
-) -> Answer | None:
+def _try_moves(current: ScoredAssignment, evaluator: PlanEvaluator, last_call: int) -> ScoredAssignment | None:
     """Returns the first single move or swap, cheapest first, that lowers the simulated overflow."""
-    for devices in _neighbors(problem, graph, current):
-        if evaluator.calls >= last_call or deadline.passed():
+    for devices in _neighbors(evaluator.problem, group_graph(evaluator.problem), current):
+        if evaluator.budget.used >= last_call or evaluator.budget.passed():
             return None
         answer = evaluator.answer(devices)
         if answer.score.objective_s < current.score.objective_s:
@@ -145,7 +143,7 @@ def _try_moves(
     return None
 
 
-def _neighbors(problem: Problem, graph: GroupGraph, current: Answer) -> Iterator[Assignment]:
+def _neighbors(problem: Problem, graph: GroupGraph, current: ScoredAssignment) -> Iterator[Assignment]:
     over, room = _over(problem, current.peaks)
     device = int(over.argmax())
     rows = np.zeros((problem.num_groups, problem.num_devices))
@@ -171,7 +169,7 @@ def _neighbors(problem: Problem, graph: GroupGraph, current: Answer) -> Iterator
 def _swaps(
     problem: Problem,
     graph: GroupGraph,
-    current: Answer,
+    current: ScoredAssignment,
     device: int,
     mine: NDArray[np.int64],
     need: float,

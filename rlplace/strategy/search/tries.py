@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rlplace.budget import Budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
@@ -124,7 +124,7 @@ class Tries:
 
     Attributes:
         question: What is asked.
-        calls: Evaluations so far.
+        budget: Evaluations and seconds allowed, and those used.
         best: The best so far; None before the first.
         reasons: Why drafts were refused, with how many there were of each.
         timed: Whether the clock may end the search.
@@ -139,36 +139,35 @@ class Tries:
         progress: Progress | None = None,
     ) -> None:
         self.question = question
+        self.budget = Budget(calls, time_limit_s)
         self._progress = progress
-        self.calls = 0
         self.best: Tried | None = None
         self.reasons: dict[str, int] = {}
         self.timed = True
-        self._most = math.inf if calls is None else calls
-        self._limit_s = math.inf if time_limit_s is None else time_limit_s
-        self._end_s = time.monotonic() + self._limit_s
         self._known: dict[Draft, Tried] = {}
         self._runs: dict[object, str | None] = {}
 
     def within(self, question: SearchProblem, part: float) -> Tries:
         """Tries of another question with a part of the budget that is left; the caller adds their calls."""
-        own = Tries(question, time_limit_s=max(self._end_s - time.monotonic(), 0.0) * part)
-        own._most = (self._most - self.calls) * part
+        own = Tries(question, time_limit_s=max(self.budget.left_s(), 0.0) * part)
+        own.budget.calls = (self.budget.calls - self.budget.used) * part
         return own
+
+    @property
+    def calls(self) -> int:
+        """Evaluations so far."""
+        return self.budget.used
 
     def left(self) -> bool:
         """Returns whether there is budget for another evaluation; the clock ends only what is `timed` and has something that
         fits.
         """
-        return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
+        return self.calls < self.budget.calls and (not self.timed or not self.fitting() or self.budget.left_s() > 0.0)
 
     def end_by_time(self, least: float) -> None:
         """From now on the clock may end the search where something fits; this part of the seconds is left for it at least."""
         self.timed = True
-        if math.isfinite(self._end_s):
-            now = time.monotonic()
-            self._limit_s = max(self._end_s - now, least * self._limit_s)
-            self._end_s = now + self._limit_s
+        self.budget.start_clock(max(self.budget.left_s(), least * self.budget.seconds))
 
     def fitting(self) -> bool:
         """Returns whether something fits."""
@@ -181,8 +180,7 @@ class Tries:
 
     def spent(self) -> float:
         """Returns the part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
-        left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)
-        return max(self.calls / self._most, 1.0 - left)
+        return self.budget.share()
 
     def known(self) -> list[Tried]:
         """Returns all that were evaluated, the best first."""
@@ -224,7 +222,7 @@ class Tries:
         else:
             if not self.left():
                 raise OutOfBudgetError
-            self.calls += 1
+            self.budget.used += 1
             if self._progress is not None and self.calls % _TOLD == 0:
                 self._progress(self.calls, self.best_s)
             try:

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from rlplace.budget import Budget
 from rlplace.errors import whole_number
-from rlplace.placement.common.evaluate import Answer, Deadline, Evaluator
+from rlplace.placement.common.evaluate import PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.floor import best_of, finish
 from rlplace.placement.common.shortage import check_possible
 from rlplace.placement.published.dlplacer.coarsen import coarsen, contract_groups
@@ -81,24 +82,24 @@ def dlplacer(
     solver_library()
     check_possible(problem)
     warm_up()
-    deadline = Deadline(time_limit_s)
-    evaluator = Evaluator(problem)
-    baseline = best_answer(problem, evaluator, deadline)
+    evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
+    budget = evaluator.budget
+    baseline = best_answer(evaluator)
     node_of_group = coarsen(problem, groups)
     coarse, part = contract_groups(problem, node_of_group)
-    hint = _hint(coarse, node_of_group, baseline, deadline)
-    left_s = deadline.left_s()
+    hint = _hint(coarse, node_of_group, baseline, budget)
+    left_s = budget.left_s()
     solver_s = left_s if math.isinf(left_s) else max(0.0, left_s - _KEPT_S * (time_limit_s or 0.0))
     outcome, program = _solve(coarse, hint, seed=seed, effort=effort, time_limit_s=solver_s)
     known = [] if baseline is None else [baseline.devices]
     solved = [solution.device_of_group[node_of_group] for solution in outcome.solutions[:_CANDIDATES]]
-    answer = best_of(problem, [*known, *solved], evaluator, deadline)
+    answer = best_of(evaluator, [*known, *solved])
     facts = _proof(outcome, coarse, program.instance, contention=bool(program.carried))
     best = None
     for solution, devices in zip(outcome.solutions, solved, strict=False):
         for way in realise(evaluator, program.instance, solution, devices, part):
             best = way if best is None or way.rank < best.rank else best
-        if deadline.passed():
+        if budget.passed():
             break
     if best is None or not best.line.feasible or (answer is not None and (False, answer.score.objective_s) <= best.rank):
         plan = finish(problem, answer, planner="dlplacer", seed=seed)
@@ -107,10 +108,10 @@ def dlplacer(
     return make_plan(problem, best.devices, planner="dlplacer", seed=seed, predicted=predicted, **best.fields)
 
 
-def _hint(coarse: Problem, node_of_group: Any, baseline: Answer | None, deadline: Deadline) -> Timeline | None:
+def _hint(coarse: Problem, node_of_group: Any, baseline: ScoredAssignment | None, budget: Budget) -> Timeline | None:
     """Returns the best simulated step of the coarse problem that is known without the solver."""
-    evaluator = Evaluator(coarse)
-    answers = [best_answer(coarse, evaluator, deadline)]
+    evaluator = PlanEvaluator(coarse, budget)
+    answers = [best_answer(evaluator)]
     if baseline is not None:
         nodes = coarse.num_groups
         votes = np.zeros((nodes, coarse.num_devices), dtype=np.int64)

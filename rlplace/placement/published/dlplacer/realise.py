@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.placement.common.evaluate import Assignment, Evaluator
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator
 from rlplace.placement.published.dlplacer.instance import Instance
 from rlplace.placement.published.dlplacer.solve import Solution
 from rlplace.simulator import Timeline
@@ -41,7 +41,7 @@ class Realised:
 
 
 def realise(
-    evaluator: Evaluator, instance: Instance, solution: Solution, devices: Assignment, part: NDArray[np.int64] | None = None
+    evaluator: PlanEvaluator, instance: Instance, solution: Solution, devices: Assignment, part: NDArray[np.int64] | None = None
 ) -> Iterator[Realised]:
     """Yields the ways to run a solution, the plainest first: default priorities, the solver's starts as priorities, its order.
 

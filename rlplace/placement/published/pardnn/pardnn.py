@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.placement.common.evaluate import Assignment, Evaluator
+from rlplace.placement.common.evaluate import Assignment, PlanEvaluator
 from rlplace.placement.common.floor import LARGE_OPS, device_subsets, map_parts
 from rlplace.placement.common.repair import legalize
 from rlplace.placement.published.pardnn.memory import RESERVE, balance_residents, reduce_peaks
@@ -58,7 +58,7 @@ def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
     """Yields assignments for every number of devices; the quickest that do not fit come again after the memory step."""
     del seed
     limited = bool(np.isfinite(problem.memory_limit_bytes).any())
-    evaluator = Evaluator(problem)
+    evaluator = PlanEvaluator(problem)
     quickest, large = float("inf"), problem.num_ops > LARGE_OPS
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
         over: list[tuple[float, int, _Cut, Assignment]] = []
@@ -136,7 +136,7 @@ def _cuts(problem: Problem, subset: list[int], limited: bool) -> Iterator[_Cut]:
                 yield _Cut(view, cut, share, limit)
 
 
-def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: Evaluator) -> Iterator[Assignment]:
+def _relieved(problem: Problem, cut: _Cut, devices: Assignment, evaluator: PlanEvaluator) -> Iterator[Assignment]:
     """Yields an assignment after the memory step: H1 with each reserve, H2, and H2 after the longest primary was cut."""
     for reserve in RESERVES:
         yield reduce_peaks(problem, devices, evaluator.timeline, reserve=reserve)

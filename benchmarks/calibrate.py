@@ -83,7 +83,7 @@ def run(*arguments: str, quiet: bool = False) -> None:
 
 def report(options: argparse.Namespace, table: Path) -> None:
     import rlplace
-    from rlplace.cli.common import print_table
+    from rlplace.cli.output import print_table
     from rlplace.cost.measurement import Measurement
     from rlplace.model.zoo import load_model
 

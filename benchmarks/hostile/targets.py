@@ -110,7 +110,7 @@ def _asked(path: Path) -> Any:
 
 
 def _strategy(path: Path, seeds: Path) -> None:
-    from rlplace.cli.strategy import show_strategy
+    from rlplace.cli.plan_tables import show_strategy
     from rlplace.errors import InputError
     from rlplace.explanation.report.report import render
     from rlplace.explanation.timeline.again import Asked

@@ -92,10 +92,10 @@ class Planning:
 
 def _place(job: Planning) -> dict[str, Any]:
     """Asks the command line for a plan."""
-    from rlplace.cli import common
+    from rlplace.cli import models
     from rlplace.cli.main import main
 
-    vars(common)["kept"] = _remembered
+    vars(models)["cached"] = _remembered
     processes, options = AXES[job.axis]
     words = ["place", job.trial.spec, "--cluster", f"cpu:{processes}", *(["--batch", str(BATCH)] if job.trial.sized else [])]
     if "--planner" not in options:
@@ -114,7 +114,7 @@ _MEMORY: dict[str, bytes] = {}
 
 
 def _remembered(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Keeps captures of a model between its axes, as `rlplace.cli.kept` does for `hf:` models between commands."""
+    """Keeps captures of a model between its axes, as `rlplace.cli.capture_cache` does for `hf:` models between commands."""
     key = repr((what, model, sorted(asked.items())))
     if key not in _MEMORY:
         made = make()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import natural, print_json, print_table, say
+from rlplace.cli.options import Options, argument, flag, natural, option, share
+from rlplace.cli.output import print_json, print_table, say
 from rlplace.errors import InputError
 from rlplace.text import ms
 
@@ -19,19 +20,19 @@ HELP = "fit the cost model to measurements"
 EXAMPLE = "example: rlplace calibrate bert.measure.json vit.measure.json --out host.cost.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Options):
     """Options of the verb."""
-    parser.add_argument("measurements", metavar="M.measure.json", nargs="+", help="what rlplace measure --ops --step wrote")
-    parser.add_argument("--out", metavar="C.cost.json", required=True, help="cost table, for --costs of place and capture")
-    parser.add_argument("--cluster", default="host", metavar="C", help="where the device kind is described (host)")
-    parser.add_argument(
-        "--holdout", type=_share, default=0.25, metavar="P", help="share of shapes held out for the error (0.25)"
-    )
-    parser.add_argument("--no-models", action="store_true", help="do not state the error on each model by a fit on the others")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the choice of held-out shapes (0)")
+
+    measurements: list[str] = argument("M.measure.json", "what rlplace measure --ops --step wrote", "+")
+    out: str = option("cost table, for --costs of place and capture", None, "C.cost.json", required=True)
+    cluster: str = option("where the device kind is described (host)", None, "C", default="host")
+    holdout: float = option("share of shapes held out for the error (0.25)", share, "P", default=0.25)
+    no_models: bool = flag("do not state the error on each model by a fit on the others")
+    seed: int = option("of the choice of held-out shapes (0)", natural, "N", default=0)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: CalibrateOptions) -> int:
     """Runs the verb."""
     from rlplace.cluster.parse import parse
     from rlplace.cost.measurement import Measurement
@@ -100,13 +101,3 @@ def _as_dict(result: Calibration) -> dict[str, object]:
         "by_shape": [{**dataclasses.asdict(error), "total": error.total} for error in result.by_shape],
         "by_model": [{**dataclasses.asdict(error), "total": error.total} for error in result.by_model],
     }
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share from 0 to below 1")
-    return value

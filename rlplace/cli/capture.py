@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
-from rlplace.cli.common import add_model_options, load, print_json
+from rlplace.cli.models import load
+from rlplace.cli.options import MODEL, ModelOptions, argument, option
+from rlplace.cli.output import print_json
 from rlplace.errors import InputError
 
 HELP = "capture a model and write its problem file"
@@ -14,30 +16,31 @@ _LEVELS = {"task": "best", "op": "best", "split": "bipartition"}
 """Level to a planner that takes such a problem."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(ModelOptions):
     """Options of the verb."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)"
-    )
-    parser.add_argument("--cluster", metavar="C", help="cluster to price for (this machine)")
-    parser.add_argument("--out", required=True, metavar="X.problem.json", help="file to write")
-    parser.add_argument(
-        "--level",
+
+    model: str = argument("MODEL", MODEL)
+    cluster: str | None = option("cluster to price for (this machine)", None, "C")
+    out: str = option("file to write", None, "X.problem.json", required=True)
+    level: str = option(
+        "task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
+        "bipartition plans",
         choices=tuple(_LEVELS),
         default="task",
-        help="task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
-        "bipartition plans",
     )
-    add_model_options(parser)
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.files import check_output
+
+        check_output(self.out)
+        if self.model.endswith(".problem.json"):
+            raise InputError(f"{self.model} is a problem already; capture takes a model")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: CaptureOptions) -> int:
     """Runs the verb."""
-    from rlplace.files import check_output
-
-    check_output(options.out)
-    if options.model.endswith(".problem.json"):
-        raise InputError(f"{options.model} is a problem already; capture takes a model")
     loaded = load(options.model, options.cluster, options)
     assert loaded.graph is not None and loaded.build is not None
     if options.level == "op":

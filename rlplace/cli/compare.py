@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import (
-    add_model_options,
-    capture_model,
-    check_agent,
-    compile_first,
-    costs_of,
-    load_problem,
-    microbatch,
-    positive,
-    price_model,
-    print_json,
-    say,
-    seconds,
-)
 from rlplace.cli.compare_table import print_comparison, to_csv
-from rlplace.cli.strategy import question_of
+from rlplace.cli.models import capture_model, check_agent, compile_first, costs_of, load_problem, microbatch, price_model
+from rlplace.cli.options import ModelOptions, argument, flag, option, positive, seconds
+from rlplace.cli.output import print_json, say
+from rlplace.cli.place import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,47 +29,50 @@ EXAMPLE = (
 )
 CLASSICAL = "single,round_robin,balanced,heft,m_etf,metis,best,annealing,local_search,agent"
 KINDS = "strategies"
-"""Stands for the rows of whole strategies."""
+"""Name of the rows of whole strategies."""
 ALL = "all"
+DEFAULT = f"{KINDS},{CLASSICAL}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
     """Options of the verb."""
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="models or *.problem.json files")
-    parser.add_argument("--cluster", metavar="C", action="append", help="cluster (this machine); may be given several times")
-    default = f"{KINDS},{CLASSICAL}"
-    parser.add_argument(
-        "--planners", default=default, metavar="A,B",
-        help=f"planners, {KINDS} (the best of every kind of whole strategy), or {ALL} ({default})",
-    )  # fmt: skip
-    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds of random planners (1)")
-    parser.add_argument("--agent", default="default", metavar="NAME", help="checkpoint name or folder (default)")
-    parser.add_argument("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds per plan (5)")
-    parser.add_argument(
-        "--calls", type=positive, metavar="N", help="simulator calls after the floor for every search, instead of time"
+
+    models: list[str] = argument("MODEL", "models or *.problem.json files", "+")
+    cluster: list[str] | None = option("cluster (this machine); may be given several times", None, "C", action="append")
+    planners: str = option(
+        f"planners, {KINDS} (the best of every kind of whole strategy), or {ALL} ({DEFAULT})", None, "A,B", default=DEFAULT
     )
-    parser.add_argument("--split", action="store_true", help="all planners also with every backward in a group of its own")
-    parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write every row as soon as it is there")
-    parser.add_argument("--resume", action="store_true", help="go on with the rows that --out has")
-    add_model_options(parser)
+    seeds: int = option("seeds of random planners (1)", positive, "N", default=1)
+    agent: str = option("checkpoint name or folder (default)", None, "NAME", default="default")
+    time_limit: float = option("seconds per plan (5)", seconds, "S", default=5.0)
+    calls: int | None = option("simulator calls after the floor for every search, instead of time", positive, "N")
+    split: bool = flag("all planners also with every backward in a group of its own")
+    csv: str | None = option("write the rows as CSV", None, "FILE")
+    out: str | None = option("write every row as soon as it is there", None, "FILE.jsonl")
+    resume: bool = flag("go on with the rows that --out has")
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.files import check_output
+
+        for path in filter(None, (self.csv, self.out)):
+            check_output(path)
+        if self.resume and not self.out:
+            raise InputError("--resume goes on with a file; name it with --out")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: CompareOptions) -> int:
     """Runs the verb."""
     from rlplace.explanation.compare import Settings, Store, compare, count_rows, gather
     from rlplace.explanation.compare.records import SPLIT
     from rlplace.explanation.compare.run import STRATEGIES
-    from rlplace.files import check_output, write_text
+    from rlplace.files import write_text
 
     names = _planners(options)
     if "agent" in names:
         check_agent(options.agent)
         compile_first()
-    for path in filter(None, (options.csv, options.out)):
-        check_output(path)
-    if options.resume and not options.out:
-        raise InputError("--resume goes on with a file; name it with --out")
     cases = _cases(options, whole=bool(set(names) & set(STRATEGIES)))
     settings = Settings(
         calls=options.calls,
@@ -116,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     return failures[0][1].exit_code if failures else 0
 
 
-def _planners(options: argparse.Namespace) -> list[str]:
+def _planners(options: CompareOptions) -> list[str]:
     from rlplace.explanation.compare.run import STRATEGIES
     from rlplace.placement import get_planner, planner_names
 
@@ -132,7 +124,7 @@ def _planners(options: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
+def _cases(options: CompareOptions, whole: bool) -> list[Case]:
     """Returns every model on every cluster, and every problem file on its own devices; a model is captured once.
 
     Args:
@@ -159,7 +151,7 @@ def _cases(options: argparse.Namespace, whole: bool) -> list[Case]:
     return cases
 
 
-def _file_case(path: str, options: argparse.Namespace) -> Case:
+def _file_case(path: str, options: CompareOptions) -> Case:
     from rlplace.explanation.compare import Case
 
     problem = load_problem(path, options).first
@@ -172,7 +164,7 @@ def _model_case(
     captured: Callable[[], Captured],
     text: str,
     machine: Cluster,
-    options: argparse.Namespace,
+    options: CompareOptions,
     whole: bool,
 ) -> Case:
     """Returns the priced problem for planners, and the question of whole strategies for as many samples a step."""

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import print_table
+from rlplace.cli.output import print_table
 from rlplace.files import canonical_json
 from rlplace.text import ms, percent
 

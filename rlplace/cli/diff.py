@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import show
+from rlplace.cli.options import Options, argument, option
+from rlplace.cli.output import show
 from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
 
@@ -18,20 +19,22 @@ HELP = "two plans side by side, and the groups or words of strategies that make 
 EXAMPLE = "example: rlplace diff gpt2.plan.json other.plan.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(Options):
     """Options of the verb."""
-    parser.add_argument("first", metavar="A.plan.json", help="a plan")
-    parser.add_argument("second", metavar="B.plan.json", help="another plan")
-    parser.add_argument(
-        "--problem",
-        metavar="X.problem.json",
+
+    first: str = argument("A.plan.json", "a plan")
+    second: str = argument("B.plan.json", "another plan")
+    problem: list[str] | None = option(
+        "problem of the plans (built again from their sources); twice when they are for two",
+        None,
+        "X.problem.json",
         action="append",
-        help="problem of the plans (built again from their sources); twice when they are for two",
     )
-    parser.add_argument("--cluster", metavar="C", help="the plans' cluster, where their sources do not name it")
+    cluster: str | None = option("the plans' cluster, where their sources do not name it", None, "C")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: DiffOptions) -> int:
     """Runs the verb."""
     from rlplace.explanation.difference import diff
 
@@ -47,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference | None:
+def _strategies(options: DiffOptions, problems: list[str]) -> Difference | None:
     """Returns the difference where at least one plan is a whole strategy; None where both place groups."""
     from rlplace.explanation.comparison import Difference
     from rlplace.explanation.difference import diff_strategies, placement_side, strategy_side
@@ -79,7 +82,7 @@ def _strategies(options: argparse.Namespace, problems: list[str]) -> Difference 
 
 
 def _second(
-    options: argparse.Namespace, first: PlacementPlan, problem: Problem, problems: list[str]
+    options: DiffOptions, first: PlacementPlan, problem: Problem, problems: list[str]
 ) -> tuple[PlacementPlan, Problem | None]:
     """Returns the second plan, and its problem when it is not the first's."""
     from rlplace.plan.plan import PlacementPlan

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import (
-    add_model_options,
-    given,
-    load,
-    model_options,
-    natural,
-    print_json,
-    say,
-    seconds,
-    show,
-)
+from rlplace.cli.models import load, machine_of
+from rlplace.cli.options import ModelOptions, argument, flag, natural, option, seconds
+from rlplace.cli.output import print_json, say, show
 from rlplace.cli.plans import plan_and_problem, problem_at
 from rlplace.errors import InfeasibleError, InputError
 
@@ -35,24 +27,23 @@ EXAMPLE = "example: rlplace explain gpt2.plan.json"
 _PLAN = ".plan.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(ModelOptions):
     """Options of the verb."""
-    parser.add_argument(
-        "what", metavar="PLAN|MODEL", help="*.plan.json; or a MODEL as for 'rlplace place', to hear what would make it fit"
-    )
-    parser.add_argument("--problem", metavar="X.problem.json", help="the plan's problem (built again from the plan's source)")
-    parser.add_argument("--cluster", metavar="C", help="for a MODEL, as for 'rlplace place'; for a PLAN that does not name it")
-    parser.add_argument("--group", metavar="NAME", help="alternatives of this group or module (those that matter most)")
-    parser.add_argument("--groups", type=natural, default=5, metavar="N", help="alternatives of so many groups (5)")
-    parser.add_argument("--no-what-if", action="store_true", help="leave out what other hardware would bring")
-    parser.add_argument("--calls", type=natural, default=256, metavar="N", help="simulations of each search (256); 0: none")
-    parser.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="seconds for each planner (10)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the searches (0)")
-    parser.add_argument("--space", metavar="S", help="for a MODEL, as for 'rlplace place'; placement: groups, no strategies")
-    add_model_options(parser)
+
+    what: str = argument("PLAN|MODEL", "*.plan.json; or a MODEL as for 'rlplace place', to hear what would make it fit")
+    problem: str | None = option("the plan's problem (built again from the plan's source)", None, "X.problem.json")
+    cluster: str | None = option("for a MODEL, as for 'rlplace place'; for a PLAN that does not name it", None, "C")
+    group: str | None = option("alternatives of this group or module (those that matter most)", None, "NAME")
+    groups: int = option("alternatives of so many groups (5)", natural, "N", default=5)
+    no_what_if: bool = flag("leave out what other hardware would bring")
+    calls: int = option("simulations of each search (256); 0: none", natural, "N", default=256)
+    time_limit: float = option("seconds for each planner (10)", seconds, "S", default=10.0)
+    seed: int = option("seed of the searches (0)", natural, "N", default=0)
+    space: str | None = option("for a MODEL, as for 'rlplace place'; placement: groups, no strategies", None, "S")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ExplainOptions) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import cluster_of_plan
@@ -73,21 +64,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_model_options(options: argparse.Namespace) -> None:
-    if words := [*model_options(options), *given(options, {"space": None})]:
+def _refuse_model_options(options: ExplainOptions) -> None:
+    if words := [*options.model_words(), *options.given(("space",))]:
         raise InputError(f"{options.what} says itself what it was made from; leave {words[0]} out, or name the model instead")
 
 
-def _limits(options: argparse.Namespace) -> dict[str, Any]:
+def _limits(options: ExplainOptions) -> dict[str, Any]:
     return {"calls": options.calls, "time_limit_s": options.time_limit, "seed": options.seed}
 
 
-def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Namespace) -> None:
+def _show_strategy(plan: PlacementPlan, machine: Cluster, options: ExplainOptions) -> None:
     """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
 
     Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
-    from rlplace.cli.strategy import show_strategy
+    from rlplace.cli.plan_tables import show_strategy
     from rlplace.explanation.bounds import strategy_bounds
     from rlplace.explanation.strategy_what_if import strategy_what_if
     from rlplace.explanation.timeline.again import ask_again
@@ -116,7 +107,7 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: argparse.Name
         print("\n" + "\n".join(what_if_lines(changes)))
 
 
-def _plan(options: argparse.Namespace) -> Explanation:
+def _plan(options: ExplainOptions) -> Explanation:
     from rlplace.explanation.explain import explain
 
     plan, problem = plan_and_problem(options.what, options.problem, options.cluster)
@@ -134,25 +125,23 @@ def _plan(options: argparse.Namespace) -> Explanation:
     )
 
 
-def _model(options: argparse.Namespace) -> int:
-    """Returns the answer of ``rlplace place`` is explained; where no strategy or placement fits, what would make the
-    model fit.
-    """
-    from rlplace.cli.place import answer, placement_reason
-    from rlplace.cli.strategy import machine_of
+def _model(options: ExplainOptions) -> int:
+    """Explains the answer of ``rlplace place``; where no strategy or placement fits, says what would make the model fit."""
+    from rlplace.cli.place import PlaceOptions, answer
     from rlplace.explanation.explain import explain
     from rlplace.placement import get_planner
 
-    others = {"model": options.what, "planner": "agent", "agent": None, "memory": False, "batch_curve": None}
-    others |= {"couple": "replica", "buffers": "whole"}
-    asked = argparse.Namespace(**{**vars(options), **others, "calls": None, "microbatches": None, "schedule": None})
-    if placement_reason(asked) is None:
+    asked = PlaceOptions(
+        model=options.what, cluster=options.cluster, space=options.space, time_limit=options.time_limit, seed=options.seed,
+        **options.shared(),
+    )  # fmt: skip
+    if asked.placement_reason is None:
         try:
             plan, _ = answer(asked)
             if plan.strategy is not None:
-                _show_strategy(plan, machine_of(asked), options)
+                _show_strategy(plan, machine_of(asked.cluster), options)
                 return 0
-            options.batch = plan.samples
+            options = dataclasses.replace(options, batch=plan.samples)
         except InfeasibleError as error:
             say(f"no whole strategy fits: {error}")
     loaded = load(options.what, options.cluster, options)
@@ -167,7 +156,7 @@ def _model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _relax(loaded: Priced, options: argparse.Namespace) -> None:
+def _relax(loaded: Priced, options: ExplainOptions) -> None:
     from rlplace.explanation.relax import relax
 
     say("no plan found; trying what would make it fit")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
-from rlplace.cli.common import print_json, say
+from rlplace.cli.options import Options, argument, option
+from rlplace.cli.output import print_json, say
 
 HELP = "write a plan as a training script of plain torch, or as a job file of torchtitan"
 EXAMPLE = "example: rlplace export gpt2.plan.json --to script --out train.py"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
     """Options of the verb."""
-    parser.add_argument("plan", metavar="PLAN", help="plan with a strategy that 'rlplace place MODEL' made")
-    parser.add_argument("--to", choices=("torchtitan", "script"), required=True, help="what to write")
-    parser.add_argument("--out", metavar="FILE", help="where to write it (shown)")
+
+    plan: str = argument("PLAN", "plan with a strategy that 'rlplace place MODEL' made")
+    to: str = option("what to write", choices=("torchtitan", "script"), required=True)
+    out: str | None = option("where to write it (shown)", None, "FILE")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ExportOptions) -> int:
     """Runs the verb."""
     from rlplace.files import write_text
     from rlplace.plan.plan import PlacementPlan

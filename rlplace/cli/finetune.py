@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import (
-    add_model_options,
-    asked_batch,
-    capture_sizes,
-    compile_first,
-    costs_of,
-    natural,
-    note_machine,
-    positive,
-    print_json,
-    print_table,
-    rate,
-    say,
-    seconds,
-)
-from rlplace.cli.strategy import machine_of, question_of
+from rlplace.cli.models import asked_batch, capture_sizes, compile_first, costs_of, machine_of, note_machine
+from rlplace.cli.options import ModelOptions, argument, natural, option, positive, rate, seconds
+from rlplace.cli.output import print_json, print_table, say
+from rlplace.cli.place import question_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import uniform_words
 from rlplace.text import ms
@@ -39,39 +27,51 @@ HELP = "run strategies on a real cluster and learn from them"
 EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(ModelOptions):
     """Options of the verb."""
-    add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="as for rlplace place; left out with --export-runs")
-    add("--cluster", metavar="C", help="the devices of the runs; host (default)")
-    add("--runs", type=positive, default=5, metavar="N", help="strategies to run (5)")
-    add("--launch", metavar="COMMAND", help="how a plan is run, with {plan} and {timings}; default: torchrun on this machine")
-    add("--timeout", type=rate, default=600.0, metavar="S", help="seconds after which a run counts as crashed (600)")
-    add("--device", choices=("cpu", "cuda"), help="for runs on this machine (cuda where there is a GPU)")
-    add("--log", metavar="FILE", help="file of runs, *.runs.jsonl: what it holds counts, and the session goes on from there")
-    add("--site", default="", metavar="TEXT", help="tells clusters apart that are planned for alike")
-    add("--rule", default="improvement", metavar="NAME", help="chooses runs: improvement (default), calibrate, list")
-    add("--space", metavar="S", help="what may be chosen, as for rlplace place")
-    add("--time-limit", type=seconds, default=5.0, metavar="S", help="seconds for the planner's first answer (5)")
-    add("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    add("--from", dest="others", nargs="+", metavar="FILE", help="runs elsewhere on such devices, *.runs.jsonl, count, too")
-    add("--out", metavar="P.plan.json", help="where the best plan that ran goes")
-    add("--export-runs", metavar="FILE", help="write the runs of --log for others: no names of machines or modules, no code")
-    add_model_options(parser)
+
+    model: str | None = argument("MODEL", "as for rlplace place; left out with --export-runs", "?")
+    cluster: str | None = option("the devices of the runs; host (default)", None, "C")
+    runs: int = option("strategies to run (5)", positive, "N", default=5)
+    launch: str | None = option(
+        "how a plan is run, with {plan} and {timings}; default: torchrun on this machine", None, "COMMAND"
+    )
+    timeout: float = option("seconds after which a run counts as crashed (600)", rate, "S", default=600.0)
+    device: str | None = option("for runs on this machine (cuda where there is a GPU)", choices=("cpu", "cuda"))
+    log: str | None = option(
+        "file of runs, *.runs.jsonl: what it holds counts, and the session goes on from there", None, "FILE"
+    )
+    site: str = option("tells clusters apart that are planned for alike", None, "TEXT", default="")
+    rule: str = option("chooses runs: improvement (default), calibrate, list", None, "NAME", default="improvement")
+    space: str | None = option("what may be chosen, as for rlplace place", None, "S")
+    time_limit: float = option("seconds for the planner's first answer (5)", seconds, "S", default=5.0)
+    seed: int = option("seed (0)", natural, "N", default=0)
+    others: list[str] | None = option(
+        "runs elsewhere on such devices, *.runs.jsonl, count, too", None, "FILE", name="--from", nargs="+"
+    )
+    out: str | None = option("where the best plan that ran goes", None, "P.plan.json")
+    export_runs: str | None = option(
+        "write the runs of --log for others: no names of machines or modules, no code", None, "FILE"
+    )
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.files import check_output
+
+        for output in (self.out, self.log, self.export_runs):
+            if output:
+                check_output(output)
+        if self.export_runs and not self.log:
+            raise InputError("finetune: --export-runs writes the runs of a file; name it with --log")
+        if self.model is None and not self.export_runs:
+            raise InputError("finetune: name a MODEL whose strategies are run")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: FinetuneOptions) -> int:
     """Runs the verb."""
-    from rlplace.files import check_output
     from rlplace.measure.log import RunLog, write_shared
 
-    for output in (options.out, options.log, options.export_runs):
-        if output:
-            check_output(output)
-    if options.export_runs and not options.log:
-        raise InputError("finetune: --export-runs writes the runs of a file; name it with --log")
-    if options.model is None and not options.export_runs:
-        raise InputError("finetune: name a MODEL whose strategies are run")
     log = RunLog(options.log)
     if options.model is not None:
         _session(options, log)
@@ -81,12 +81,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _session(options: argparse.Namespace, log: Any) -> None:
+def _session(options: FinetuneOptions, log: Any) -> None:
     from rlplace.measure.launch import launcher, local_command
     from rlplace.measure.session import Session
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
-    machine = machine_of(options)
+    machine = machine_of(options.cluster)
     command = options.launch or local_command(machine, options.device)
     launch = launcher(command, machine, timeout_s=options.timeout)
     note_machine(options.cluster, machine)
@@ -105,7 +105,7 @@ def _session(options: argparse.Namespace, log: Any) -> None:
     _finish(options, session, ran)
 
 
-def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
+def _others(options: FinetuneOptions, machine: Cluster) -> tuple[Run, ...]:
     """Runs elsewhere that tell of this cluster."""
     if not options.others:
         return ()
@@ -118,7 +118,7 @@ def _others(options: argparse.Namespace, machine: Cluster) -> tuple[Run, ...]:
     return found
 
 
-def _planned(options: argparse.Namespace, machine: Cluster) -> tuple[SearchProblem, PlacementPlan]:
+def _planned(options: FinetuneOptions, machine: Cluster) -> tuple[SearchProblem, PlacementPlan]:
     """Returns the question, and the planner's answer."""
     from rlplace.api import CLASSICAL, FIXED, answer, default_batch
 
@@ -149,7 +149,7 @@ def _said(run: Run) -> str:
     return f"{ms(run.median_s)} ms, {ms(run.expected_s)} were expected"
 
 
-def _finish(options: argparse.Namespace, session: Session, ran: list[tuple[PlacementPlan, Run]]) -> None:
+def _finish(options: FinetuneOptions, session: Session, ran: list[tuple[PlacementPlan, Run]]) -> None:
     plan, best = session.best()
     if options.out:
         plan.save(options.out)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
-from rlplace.cli.common import print_json
+from rlplace.cli.options import Options
+from rlplace.cli.output import print_json
 from rlplace.plugins import version_of
 
 HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
@@ -25,11 +26,12 @@ _PACKAGES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb has no options of its own."""
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions(Options):
+    """Options of the verb."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: InfoOptions) -> int:
     """Runs the verb."""
     facts = _facts()
     if options.json:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import gc
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 import shtab
@@ -34,13 +35,14 @@ from rlplace.cli import (
     simulate,
     train,
 )
+from rlplace.cli.options import Options
 from rlplace.errors import RlplaceError
 
 _VERBS = (train, place, capture, simulate, compare, explain, diff, report, run, export, measure, calibrate, finetune, info)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, with the nearest word that is right; the usage is a --help away."""
+    """A parser whose errors are one line, with the nearest word that is right; the usage is a --help away."""
 
     verbs: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
@@ -80,15 +82,22 @@ def build_parser() -> argparse.ArgumentParser:
     for module in _VERBS:
         name = module.__name__.rpartition(".")[2]
         verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=module.EXAMPLE)
-        verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
-        module.add_arguments(verb)
-        verb.set_defaults(run=module.run)
+        record: type[Options] = getattr(module, f"{name.capitalize()}Options")
+        record.add_to(verb)
+        verb.set_defaults(run=functools.partial(_run, module, record))
     parser.verbs = verbs.choices
     about = verbs.add_parser("help", help="show the help of a verb")
     about.add_argument("of", nargs="?", choices=[name for name in parser.verbs if name != "help"], metavar="VERB")
     about.set_defaults(run=lambda options: _help(parser.verbs[options.of] if options.of else parser), debug=False)
     return parser
+
+
+def _run(verb: ModuleType, record: type[Options], parsed: argparse.Namespace) -> int:
+    """Runs a verb with its options, once they are checked; the verb is looked up late, so that tests can replace it."""
+    options = record.of(parsed)
+    options.check()
+    code: int = verb.run(options)
+    return code
 
 
 def _help(parser: argparse.ArgumentParser) -> int:
@@ -126,9 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """Returns the command ``rlplace``: gives the prompt back at once; collecting a capture's garbage at the end took
-    seconds.
-    """
+    """Runs the command ``rlplace`` and exits at once: collecting a capture's garbage at the end took seconds."""
     code = main()
     gc.freeze()
     sys.exit(code)

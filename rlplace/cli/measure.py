@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import add_model_options, microbatch, positive, pricing_flags, print_json, print_table, say, seconds
+from rlplace.cli.models import microbatch
+from rlplace.cli.options import MODEL, PRICES, ModelOptions, argument, flag, option, positive, seconds
+from rlplace.cli.output import print_json, print_table, say
 from rlplace.errors import InputError
 from rlplace.text import ms
 
@@ -16,62 +18,66 @@ HELP = "time ops, steps or links on real devices"
 EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --out gpt2.measure.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(ModelOptions):
     """Options of the verb."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)",
+
+    model: str | None = argument("MODEL", MODEL, "?")
+    ops: bool = flag("time every distinct op of the model inside real training steps")
+    step: bool = flag("time whole training steps of the model")
+    links: bool = flag("under torchrun: latency and bandwidth of every pair of devices")
+    plans: list[str] | None = option("under torchrun: time the steps of these plans", None, "P.plan.json", nargs="+")
+    out: str = option("M.measure.json; for --links C.toml, for --plans T.timings.json", None, "FILE", required=True)
+    device: str | None = option("cpu or cuda:N (the GPU of the local rank where there is one)", None, "D")
+    threads: int | None = option("torch threads on a processor (torch's default)", positive, "N")
+    repeats: int = option("timed steps of each kind or plan (25)", positive, "N", default=25)
+    time_limit: float = option("seconds of timing, of each plan (120)", seconds, "S", default=120.0)
+    problem: list[str] | None = option(
+        "problems of the plans (built again from them)", None, "X.problem.json", nargs="+", group="with --plans"
     )
-    parser.add_argument("--ops", action="store_true", help="time every distinct op of the model inside real training steps")
-    parser.add_argument("--step", action="store_true", help="time whole training steps of the model")
-    parser.add_argument("--links", action="store_true", help="under torchrun: latency and bandwidth of every pair of devices")
-    parser.add_argument("--plans", metavar="P.plan.json", nargs="+", help="under torchrun: time the steps of these plans")
-    parser.add_argument(
-        "--out", metavar="FILE", required=True, help="M.measure.json; for --links C.toml, for --plans T.timings.json"
+    cluster: str | None = option("the cluster of the plans, where its file has moved", None, "C", group="with --plans")
+    warmup: int = option("steps before timing (2)", positive, "N", default=2, group="with --plans")
+    trace: str | None = option(
+        "a step of the first plan by torch's profiler, for Perfetto", None, "T.json", group="with --plans"
     )
-    parser.add_argument("--device", metavar="D", help="cpu or cuda:N (the GPU of the local rank where there is one)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="torch threads on a processor (torch's default)")
-    parser.add_argument("--repeats", type=positive, default=25, metavar="N", help="timed steps of each kind or plan (25)")
-    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="S", help="seconds of timing, of each plan (120)")
-    plans = parser.add_argument_group("with --plans")
-    plans.add_argument("--problem", metavar="X.problem.json", nargs="+", help="problems of the plans (built again from them)")
-    plans.add_argument("--cluster", metavar="C", help="the cluster of the plans, where its file has moved")
-    plans.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before timing (2)")
-    plans.add_argument("--trace", metavar="T.json", help="a step of the first plan by torch's profiler, for Perfetto")
-    add_model_options(parser)
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.files import check_output
+
+        if self.plans:
+            if self.ops or self.step or self.links or self.model:
+                raise InputError("measure: --plans takes no model and times nothing else; measure ops and links in other runs")
+        elif self.links:
+            if self.ops or self.step or self.model:
+                raise InputError("measure: --links takes no model; measure ops and links in two runs")
+        else:
+            check_output(self.out)
+            if not self.ops and not self.step:
+                raise InputError("measure: say what to time: --ops, --step or --links")
+            if self.model is None:
+                raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
+            if flags := self.given(PRICES):
+                if flags[0] == "--host-mode":
+                    raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
+                raise InputError(f"measure: {flags[0]} changes nothing that is timed; leave it out")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: MeasureOptions) -> int:
     """Runs the verb."""
-    from rlplace.files import check_output
-
     if options.plans:
-        if options.ops or options.step or options.links or options.model:
-            raise InputError("measure: --plans takes no model and times nothing else; measure ops and links in other runs")
         from rlplace.cli import measure_plans
 
         return measure_plans.run(options)
     if options.links:
-        if options.ops or options.step or options.model:
-            raise InputError("measure: --links takes no model; measure ops and links in two runs")
         from rlplace.cli import measure_links
 
         return measure_links.run(options)
-    check_output(options.out)
-    if not options.ops and not options.step:
-        raise InputError("measure: say what to time: --ops, --step or --links")
-    if options.model is None:
-        raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
-    if flags := pricing_flags(options):
-        if flags[0] == "--host-mode":
-            raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
-        raise InputError(f"measure: {flags[0]} changes nothing that is timed; leave it out")
-    return _measure_model(options)
+    assert options.model is not None
+    return _measure_model(options.model, options)
 
 
-def _measure_model(options: argparse.Namespace) -> int:
+def _measure_model(model: str, options: MeasureOptions) -> int:
     import torch
 
     from rlplace.measure.ops import load_and_measure
@@ -80,10 +86,10 @@ def _measure_model(options: argparse.Namespace) -> int:
     device = own_device(options.device, "measure")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    say(f"timing {options.model} on {device}")
+    say(f"timing {model} on {device}")
     measurement = load_and_measure(
-        options.model,
-        batch=microbatch(options.model, options),
+        model,
+        batch=microbatch(model, options),
         seq=options.seq,
         dtype=options.dtype,
         optimizer=options.optimizer,

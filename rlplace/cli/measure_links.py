@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.common import print_json, print_table, say
+from rlplace.cli.output import print_json, print_table, say
 
 if TYPE_CHECKING:
+    from rlplace.cli.measure import MeasureOptions
     from rlplace.cluster.measured import LinkTimes
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: MeasureOptions) -> int:
     """Runs the verb on this rank."""
     from rlplace.files import check_output
     from rlplace.measure.links import measure_links

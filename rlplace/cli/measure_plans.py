@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from pathlib import Path
@@ -10,19 +9,20 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from rlplace.cli.common import print_json, print_table, say
+from rlplace.cli.output import print_json, print_table, say
 from rlplace.errors import InputError, RlplaceError
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
     import torch
 
+    from rlplace.cli.measure import MeasureOptions
     from rlplace.cost.timings import PlanTiming, PlanTimings
     from rlplace.plan.plan import PlacementPlan
     from rlplace.problem import Problem
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: MeasureOptions) -> int:
     """Times every plan on this rank's process; the processes stay from plan to plan."""
     import torch.distributed as dist
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             end_group()
 
 
-def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
+def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
     import torch
     import torch.distributed as dist
 
@@ -86,14 +86,14 @@ def _measure(options: argparse.Namespace, device: torch.device) -> PlanTimings:
     return PlanTimings(recipe.model, environment, tuple(done))
 
 
-def _trace(options: argparse.Namespace, rank: int, path: str) -> str | None:
+def _trace(options: MeasureOptions, rank: int, path: str) -> str | None:
     """Where this process writes the trace of a plan: of the first one, each process a file of its own."""
     if not options.trace or path != options.plans[0]:
         return None
     return str(options.trace) if rank == 0 else str(Path(options.trace).with_suffix(f".rank{rank}.json"))
 
 
-def _problems(options: argparse.Namespace, plans: list[PlacementPlan]) -> dict[str, Problem]:
+def _problems(options: MeasureOptions, plans: list[PlacementPlan]) -> dict[str, Problem]:
     """Returns the problem of every placement, by fingerprint; rank 0 reads or builds them, and checks what strategies
     are for.
     """

@@ -2,97 +2,122 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import dataclasses
 import functools
+import math
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlplace.cli.common import (
-    GRANULARITY,
-    add_model_options,
+from rlplace.cli.models import (
+    asked_batch,
+    capture_sizes,
     check_agent,
     compile_first,
-    given,
+    costs_of,
     load,
-    model_options,
-    natural,
-    positive,
-    print_json,
-    print_table,
-    say,
-    seconds,
+    machine_of,
+    note_machine,
 )
-from rlplace.cli.memory import add_memory_options, check_memory_options, full_note, show_memory, warn_of_update, with_memory
-from rlplace.cli.strategy import machine_of, place_strategy, show_strategy
+from rlplace.cli.options import MODEL, ModelOptions, argument, flag, natural, option, positive, seconds
+from rlplace.cli.output import print_json, say
+from rlplace.cli.plan_tables import show_memory, show_placement, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.prediction import Prediction
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
-from rlplace.problem import Problem
 from rlplace.text import gb, ms
+
+if TYPE_CHECKING:
+    from rlplace.api import Answer, Captured
+    from rlplace.cluster import Cluster
+    from rlplace.cost.footprint import Footprint
+    from rlplace.placement.ask import Placed
+    from rlplace.strategy.search.tries import SearchProblem
 
 HELP = "plan how the devices of a cluster train a model"
 EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.json"
+KERNELS = ("foreach", "fused", "single")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions(ModelOptions):
     """Options of the verb."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code), *.problem.json",
+
+    model: str = argument("MODEL", f"{MODEL}, *.problem.json")
+    cluster: str | None = option("KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml", None, "C")
+    planner: str = option("planner (agent); 'rlplace info' lists them", None, "NAME", default="agent")
+    agent: str | None = option("places groups: checkpoint name or folder (default)", None, "NAME")
+    time_limit: float | None = option("seconds for the planner (5, with --calls no limit)", seconds, "S")
+    seed: int = option("seed (0)", natural, "N", default=0)
+    microbatches: int | None = option("micro-batches of a replica (chosen)", positive, "M")
+    schedule: str | None = option("how micro-batches take turns (chosen)", choices=SCHEDULES)
+    batch_curve: str | None = option("epochs by batch: the batch is chosen, too, from --batch (8) up", None, "FILE")
+    space: str | None = option(
+        'what may be chosen: auto (default, all that can run), all, or "tensor=1,2 sharding=0"; placement: groups instead',
+        None,
+        "S",
     )
-    parser.add_argument("--cluster", metavar="C", help="KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml")
-    parser.add_argument("--planner", default="agent", metavar="NAME", help="planner (agent); 'rlplace info' lists them")
-    parser.add_argument("--agent", metavar="NAME", help="places groups: checkpoint name or folder (default)")
-    parser.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for the planner (5, with --calls no limit)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed (0)")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="micro-batches of a replica (chosen)")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="how micro-batches take turns (chosen)")
-    parser.add_argument("--batch-curve", metavar="FILE", help="epochs by batch: the batch is chosen, too, from --batch (8) up")
-    parser.add_argument(
-        "--space",
-        metavar="S",
-        help='what may be chosen: auto (default, all that can run), all, or "tensor=1,2 sharding=0"; placement: groups instead',
-    )
-    parser.add_argument(
-        "--calls", type=positive, metavar="N", help="plans to simulate at most: the answer is then the same every time"
-    )
-    parser.add_argument(
-        "--couple",
+    calls: int | None = option("plans to simulate at most: the answer is then the same every time", positive, "N")
+    couple: str = option(
+        "a loss that couples samples is computed over those of a replica (default), or of the whole batch",
         choices=("replica", "gather"),
         default="replica",
-        help="a loss that couples samples is computed over those of a replica (default), or of the whole batch",
     )
-    parser.add_argument(
-        "--buffers",
+    buffers: str = option(
+        "where a forward writes buffers by its samples: keep batches whole (default), or let every replica write its own",
         choices=("whole", "replica"),
         default="whole",
-        help="where a forward writes buffers by its samples: keep batches whole (default), or let every replica write its own",
     )
-    add_memory_options(parser)
-    parser.add_argument("--out", metavar="P.plan.json", help="write the plan")
-    add_model_options(parser)
+    memory: bool = flag("show what fills the memory of the devices, kind by kind")
+    alloc_conf: str = option(
+        "with --memory, for placements: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True", None, "TEXT", default=""
+    )
+    optimizer_kernel: str | None = option("likewise: how the optimizer updates (foreach)", choices=KERNELS)
+    out: str | None = option("write the plan", None, "P.plan.json")
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.cost.allocator import AllocatorOptions
+        from rlplace.files import check_output
+
+        if self.out:
+            check_output(self.out)
+        placements = self.placement_reason is not None
+        AllocatorOptions.parse(self.alloc_conf)
+        for name in self.given(("alloc_conf", "optimizer_kernel")):
+            if not self.memory:
+                raise InputError(f"{name} describes the memory table; add --memory, or leave it out")
+            if not placements:
+                raise InputError(f"{name} is about torch's allocator, which is replayed for placements; add --space placement")
+
+    @property
+    def placement_reason(self) -> str | None:
+        """The reason why placements are asked for; None where whole strategies are."""
+        from rlplace.api import PLACEMENT, why_placement
+
+        if self.model.endswith(".problem.json"):
+            if self.space not in (None, PLACEMENT):
+                raise InputError(f"{self.model} is placed group by group; leave --space out, or name the model instead")
+            return why_placement(self.planner, PLACEMENT) and "a problem file has groups only"
+        return why_placement(self.planner, self.space, self.given(("agent", "granularity")))
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds for the planner; None: no limit."""
+        return 5.0 if self.time_limit is None and self.calls is None else self.time_limit
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlaceOptions) -> int:
     """Runs the verb."""
-    from rlplace.files import check_output
-
-    if options.time_limit is None and options.calls is None:
-        options.time_limit = 5.0
-    if options.out:
-        check_output(options.out)
-    reason = placement_reason(options)
-    check_memory_options(options, reason is not None)
-    if reason is None:
-        plan, show = answer(options)
-    else:
-        plan, show = _place_groups(options, reason)
+    reason = options.placement_reason
+    plan, show = answer(options) if reason is None else _place_groups(options, reason)
     if options.out:
         plan.save(options.out)
         say(f"wrote {options.out}")
@@ -103,17 +128,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], None]]:
+def answer(options: PlaceOptions) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best strategy, or a quicker placement, and a function that prints it."""
-    result, machine = place_strategy(options), machine_of(options)
+    result, machine = _place_strategy(options), machine_of(options.cluster)
     best, placed = result.strategy, result.placed
     if placed is None:
         return best, functools.partial(show_strategy, best, machine)
 
-    plan, footprints = with_memory(placed, options) if options.memory else (placed.plan, [])
+    plan, footprints = _with_memory(placed, options) if options.memory else (placed.plan, [])
 
     def show() -> None:
-        _show(plan, placed.problem)
+        show_placement(plan, placed.problem)
         assert best.strategy is not None
         words = uniform_words(best.strategy)
         print(f"branches side by side: the best strategy takes {ms(best.predicted.step_s)} ms ({words}); --space chooses one")
@@ -122,33 +147,73 @@ def answer(options: argparse.Namespace) -> tuple[PlacementPlan, Callable[[], Non
     return plan, show
 
 
-def placement_reason(options: argparse.Namespace) -> str | None:
-    """Explains why placements are asked for; None where whole strategies are."""
-    from rlplace.api import PLACEMENT, why_placement
+def _place_strategy(options: PlaceOptions) -> Answer:
+    """Plans the whole strategy that the options ask for; the answer may be a quicker placement."""
+    from rlplace.api import FIXED, PER_DEVICE, allowed_space, answer, default_batch
+    from rlplace.strategy.search.efficiency import BatchCurve
 
-    if options.model.endswith(".problem.json"):
-        if options.space not in (None, PLACEMENT):
-            raise InputError(f"{options.model} is placed group by group; leave --space out, or name the model instead")
-        return why_placement(options.planner, PLACEMENT) and "a problem file has groups only"
-    return why_placement(options.planner, options.space, given(options, _OF_PLACEMENTS))
+    fixed = {name: getattr(options, name) for name in FIXED}
+    allowed_space(options.space, fixed, options.planner)  # contradictions are refused before the capture
+    machine = machine_of(options.cluster)
+    costs = costs_of(options, machine)
+    note_machine(options.cluster, machine)
+    curve = BatchCurve.load(options.batch_curve) if options.batch_curve else None
+    batch, samples = asked_batch(options.model, options)
+    if batch is None and curve is None:
+        batch = default_batch(machine)
+        say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
+    compile_first("strategy")
+    captured = capture_sizes(options.model, options, samples)
+    began_s = time.monotonic()
+    say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
+    with _progress_line() as progress:
+        return answer(
+            captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
+            calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.limit_s,
+            seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
+            buffers=options.buffers, memory=options.memory,
+        )  # fmt: skip
 
 
-_OF_PLACEMENTS: dict[str, Any] = {"agent": None, "granularity": GRANULARITY}
-"""Options that belong to placements alone, with their defaults."""
+def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> SearchProblem:
+    """Returns the search problem of a captured model; `asked` is as for `rlplace.api.what_may_be`."""
+    from rlplace.api import what_may_be
+    from rlplace.strategy.search.plan import ask
+
+    return ask(cluster=machine, batch=batch, costs=costs, host=host, **what_may_be(captured, **asked))
 
 
-def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[int, float], None] | None]:
+    """Yields a function that shows the progress of a search in one line of a terminal; None without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def write(text: str) -> None:
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def report(calls: int, best_s: float) -> None:
+        write(f"{calls} strategies simulated" + (f", the best takes {ms(best_s)} ms" if math.isfinite(best_s) else ""))
+
+    try:
+        yield report
+    finally:
+        write("")
+
+
+def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best placement, and a function that prints it."""
     from rlplace.explanation.compare.measure import takes_calls
     from rlplace.placement.ask import place_priced
 
-    for name in given(options, dict.fromkeys(("batch_curve", "microbatches", "schedule"))):
+    for name in options.given(("batch_curve", "microbatches", "schedule")):
         raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
-    agent = options.agent or "default"
+    extra: dict[str, Any] = {}
     if options.planner == "agent":
-        check_agent(agent)
+        extra["agent"] = options.agent or "default"
+        check_agent(extra["agent"])
         compile_first()
-    extra: dict[str, Any] = {"agent": agent} if options.planner == "agent" else {}
     if options.calls is not None:
         if not takes_calls(options.planner):
             raise InputError(f"planner {options.planner} is no search, and simulates what it needs; leave --calls out")
@@ -156,28 +221,28 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     loaded = load(options.model, options.cluster, options, runs=True)
     say(f"planning with {options.planner}")
     try:
-        placed = place_priced(loaded, planner=options.planner, seed=options.seed, time_limit_s=options.time_limit, **extra)
+        placed = place_priced(loaded, planner=options.planner, seed=options.seed, time_limit_s=options.limit_s, **extra)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"{error}; '{_explain_command(options)}' says what would make it fit",
             device=error.device,
             short_bytes=error.short_bytes,
         ) from None
-    plan, footprints = with_memory(placed, options) if options.memory else (placed.plan, [])
+    plan, footprints = _with_memory(placed, options) if options.memory else (placed.plan, [])
     if not options.memory:
-        warn_of_update(placed, options)
+        _warn_of_update(placed, options)
     notes = []
     if loaded.graph is not None:
         from rlplace.strategy.search.remarks import bf16_note, without_bf16
 
-        kinds = without_bf16(loaded.graph, machine_of(options), np.unique(plan.device_of_group).tolist())
+        kinds = without_bf16(loaded.graph, machine_of(options.cluster), np.unique(plan.device_of_group).tolist())
         notes = [bf16_note(loaded.graph, kinds)] if kinds else []
     question = f"question: which device each group of ops runs on ({reason})"
     if options.json:
         say(question)
 
     def show() -> None:
-        _show(plan, placed.problem)
+        show_placement(plan, placed.problem)
         print(question + ("" if loaded.graph is None else "; --space auto asks for the whole strategy"))
         for note in notes:
             print(f"note: {note}")
@@ -186,77 +251,47 @@ def _place_groups(options: argparse.Namespace, reason: str) -> tuple[PlacementPl
     return plan, show
 
 
-def _explain_command(options: argparse.Namespace) -> str:
+def _explain_command(options: PlaceOptions) -> str:
     """Returns the command that looks for what would make the model fit."""
     from rlplace.api import PLACEMENT
 
     words = ["rlplace", "explain", options.model]
     words += ["--cluster", options.cluster] if options.cluster else []
     words += [] if options.model.endswith(".problem.json") else ["--space", PLACEMENT]
-    return shlex.join([*words, *model_options(options)])
+    return shlex.join([*words, *options.model_words()])
 
 
-def _show(plan: PlacementPlan, problem: Problem) -> None:
-    predicted = plan.predicted
-    peaks = predicted.peak_memory_bytes
-    counts = np.bincount(plan.device_of_group, minlength=problem.num_devices)
-    rows = []
-    for index, device in enumerate(problem.devices):
-        limit = device.memory_bytes
-        share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
-        rows.append([device.name, device.kind or "-", str(counts[index]), gb(peaks[index]), gb(limit), share])
-    print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
-    print()
-    print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
-    print(f"{problem.samples_per_microbatch} samples a step, in one pass")
-    print(f"step time {ms(predicted.step_time_s)} ms, {predicted.samples_per_s:.2f} samples/s")
-    if predicted.floor_step_time_s:
-        print(f"best classical planner {ms(predicted.floor_step_time_s)} ms")
-    _show_speedup(plan, problem)
-    if predicted.proof:
-        print(proof_line(predicted.proof))
-    if predicted.held_back_bytes:
-        kept = [f"{gb(n)} GB of {d.name}" for n, d in zip(predicted.held_back_bytes, problem.devices, strict=True) if n]
-        print(f"held back so that the plan fits op by op, too: {', '.join(kept)}")
-    if predicted.op_level is not None:
-        print(op_level_line(predicted.op_level, problem))
-    if note := full_note(peaks, problem.devices):
-        print(f"note: {note}")
+def _with_memory(placed: Placed, options: PlaceOptions) -> tuple[PlacementPlan, list[Footprint]]:
+    """Returns the plan with ``predicted.memory``, and the footprints in it: op by op where the graph is known, else by task."""
+    from rlplace.cost.allocator import AllocatorOptions
+    from rlplace.cost.footprint import MemoryOptions, footprint
+
+    settings = MemoryOptions(
+        allocator=AllocatorOptions.parse(options.alloc_conf), optimizer_kernel=options.optimizer_kernel or "foreach"
+    )
+    plan, problem = placed.plan, placed.problem
+    whole = plan
+    if placed.op_problem is not None:
+        problem = placed.op_problem
+        # Priority and order number tasks, not ops.
+        whole = dataclasses.replace(plan, problem=problem.fingerprint, priority=None, order=None)
+    footprints = footprint(problem, whole, graph=placed.graph, options=settings)
+    return plan.with_predicted(plan.predicted.replace(memory=tuple(item.to_dict() for item in footprints))), footprints
 
 
-def op_level_line(op_level: Prediction, problem: Problem) -> str:
-    """What the finer simulation says, with the devices that it finds too small."""
-    line = f"simulated op by op {ms(op_level.step_time_s)} ms, feasible {op_level.feasible}"
-    over = [
-        f"{device.name} needs {gb(peak)} GB of {gb(device.memory_bytes)}"
-        for device, peak in zip(problem.devices, op_level.peak_memory_bytes, strict=True)
-        if device.memory_bytes is not None and peak > device.memory_bytes
-    ]
-    if not over:
-        return line
-    return f"{line}: {', '.join(over)}; the plan may run out of memory: leave room with a smaller batch or larger devices"
+def _warn_of_update(placed: Placed, options: PlaceOptions) -> None:
+    """Says so when the plan fits but torch's default optimizer update on an accelerator would not."""
+    from rlplace.cost.contract import foreach_update_bytes
 
-
-def proof_line(proof: Mapping[str, Any]) -> str:
-    """What an exact planner knows about its plan, or about the coarse program that it solved."""
-    bound, gap = proof.get("lower_bound_s"), proof.get("gap")
-    of = f" (coarse program of {proof['nodes']} nodes)" if proof.get("program") == "coarse" else ""
-    known = "" if bound is None or gap is None else f", lower bound {ms(bound)} ms, gap {100 * gap:.2f} %"
-    return f"proof: {proof['status']}{of}{known}"
-
-
-def _show_speedup(plan: PlacementPlan, problem: Problem) -> None:
-    """What several devices bring to a single batch: often no more than room."""
-    from rlplace.placement.common.floor import device_classes
-    from rlplace.simulator import simulate
-
-    used = len(np.unique(plan.device_of_group))
-    if used == 1 or (problem.group_device >= 0).any():
+    if placed.graph is None:
         return
-    alone = [simulate(problem, np.full(problem.num_groups, like[0])).step_time_s for like in device_classes(problem)]
-    quickest = min((step for step in alone if step is not None), default=None)
-    if quickest is None:
-        return
-    ratio = quickest / plan.predicted.step_s
-    line = f"one device with room for all would take {ms(quickest)} ms: {used} devices are {ratio:.2f} times as fast"
-    print(line)
+    needed = foreach_update_bytes(
+        placed.problem, placed.plan, str(placed.graph.capture["optimizer"]), master_weights=options.master_weights
+    )
+    for device, size in zip(placed.problem.devices, needed.tolist(), strict=True):
+        if device.memory_bytes is not None and size > device.memory_bytes and device.kind != "cpu":
+            say(
+                f"note: on {device.name} the optimizer's foreach update needs {gb(size)} of "
+                f"{gb(device.memory_bytes)} GB; make the optimizer with fused=True or foreach=False, or place with "
+                "--memory to see it all"
+            )

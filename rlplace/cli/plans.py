@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import say
+from rlplace.cli.output import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import natural, print_json, say, seconds
+from rlplace.cli.options import Options, argument, natural, option, seconds
+from rlplace.cli.output import print_json, say
 from rlplace.cli.plans import asked_of, plan_and_problem
 from rlplace.errors import InputError
+from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
 from rlplace.text import ms
 
 if TYPE_CHECKING:
@@ -20,29 +22,25 @@ EXAMPLE = "example: rlplace report bert.plan.json --out report.html"
 NONE = "none"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
     """Options of the verb."""
-    from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
 
-    parser.add_argument("plan", metavar="PLAN", help="plan file")
-    parser.add_argument(
-        "--problem", metavar="X.problem.json", help="the plan's problem; default: built again from the plan's source"
+    plan: str = argument("PLAN", "plan file")
+    problem: str | None = option("the plan's problem; default: built again from the plan's source", None, "X.problem.json")
+    cluster: str | None = option("the plan's cluster, where the plan does not say it", None, "C")
+    out: str = option("the page", None, "FILE.html", required=True)
+    planners: str = option(
+        f"planners to compare with, or {NONE} ({','.join(DEFAULT_PLANNERS)})", None, "A,B", default=",".join(DEFAULT_PLANNERS)
     )
-    parser.add_argument("--cluster", metavar="C", help="the plan's cluster, where the plan does not say it")
-    parser.add_argument("--out", metavar="FILE.html", required=True, help="the page")
-    parser.add_argument(
-        "--planners", default=",".join(DEFAULT_PLANNERS), metavar="A,B",
-        help=f"planners to compare with, or {NONE} ({','.join(DEFAULT_PLANNERS)})",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the planners (0)")
-    parser.add_argument("--time-limit", type=seconds, default=2.0, metavar="S", help="seconds per planner (2)")
-    parser.add_argument(
-        "--measurements", metavar="FILE", action="append",
-        help="measured step times: a *.timings.json of rlplace measure --plans",
-    )  # fmt: skip
+    seed: int = option("seed of the planners (0)", natural, "N", default=0)
+    time_limit: float = option("seconds per planner (2)", seconds, "S", default=2.0)
+    measurements: list[str] | None = option(
+        "measured step times: a *.timings.json of rlplace measure --plans", None, "FILE", action="append"
+    )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ReportOptions) -> int:
     """Runs the verb; an infeasible plan has a report too."""
     from rlplace.explanation.report.report import report
     from rlplace.files import check_output
@@ -67,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     return _show(options, data)
 
 
-def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
+def _strategy(plan: PlacementPlan, options: ReportOptions) -> ReportData:
     """Returns the report of a whole strategy."""
     from rlplace.explanation.report.report import render
     from rlplace.explanation.timeline.page import strategy_page
@@ -80,7 +78,7 @@ def _strategy(plan: PlacementPlan, options: argparse.Namespace) -> ReportData:
     return data
 
 
-def _show(options: argparse.Namespace, data: ReportData) -> int:
+def _show(options: ReportOptions, data: ReportData) -> int:
     """Says what was written."""
     line = data.timeline
     if options.json:
@@ -99,7 +97,7 @@ def _show(options: argparse.Namespace, data: ReportData) -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace) -> list[PlanTiming]:
+def _measured(options: ReportOptions) -> list[PlanTiming]:
     """Returns the plans of timings files, in the order given."""
     from rlplace.cost.timings import PlanTimings
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import (
-    OPTIMIZERS,
-    natural,
-    positive,
-    print_json,
-    print_table,
-    rate,
-    seconds,
-)
+from rlplace.cli.options import OPTIMIZERS, Options, flag, natural, option, positive, rate, seconds
+from rlplace.cli.output import print_json, print_table
 from rlplace.errors import InputError, MissingError
 from rlplace.text import gb, ms
 
@@ -30,28 +23,28 @@ HELP = "under torchrun: train a plan's model as the plan says"
 EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
     """Options of the verb."""
-    parser.add_argument("--plan", metavar="P.plan.json", required=True, help="plan that 'rlplace place MODEL' made")
-    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="training steps (10)")
-    parser.add_argument("--verify", action="store_true", help="compare with the unplaced model; exit code 1 if it differs")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer (that of the plan)")
-    parser.add_argument("--lr", type=rate, default=1e-3, metavar="X", help="learning rate (0.001)")
-    parser.add_argument("--clip", type=rate, metavar="NORM", help="clip gradients to this global norm")
-    parser.add_argument("--autocast", choices=("bf16",), help="mixed precision (what the plan was captured with)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights, batches and dropout (0)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (cuda where there is a GPU)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="of torch.distributed (nccl for GPUs, else gloo)")
-    parser.add_argument("--cluster", metavar="C", help="the cluster at hand; must be the one that the plan was made for")
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints, on storage that all hosts share")
-    parser.add_argument("--checkpoint-every", type=positive, metavar="N", help="steps between checkpoints (only at the end)")
-    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
-    parser.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="how long a rank may stand still while others wait (300)"
-    )
+
+    plan: str = option("plan that 'rlplace place MODEL' made", None, "P.plan.json", required=True)
+    steps: int = option("training steps (10)", positive, "N", default=10)
+    verify: bool = flag("compare with the unplaced model; exit code 1 if it differs")
+    optimizer: str | None = option("optimizer (that of the plan)", choices=OPTIMIZERS)
+    lr: float = option("learning rate (0.001)", rate, "X", default=0.001)
+    clip: float | None = option("clip gradients to this global norm", rate, "NORM")
+    autocast: str | None = option("mixed precision (what the plan was captured with)", choices=("bf16",))
+    seed: int = option("seed of weights, batches and dropout (0)", natural, "N", default=0)
+    device: str | None = option("where to run (cuda where there is a GPU)", choices=("cpu", "cuda"))
+    backend: str | None = option("of torch.distributed (nccl for GPUs, else gloo)", choices=("gloo", "nccl"))
+    cluster: str | None = option("the cluster at hand; must be the one that the plan was made for", None, "C")
+    checkpoint: str | None = option("folder for checkpoints, on storage that all hosts share", None, "DIR")
+    checkpoint_every: int | None = option("steps between checkpoints (only at the end)", positive, "N")
+    resume: bool = flag("continue from the latest checkpoint, if there is one")
+    timeout: float = option("how long a rank may stand still while others wait (300)", seconds, "S", default=300.0)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: RunOptions) -> int:
     """Runs the verb on this rank."""
     from rlplace.runtime.job import job
 
@@ -67,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     return _train(plan, settings, options)
 
 
-def _load(options: argparse.Namespace) -> PlacementPlan:
+def _load(options: RunOptions) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import recipe_of
     from rlplace.runtime.job.training import check_strategy
@@ -81,7 +74,7 @@ def _load(options: argparse.Namespace) -> PlacementPlan:
     return plan
 
 
-def _train(plan: PlacementPlan | InputError, settings: JobOptions, options: argparse.Namespace) -> int:
+def _train(plan: PlacementPlan | InputError, settings: JobOptions, options: RunOptions) -> int:
     import torch.distributed as dist
 
     from rlplace.runtime.base import faults
@@ -124,7 +117,7 @@ def check_processes(plan: PlacementPlan, path: str) -> None:
     raise InputError(f"{uses}, but there are {world} processes; start it with: {command}")
 
 
-def _step_printer(options: argparse.Namespace) -> Callable[[int, float, float], None]:
+def _step_printer(options: RunOptions) -> Callable[[int, float, float], None]:
     stream = sys.stderr if options.json else sys.stdout
 
     def on_step(step: int, loss: float, seconds: float) -> None:
@@ -133,7 +126,7 @@ def _step_printer(options: argparse.Namespace) -> Callable[[int, float, float], 
     return on_step
 
 
-def _show(result: JobResult, options: argparse.Namespace) -> None:
+def _show(result: JobResult, options: RunOptions) -> None:
     if options.json:
         print_json(result.to_dict())
         return

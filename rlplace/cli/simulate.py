@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from rlplace.cli.common import print_json, print_table, say
-from rlplace.cli.strategy import show_devices, show_step
+from rlplace.cli.options import Options, argument, option
+from rlplace.cli.output import print_json, print_table, say
+from rlplace.cli.plan_tables import show_devices, show_step
 from rlplace.errors import InputError
 from rlplace.text import gb, ms
 
@@ -17,15 +18,17 @@ HELP = "simulate a plan: of groups on its problem, a whole strategy on its model
 EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json; rlplace simulate gpt2.plan.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Options):
     """Options of the verb."""
-    parser.add_argument("problem", metavar="X.problem.json", nargs="?", help="problem of a plan that places groups")
-    parser.add_argument("plan", metavar="P.plan.json", help="plan file for that problem, or with a whole strategy")
-    parser.add_argument("--cluster", metavar="C", help="for a whole strategy: another cluster of as many devices")
-    parser.add_argument("--trace", metavar="T.json", help="write a trace for Perfetto")
+
+    problem: str | None = argument("X.problem.json", "problem of a plan that places groups", "?")
+    plan: str = argument("P.plan.json", "plan file for that problem, or with a whole strategy")
+    cluster: str | None = option("for a whole strategy: another cluster of as many devices", None, "C")
+    trace: str | None = option("write a trace for Perfetto", None, "T.json")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: SimulateOptions) -> int:
     """Runs the verb; an infeasible plan is a result, not a failure."""
     from rlplace.files import check_output
     from rlplace.plan.plan import PlacementPlan
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate_strategy(options: argparse.Namespace) -> int:
+def _simulate_strategy(options: SimulateOptions) -> int:
     """Returns a whole strategy, op by op where that is affordable."""
     from rlplace.explanation.timeline.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan

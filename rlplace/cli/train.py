@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplace.cli.common import compile_first, natural, positive, print_json, say
+from rlplace.cli.models import compile_first
+from rlplace.cli.options import Options, natural, option, positive
+from rlplace.cli.output import print_json, say
 from rlplace.errors import InputError, MissingError
 
 if TYPE_CHECKING:
@@ -17,31 +19,31 @@ HELP = "train a placer"
 EXAMPLE = "example: rlplace train --out runs/mine"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Options):
     """Options of the verb."""
-    parser.add_argument(
-        "--problems",
+
+    problems: list[str] | None = option(
+        "all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders",
+        None,
+        "P",
         nargs="+",
-        metavar="P",
-        help="all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders",
     )
-    parser.add_argument("--cluster", metavar="C", help="price the set's models for this cluster instead of random ones")
-    parser.add_argument("--cases", type=positive, metavar="N", help="cases to pre-train on")
-    parser.add_argument("--fit-steps", type=natural, metavar="N", help="steps of pre-training, 0 for none")
-    parser.add_argument("--steps", type=natural, metavar="N", help="PPO decisions, 0 for none")
-    parser.add_argument("--policy", metavar="NAME", help="policy to train (perceptron); 'rlplace info' lists others")
-    parser.add_argument("--out", metavar="DIR", help="run folder (runs/agent)")
-    parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder")
-    parser.add_argument("--processes", type=positive, metavar="N", help="processes that price moves (one a core)")
-    parser.add_argument("--seed", type=natural, metavar="N", help="seed (0)")
-    parser.add_argument("--device", default="auto", metavar="D", help="torch device of the network (auto)")
-    parser.add_argument(
-        "--calls", type=positive, default=256, metavar="N", help="simulator calls per search in the table (256)"
-    )
-    parser.add_argument("--test", nargs="+", metavar="P", help="files and folders that the table is made on (validation cases)")
+    cluster: str | None = option("price the set's models for this cluster instead of random ones", None, "C")
+    cases: int | None = option("cases to pre-train on", positive, "N")
+    fit_steps: int | None = option("steps of pre-training, 0 for none", natural, "N")
+    steps: int | None = option("PPO decisions, 0 for none", natural, "N")
+    policy: str | None = option("policy to train (perceptron); 'rlplace info' lists others", None, "NAME")
+    out: str | None = option("run folder (runs/agent)", None, "DIR")
+    resume: str | None = option("continue the run in this folder", None, "DIR")
+    processes: int | None = option("processes that price moves (one a core)", positive, "N")
+    seed: int | None = option("seed (0)", natural, "N")
+    device: str = option("torch device of the network (auto)", None, "D", default="auto")
+    calls: int = option("simulator calls per search in the table (256)", positive, "N", default=256)
+    test: list[str] | None = option("files and folders that the table is made on (validation cases)", None, "P", nargs="+")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: TrainOptions) -> int:
     """Runs the verb."""
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
@@ -90,7 +92,7 @@ def _check_device(name: str) -> None:
         raise InputError(f"--device {name}: is not a torch device; for example auto, cpu or cuda") from None
 
 
-def _config(options: argparse.Namespace, out: Path) -> tuple[TrainConfig, list[str]]:
+def _config(options: TrainOptions, out: Path) -> tuple[TrainConfig, list[str]]:
     from rlplace.agents.checkpoint import read_config
     from rlplace.agents.config import TrainConfig
 

@@ -14,7 +14,7 @@ import torch
 from rlplace.agents.checkpoint import save_checkpoint
 from rlplace.agents.network import PlacerNetwork
 from rlplace.cli.main import main
-from rlplace.cli.place import op_level_line
+from rlplace.cli.plan_tables import op_level_line
 from rlplace.envs.guide.features import FEATURES
 from rlplace.plan import PlacementPlan, Prediction
 from rlplace.problem import Problem

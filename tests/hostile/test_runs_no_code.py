@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "pickle": {
         "rlplace/runtime/state/untrusted.py",  # lets named classes through, and nothing else
-        "rlplace/cli/kept.py",  # files that this user alone can write, on this machine
+        "rlplace/cli/capture_cache.py",  # files that this user alone can write, on this machine
     },
     "importlib": {
         "rlplace/model/zoo/functions.py",  # module:function
@@ -27,7 +27,7 @@ ALLOWED = {
         "rlplace/plugins.py",  # entry points of installed packages
         "rlplace/explanation/report/report.py",  # importlib.resources
         "rlplace/cli/info.py",  # versions
-        "rlplace/cli/kept.py",  # versions
+        "rlplace/cli/capture_cache.py",  # versions
         "rlplace/placement/__init__.py",  # names of a literal table
         "rlplace/placement/search.py",
         "rlplace/model/capture/scan.py",  # names of a literal table

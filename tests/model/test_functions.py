@@ -9,8 +9,8 @@ from collections import UserDict
 import pytest
 import torch
 
-from rlplace.cli.common import asked_batch, microbatch
 from rlplace.cli.main import main
+from rlplace.cli.models import asked_batch, microbatch
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import load_model

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from rlplace.cli.kept import kept
+from rlplace.cli.capture_cache import cached
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import LoadedModel, load_model
@@ -169,9 +169,9 @@ def test_what_is_kept_of_a_configuration_goes_by_its_content(config, monkeypatch
     monkeypatch.setenv("RLPLACE_CACHE", str(config / "cache"))
     made = iter(range(9))
     model = f"hf:{config}"
-    assert [kept("graph", model, {}, lambda: next(made)) for _ in range(2)] == [0, 0]
+    assert [cached("graph", model, {}, lambda: next(made)) for _ in range(2)] == [0, 0]
     (config / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 3}))
-    assert kept("graph", model, {}, lambda: next(made)) == 1
+    assert cached("graph", model, {}, lambda: next(made)) == 1
 
 
 @pytest.mark.parametrize(

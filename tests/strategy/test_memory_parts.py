@@ -11,7 +11,7 @@ from torch import nn
 
 import rlplace
 from rlplace.cli.main import main
-from rlplace.cli.strategy import show_strategy
+from rlplace.cli.plan_tables import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.model.zoo import load_model

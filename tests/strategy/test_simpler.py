@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlplace
-from rlplace.cli.strategy import show_strategy
+from rlplace.cli.plan_tables import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
 from rlplace.model.zoo import load_model

@@ -26,7 +26,7 @@ import rlplace
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import movable
 from benchmarks.papers.compiler.objectives import partitions
-from rlplace.cli.common import print_table
+from rlplace.cli.output import print_table
 from rlplace.model.zoo.load import load_model
 from rlplace.placement import get_planner
 from rlplace.placement.common.groupgraph import group_graph

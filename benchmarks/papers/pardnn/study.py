@@ -24,7 +24,7 @@ import torch
 import rlplace
 from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
 from benchmarks.papers.pardnn.real import MODELS, make
-from rlplace.cli.common import print_table
+from rlplace.cli.output import print_table
 from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
 from rlplace.model.graph.opgraph import OpGraph

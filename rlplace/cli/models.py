@@ -1,20 +1,19 @@
-"""What the verbs share: the MODEL options, loading problems, printing tables."""
+"""Models and problems of the command line: captured, cached and priced as the options say."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlplace.cli.kept import kept
+from rlplace.cli.capture_cache import cached
+from rlplace.cli.options import MICROBATCH, PRICES, SIZES, ModelOptions
+from rlplace.cli.output import say
 from rlplace.errors import InputError
-from rlplace.text import table
 
 if TYPE_CHECKING:
     from rlplace.api import Captured
@@ -25,76 +24,11 @@ if TYPE_CHECKING:
     from rlplace.placement.ask import Priced
     from rlplace.runtime.strategy.why_not import ModelFacts
 
-DTYPES = ("fp32", "bf16", "fp16")
-AUTOCAST = ("bf16", "fp16")
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
-HOST_MODES = ("eager", "compiled")
-GRANULARITY = 200
-_SIZES: dict[str, Any] = {
-    "batch": None, "microbatch": None, "seq": 512, "dtype": "fp32", "optimizer": "adam", "granularity": GRANULARITY,
-}  # fmt: skip
-"""Defaults of the options that say what is captured."""
-
-_HOST = ("host_us_per_op", "host_us_per_layer")
-_PRICES: dict[str, Any] = {
-    "autocast": None, "costs": None, **dict.fromkeys(_HOST), "master_weights": False, "host_mode": "eager",
-}  # fmt: skip
-"""Defaults of those that change how it is captured and priced."""
-
-MICROBATCH = 8
-"""Default number of samples of a micro-batch."""
+T = TypeVar("T")
 
 
-def _whole(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not least <= value < 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} up")
-    return value
-
-
-def _positive(what: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
-    return value
-
-
-positive, natural = partial(_whole, 1), partial(_whole, 0)
-"""Argparse types: a whole number from 1 up, and from 0 up."""
-
-seconds, rate = partial(_positive, "a positive number of seconds"), partial(_positive, "a positive number")
-"""Argparse types: a positive time, and a positive number such as a learning rate or a norm."""
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every verb with a MODEL takes."""
-    group = parser.add_argument_group("model options")
-    group.add_argument("--batch", type=positive, metavar="N", help="samples of a step, everything together")
-    group.add_argument("--microbatch", type=positive, metavar="N", help=f"samples of a micro-batch ({MICROBATCH})")
-    group.add_argument("--seq", type=positive, default=_SIZES["seq"], metavar="N", help="sequence length (512)")
-    group.add_argument("--dtype", choices=DTYPES, default=_SIZES["dtype"], help="parameters and compute (fp32)")
-    group.add_argument("--autocast", choices=AUTOCAST, help="mixed precision: compute under torch.autocast in this dtype")
-    group.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default=_SIZES["optimizer"], help="decides the optimizer state (adam)"
-    )
-    group.add_argument("--master-weights", action="store_true", help="optimizer state and a copy of the weights in fp32")
-    group.add_argument(
-        "--granularity", type=positive, default=_SIZES["granularity"], metavar="N", help="target number of groups (200)"
-    )
-    group.add_argument("--costs", metavar="COSTS", help="op times: a *.cost.json or a plug-in over the built-in coefficients")
-    group.add_argument("--host-mode", choices=HOST_MODES, default="eager", help="how the host issues ops (eager)")
-    group.add_argument("--host-us-per-op", type=rate, metavar="N", help="host time to issue a kernel (7 eager, 1.5 compiled)")
-    group.add_argument("--host-us-per-layer", type=rate, metavar="N", help="host time of a layer's forward and backward")
-
-
-def asked_batch(model: str, options: argparse.Namespace) -> tuple[int | None, int]:
-    """Samples of a step, those of ``--batch`` or of a function that gives a fixed number, or None; and of the first capture.
+def asked_batch(model: str, options: ModelOptions) -> tuple[int | None, int]:
+    """Returns the samples of a step (of ``--batch``, or of a function with a fixed number; else None) and of the first capture.
 
     Raises:
         InputError: The two differ.
@@ -113,8 +47,8 @@ def asked_batch(model: str, options: argparse.Namespace) -> tuple[int | None, in
     return fixed, options.microbatch or fixed
 
 
-def microbatch(model: str, options: argparse.Namespace) -> int:
-    """Samples of the pass that is captured.
+def microbatch(model: str, options: ModelOptions) -> int:
+    """Returns the samples of the pass that is captured.
 
     Raises:
         InputError: The options contradict each other, or the model.
@@ -125,24 +59,7 @@ def microbatch(model: str, options: argparse.Namespace) -> int:
     return MICROBATCH if samples is None else samples
 
 
-def pricing_flags(options: argparse.Namespace) -> list[str]:
-    """Returns the options given that change how a model is captured and priced, and have no effect where it is not."""
-    return given(options, _PRICES)
-
-
-def model_options(options: argparse.Namespace) -> list[str]:
-    """Returns the MODEL options that were given, other than by their default, as words of a command."""
-    values = vars(options)
-    words = given(options, _SIZES | _PRICES)
-    return [word if (value := values[word[2:].replace("-", "_")]) is True else f"{word}={value}" for word in words]
-
-
-def given(options: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
-    """Returns the options that differ from their defaults, as they are written."""
-    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
-
-
-def load(model: str, cluster: str | None, options: argparse.Namespace, *, runs: bool = False) -> Priced:
+def load(model: str, cluster: str | None, options: ModelOptions, *, runs: bool = False) -> Priced:
     """Loads a problem file, or captures a model and prices it for `cluster` (default: this machine).
 
     With `runs`, a model is refused that the engine of placements cannot run.
@@ -150,12 +67,10 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, runs: 
     if model.endswith(".problem.json"):
         if cluster is not None:
             raise InputError(f"{model} has its own devices; leave --cluster out, or name the model instead")
-        if sizes := given(options, _SIZES):
+        if sizes := options.given(SIZES):
             raise InputError(f"{model} was captured and has its own sizes; leave {sizes[0]} out, or name the model instead")
         return load_problem(model, options)
-    from rlplace.cluster.parse import parse
-
-    machine = parse(cluster or "host")
+    machine = machine_of(cluster)
     note_machine(cluster, machine)
     costs_of(options, machine)
     captured = capture_model(model, options, microbatch(model, options))
@@ -164,34 +79,52 @@ def load(model: str, cluster: str | None, options: argparse.Namespace, *, runs: 
     return price_model(captured, machine, options)
 
 
+def machine_of(cluster: str | None) -> Cluster:
+    """Returns the cluster of a text; this machine without one."""
+    from rlplace.cluster.parse import parse
+
+    return parse(cluster or "host")
+
+
 def note_machine(cluster: str | None, machine: Cluster) -> None:
-    """Says what is planned for: the first line, before anything that takes time."""
+    """Says which devices are planned for: the first line, before anything that takes time."""
     kinds = Counter(device.kind or device.name for device in machine.devices)
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     say(f"planning for {words}" if cluster is not None else f"no --cluster: planning for this machine, {words}")
 
 
-def load_problem(path: str, options: argparse.Namespace) -> Priced:
+def load_problem(path: str, options: ModelOptions) -> Priced:
     """Loads a problem file; options that would change its prices are refused."""
     from rlplace.placement.ask import Priced
     from rlplace.problem import Problem
 
-    if flags := pricing_flags(options):
+    if flags := options.given(PRICES):
         raise InputError(f"{path} is priced already; leave {flags[0]} out, or name the model instead")
     return Priced(Problem.load(path))
 
 
-def capture_model(model: str, options: argparse.Namespace, samples: int) -> Captured:
-    """Builds a model and captures its training step for the requested number of samples; see `rlplace.cli.kept`."""
+def capture_model(model: str, options: ModelOptions, samples: int) -> Captured:
+    """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
     from rlplace.api import Captured
+
+    sizes = {"seq": options.seq, "dtype": options.dtype}
+
+    def of_model(kind: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
+        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+            return cached(kind, model, asked, make)
+
+    def build(batch: int, device: str = "meta") -> LoadedModel:
+        from rlplace.model.zoo import load_model
+
+        return load_model(model, batch=batch, **sizes, device=device, resize=True)
 
     @cache
     def capture_at(batch: int, method: str | None = None) -> OpGraph:
-        source = {"model": model, "batch": batch, "seq": options.seq, "dtype": options.dtype, "optimizer": options.optimizer}
+        source = {"model": model, "batch": batch, **sizes, "optimizer": options.optimizer}
         if options.autocast is not None or options.master_weights:
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
 
-        def made() -> OpGraph:
+        def make() -> OpGraph:
             from rlplace.model.capture.capture import capture
 
             say(f"building {model}")
@@ -210,17 +143,11 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
                 method=method,
             )
 
-        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
-            return dataclasses.replace(kept("graph", model, {**source, "method": method}, made))
-
-    def build(batch: int, device: str = "meta") -> LoadedModel:
-        from rlplace.model.zoo import load_model
-
-        return load_model(model, batch=batch, seq=options.seq, dtype=options.dtype, device=device, resize=True)
+        return dataclasses.replace(of_model("graph", {**source, "method": method}, make))
 
     @cache
     def facts() -> ModelFacts:
-        def made() -> ModelFacts:
+        def make() -> ModelFacts:
             from rlplace.runtime.strategy.facts import facts_of
             from rlplace.runtime.strategy.rehearsal import affordable
 
@@ -229,12 +156,11 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
                 loaded = build(samples, "cpu")
             return facts_of(loaded.module, loaded.example_inputs, loaded.loss, graph)
 
-        with contextlib.redirect_stdout(sys.stderr):
-            return kept("facts", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
+        return of_model("facts", {"batch": samples, **sizes}, make)
 
     @cache
     def why_not_placed() -> str | None:
-        def made() -> str | None:
+        def make() -> str | None:
             from rlplace.model.graph.opgraph import FORWARD
             from rlplace.runtime.placement.forward import why_not_traced
 
@@ -242,14 +168,13 @@ def capture_model(model: str, options: argparse.Namespace, samples: int) -> Capt
             ops = sum(op == FORWARD for op in graph.op_phase.tolist())
             return why_not_traced(loaded.module, loaded.example_inputs, graph.capture["method"], ops)
 
-        with contextlib.redirect_stdout(sys.stderr):
-            return kept("traced", model, {"batch": samples, "seq": options.seq, "dtype": options.dtype}, made)
+        return of_model("traced", {"batch": samples, **sizes}, make)
 
     return Captured(capture_at(samples), capture_at, facts, why_not_placed)
 
 
-def capture_sizes(model: str, options: argparse.Namespace, samples: int) -> Captured:
-    """Captures a model for whole strategies, which need two sizes; a function's fixed samples may be all that it runs with.
+def capture_sizes(model: str, options: ModelOptions, samples: int) -> Captured:
+    """Captures a model for whole strategies, which need two sizes; a function with fixed samples may run with one only.
 
     Args:
         model: MODEL of the command line.
@@ -271,7 +196,7 @@ def capture_sizes(model: str, options: argparse.Namespace, samples: int) -> Capt
     return captured
 
 
-def price_model(captured: Captured, machine: Cluster, options: argparse.Namespace) -> Priced:
+def price_model(captured: Captured, machine: Cluster, options: ModelOptions) -> Priced:
     """Prices a captured model for a cluster."""
     from rlplace.placement.ask import Priced
 
@@ -283,11 +208,11 @@ def price_model(captured: Captured, machine: Cluster, options: argparse.Namespac
     return priced
 
 
-def costs_of(options: argparse.Namespace, *machines: Cluster) -> CostTable | str | None:
+def costs_of(options: ModelOptions, *machines: Cluster) -> CostTable | str | None:
     """Returns the costs that the options name, None for the shipped ones.
 
     Raises:
-        InputError: They cannot be read, or know none of the device kinds.
+        InputError: They cannot be read, or have none of the device kinds.
     """
     from rlplace.cost.foreign import ModelledCosts, own_costs, with_host
     from rlplace.cost.scaled import base_name
@@ -299,12 +224,12 @@ def costs_of(options: argparse.Namespace, *machines: Cluster) -> CostTable | str
             f"{options.costs}: holds costs of {', '.join(sorted(table.kinds)) or 'no device'}, the cluster has "
             f"{', '.join(kinds)}; leave --costs out, or name a cluster with a device of that kind"
         )
-    op_s, layer_s = (None if us is None else 1e-6 * us for us in (getattr(options, name) for name in _HOST))
+    op_s, layer_s = (None if us is None else 1e-6 * us for us in (options.host_us_per_op, options.host_us_per_layer))
     return options.costs if op_s is layer_s is None else with_host(table, kinds, op_s, layer_s)
 
 
 def basis_words(kinds: Mapping[str, Mapping[str, float]]) -> str:
-    """What op times rest on, for people: per device kind the share of the step by basis."""
+    """Returns the basis of op times in words: per device kind the share of the step by basis."""
     return "; ".join(
         f"{kind} " + ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in shares.items())
         for kind, shares in kinds.items()
@@ -324,26 +249,3 @@ def compile_first(space: str = "placement") -> None:
 
     if compile_ahead(space):
         say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")
-
-
-def say(line: str) -> None:
-    """Prints a message to stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def print_json(data: Any) -> None:
-    """One JSON object on stdout."""
-    print(json.dumps(data, allow_nan=False))
-
-
-def show(answer: Any, options: argparse.Namespace) -> None:
-    """Prints an answer as JSON or, without ``--json``, as text."""
-    if options.json:
-        print_json(answer.to_dict())
-    else:
-        print(answer.text())
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain table on stdout: first column left, the others right aligned."""
-    print("\n".join(table(header, rows)))

@@ -1,8 +1,8 @@
-"""What a model's capture gives is kept between commands: the same `hf:` or `zoo:` model is traced once on a machine.
+"""A cache of captures: the same `hf:` or `zoo:` model is traced once on a machine.
 
-Entries lie in ``$XDG_CACHE_HOME/rlplace`` (``~/.cache/rlplace``), or in the folder that ``RLPLACE_CACHE`` names (0: nothing is
-kept). Their names are digests of what was asked and of everything that decides the answer: versions of torch and transformers,
-and the sources of this package. Models of a user's own code are never kept, for nobody can tell what they depend on.
+Entries are files in ``$XDG_CACHE_HOME/rlplace`` (``~/.cache/rlplace``), or in the folder that ``RLPLACE_CACHE`` names (0: no
+cache). Their names are digests of the request and of everything that decides the answer: versions of torch and transformers,
+and the sources of this package. Models of a user's own code are never cached, since their dependencies are unknown.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlplace.plugins import version_of
 T = TypeVar("T")
 
 MOST_ENTRIES = 64
-"""Entries that are kept; the oldest make room."""
+"""Limit of the number of entries; the oldest are deleted."""
 
 
-def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
-    """What `make` returns, from an earlier command where one asked for the same.
+def cached(kind: str, model: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
+    """Returns the result of `make`, from an earlier command where one asked for the same.
 
     Args:
-        what: Which function of the model it is.
+        kind: Name of the function of the model.
         model: MODEL of the command line.
         asked: Everything else that decides the result; plain values.
-        make: Makes it; the result must pickle.
+        make: Computes it; the result must pickle.
     """
     folder = cache_folder()
     if not model.startswith(("hf:", "zoo:")) or folder is None:
@@ -44,7 +44,7 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
     if file is not None and not file.is_file():
         return make()
     content = "" if file is None else hashlib.sha256(read_bytes(file, CONFIG_BYTES)).hexdigest()
-    key = json.dumps([what, model, sorted(asked.items()), _versions(), content])
+    key = json.dumps([kind, model, sorted(asked.items()), _versions(), content])
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pickle"
     with contextlib.suppress(Exception):  # an entry that cannot be read is made again
         if all(at.stat().st_uid == os.geteuid() and not at.stat().st_mode & 0o022 for at in (path, path.parent)):
@@ -52,7 +52,7 @@ def kept(what: str, model: str, asked: Mapping[str, Any], make: Callable[[], T])
             path.touch()
             return found
     result = make()
-    with contextlib.suppress(OSError):  # without a place for it nothing is kept
+    with contextlib.suppress(OSError):  # a cache that cannot be written is no error
         _write(path, pickle.dumps(result))
     return result
 

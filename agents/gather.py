@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from rlplace.agents.checkpoint import make_folder
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.cluster.detect import usable_cores
+from rlplace.cluster.machines import usable_cores
 from rlplace.envs.vector.base import PlacerVectorEnv
 from rlplace.errors import InputError, show
 from rlplace.files import fingerprint, read_json, write_json

@@ -1,7 +1,7 @@
 """Scores the collective curves on measured all-reduce times that were not fitted, and on published bus bandwidths.
 
     python benchmarks/links.py                  errors of the shipped curves, anchors, cost of a call
-    python benchmarks/links.py --coefficients   fits again and prints what rlplace/cluster/fabrics.py holds
+    python benchmarks/links.py --coefficients   fits again and prints what rlplace/cluster/presets.py holds
 
 The times (NCCL all-reduce on 2, 4 and 8 devices of an A100 and of a V100 host; vTrain, MICRO 2024, MIT licence) are read from
 --data, by default a folder shared/data beside the repository; without them only the anchors are checked. Split: the fit sees
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
-from rlplace.cluster.fabric import Curve, bus_factor
-from rlplace.cluster.fabrics import FIT_BREAKS_MB, MB
-from rlplace.cluster.measured import fit_collective_curve
+from rlplace.cluster.fabric import CollectiveCurve, bus_factor
+from rlplace.cluster.machines import fit_collective_curve
+from rlplace.cluster.presets import FIT_BREAKS_MB, MB
 
 GIB = 1 << 30
 CLUSTERS = {"a100": "a100-80g:8", "v100": "v100:8"}
@@ -55,7 +55,7 @@ def read(path: Path) -> Tables:
     return {key: (np.array([r[0] for r in found]), np.array([r[1] for r in found])) for key, found in rows.items()}
 
 
-def fit(tables: Tables, key: tuple[str, int], sizes_mb: tuple[int, ...], breaks_mb: tuple[int, ...]) -> Curve:
+def fit(tables: Tables, key: tuple[str, int], sizes_mb: tuple[int, ...], breaks_mb: tuple[int, ...]) -> CollectiveCurve:
     size, seconds = tables[key]
     seen = np.isin(size / MB, sizes_mb)
     breaks = [b * MB for b in breaks_mb]

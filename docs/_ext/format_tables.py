@@ -7,7 +7,8 @@ import msgspec.inspect as types
 from msgspec import NODEFAULT
 
 from rlplace.agents.problems import sources
-from rlplace.cluster import fabric, presets, toml, topology_file
+from rlplace.cluster import fabric, presets
+from rlplace.cluster import file as cluster_file
 from rlplace.cost import measurement, table, tablefile, timings
 from rlplace.explanation.compare import records as comparison
 from rlplace.measure import log
@@ -20,15 +21,15 @@ from rlplace.strategy.search import efficiency
 
 FORMATS = {
     "cluster": {
-        "": toml._File,
-        "[[device]]": toml._Device,
+        "": cluster_file._ClusterFile,
+        "[[device]]": cluster_file._DeviceTable,
         "[[kind]], or like = NAME and some of these": presets.DeviceKind,
-        "[interconnect]": toml._Interconnect,
-        "[links]": toml._Links,
-        "[[topology.resource]]": topology_file._Resources,
-        "[[topology.path]]": topology_file._Paths,
+        "[interconnect]": cluster_file._Interconnect,
+        "[links]": cluster_file._Links,
+        "[[topology.resource]]": cluster_file._Resources,
+        "[[topology.path]]": cluster_file._Paths,
         "[[fabric]]": fabric.Fabric,
-        "[[fabric.curves]]": fabric.Curve,
+        "[[fabric.curves]]": fabric.CollectiveCurve,
         "fabric.curves.pieces, a list of lists [from_bytes, latency_s, bus_bytes_per_s]": fabric.Piece,
     },
     "problem": {

@@ -9,7 +9,7 @@ from rlplace.cli.output import print_json, print_table, say
 
 if TYPE_CHECKING:
     from rlplace.cli.measure import MeasureOptions
-    from rlplace.cluster.measured import LinkTimes
+    from rlplace.cluster.machines import LinkTimes
 
 
 def run(options: MeasureOptions) -> int:
@@ -23,7 +23,7 @@ def run(options: MeasureOptions) -> int:
     times = measure_links(repeats=options.repeats, time_limit_s=options.time_limit, progress=say)
     if times is None:
         return 0
-    from rlplace.cluster.measured import cluster_from
+    from rlplace.cluster.machines import cluster_from
 
     cluster = cluster_from(times)
     cluster.save(options.out)
@@ -38,7 +38,7 @@ def run(options: MeasureOptions) -> int:
 
 def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
     """What was measured, and the fits, as plain data."""
-    from rlplace.cluster.measured import KINDS, fit_pairs
+    from rlplace.cluster.machines import TIMED_COLLECTIVES, fit_pairs
 
     latency, bandwidth, error = fit_pairs(times)
     pairs = [
@@ -59,7 +59,7 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
             {"devices": [names[rank] for rank in ranks], "seconds": seconds}
             for ranks, seconds in zip(times.groups, by_group.tolist(), strict=True)
         ]
-        for kind, by_group in zip(KINDS, times.group_s, strict=True)
+        for kind, by_group in zip(TIMED_COLLECTIVES, times.group_s, strict=True)
     }
     devices = [
         {"name": name, "host": host, "driver": driver}
@@ -76,7 +76,7 @@ def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rlplace.cluster.measured import KINDS
+    from rlplace.cluster.machines import TIMED_COLLECTIVES
 
     rows = [
         [
@@ -95,7 +95,7 @@ def _show(facts: dict[str, Any]) -> None:
             f"{len(group['devices'])}: {', '.join(group['devices'][:4])}{', ...' if len(group['devices']) > 4 else ''}",
         ]
         + [f"{value * 1e3:.3f}" for value in group["seconds"]]
-        for kind in KINDS
+        for kind in TIMED_COLLECTIVES
         for group in facts[kind]
     ]
     sizes = [f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB" for size in facts["collective_bytes"]]

@@ -2,7 +2,7 @@
 
 The cheapest of the algorithms that the devices' links allow:
 
-* Inside one fabric: its measured or fitted curves (`rlplace.cluster.fabric_times`).
+* Inside one fabric: its measured or fitted curves (`rlplace.cluster.fabric`).
 * Over any links: a ring, ``alpha + rounds (n-1)/n S/B`` with S the whole tensor and two rounds for an all-reduce, one for
   all-gather and reduce-scatter; a broadcast passes S once through the ring. For all-reduce and broadcast also a tree, whose
   latency grows with log2(n) and whose bandwidth is half. All-to-all takes what its busiest channel takes. Sources: nccl-tests,
@@ -26,8 +26,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.fabric import COLLECTIVES, Fabric, bus_factor
-from rlplace.cluster.fabric_times import Phase, inside, line, phase_s, serves
+from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
 from rlplace.cluster.links import Links
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.memoized import memoized
@@ -44,6 +43,8 @@ NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple pr
 
 _LARGE = float(1 << 30)  # bytes: where the slowest of several fabrics is looked for
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
+_Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves
+_Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves
 
 
 @overload
@@ -72,13 +73,9 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
     if not (size >= 0).all():
         raise InputError(f"collective: size {show(size_bytes)} is negative or not a number")
     group = _checked(links, devices)
-    if len(group) == 1:
-        seconds = np.zeros(size.shape)
-    else:
-        choices = _algorithms(links, kind, group)
-        seconds = np.full(size.shape, np.inf)
-        for phases in choices:
-            seconds = np.minimum(seconds, sum(phase_s(phase, size) for phase in phases))
+    seconds = np.full(size.shape, 0.0 if len(group) == 1 else np.inf)
+    for phases in () if len(group) == 1 else _algorithms(links, kind, group):
+        seconds = np.minimum(seconds, sum(phase_s(phase, size) for phase in phases))
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
@@ -117,26 +114,18 @@ def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
         others: Device numbers of the other groups.
     """
     channels = links.effective_channels
-    used: list[set[int]] = []
+    used = []
     for several in (groups, others):
-        rings = [_ring(links, _checked(links, group)) for group in several if len(group) > 1]
+        rings = (_ring(links, _checked(links, group)) for group in several if len(group) > 1)
         used.append({channel for ring in rings for i, j in hops_of(ring) for channel in channels[i][j]})
     return not used[0].isdisjoint(used[1])
 
 
-def _ring_hops(
-    links: Links, group: tuple[int, ...], parts: list[tuple[Fabric | None, tuple[int, ...]]]
-) -> list[tuple[int, int]]:
+def _ring_hops(links: Links, group: tuple[int, ...], parts: list[_Share]) -> list[tuple[int, int]]:
     """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
-    rails = _rails(parts)
-    if not rails and len(parts) == 1 and parts[0][0] is not None:
-        return hops_of(group)
-    return [hop for ring in rails for hop in hops_of(ring)] if rails else hops_of(_ring(links, group))
-
-
-@memoized
-def _ring(links: Links, group: tuple[int, ...]) -> tuple[int, ...]:
-    return ring_order(links, group)
+    inside_one = len(parts) == 1 and parts[0][0] is not None
+    rings = _rails(parts) or [group if inside_one else _ring(links, group)]
+    return [hop for ring in rings for hop in hops_of(ring)]
 
 
 def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
@@ -156,13 +145,13 @@ def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algor
     return *_over_links(links, kind, group), *_across(links, kind, parts)
 
 
-def _parts(links: Links, group: tuple[int, ...]) -> list[tuple[Fabric | None, tuple[int, ...]]]:
+def _parts(links: Links, group: tuple[int, ...]) -> list[_Share]:
     """Returns the group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
     left, fabrics_of = list(group), _fabrics_of_device(links)
-    parts: list[tuple[Fabric | None, tuple[int, ...]]] = []
+    parts: list[_Share] = []
     while left:
         members: dict[int, list[int]] = {}
         for device in left:
@@ -197,7 +186,7 @@ def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
 
 
 def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
-    """Ring, and tree where it can be quicker, over the pair matrices."""
+    """Returns the ring, and the tree where it can be quicker, over the pair matrices."""
     size = len(group)
     if kind == "all_to_all":
         pairs = [(i, j) for i in group for j in group if i != j]
@@ -219,15 +208,15 @@ def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algori
     return algorithms
 
 
-def _rails(parts: list[tuple[Fabric | None, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Rings across fabrics: the first devices of all, the second ones, ...; empty unless all shares are equal."""
+def _rails(parts: list[_Share]) -> list[tuple[int, ...]]:
+    """Returns rings across fabrics: the first devices of all, the second ones, ...; none unless all shares are equal."""
     if len(parts) < 2 or len({len(members) for _, members in parts}) > 1:
         return []
     return list(zip(*(members for _, members in parts), strict=True))
 
 
-def _across(links: Links, kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]]) -> list[_Algorithm]:
-    """Pipelined rails, and phases inside and across, where every fabric holds an equal share of several devices."""
+def _across(links: Links, kind: str, parts: list[_Share]) -> list[_Algorithm]:
+    """Returns pipelined rails, and phases inside and across, where every fabric has an equal share of several devices."""
     rails = _rails(parts)
     share = len(parts[0][1])
     if not rails or share < 2 or kind == "all_to_all":
@@ -252,9 +241,7 @@ def _across(links: Links, kind: str, parts: list[tuple[Fabric | None, tuple[int,
     return [tuple(phases), pipelined]
 
 
-def _pipelined(
-    kind: str, parts: list[tuple[Fabric | None, tuple[int, ...]]], rail: Phase, size: int, rail_s_per_byte: float
-) -> _Algorithm:
+def _pipelined(kind: str, parts: list[_Share], rail: Phase, size: int, rail_s_per_byte: float) -> _Algorithm:
     """Returns one ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
     launch = float(rail[0].latency_s[0])
     latency, slowest = launch, rail_s_per_byte
@@ -289,6 +276,9 @@ def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(group[i] for i in best.tolist())
 
 
+_ring = memoized(ring_order)
+
+
 @cache
 def _every_order(count: int) -> NDArray[np.int64]:
     """Returns all orders of that many devices that begin with 0."""
@@ -296,7 +286,7 @@ def _every_order(count: int) -> NDArray[np.int64]:
 
 
 def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
-    """From `start` always to the nearest device that is left, or to the first one where there is no link."""
+    """Visits from `start` always the nearest device that is left, or the first one where there is no link."""
     left = np.ones(len(cost), dtype=bool)
     left[start] = False
     order = [start]
@@ -314,9 +304,7 @@ def hops_of(ring: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def rounds_of(kind: str) -> int:
-    """Returns number of times that a ring passes the whole tensor on: twice for an all-reduce (reduce-scatter, then
-    all-gather).
-    """
+    """Returns how often a ring passes the whole tensor on: twice in an all-reduce (reduce-scatter, then all-gather)."""
     return 2 if kind == "all_reduce" else 1
 
 

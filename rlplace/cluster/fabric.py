@@ -1,12 +1,24 @@
 """Fabrics: devices joined by one interconnect, with the measured or fitted times of their collectives.
 
 A problem carries them in its links, so that collectives can be priced where the cluster is not at hand
-(`rlplace.cluster.collectives`). The same plain data stands in problem files (JSON) and cluster files (TOML).
+(`rlplace.cluster.collectives`). Problem files (JSON) and cluster files (TOML) have them as the same plain data.
+
+`inside` extends the curves to other collectives, sets of devices and group sizes:
+
+* Another collective takes the curve of a like one at equal bus volume: the same latency and bus bandwidth.
+* Between two measured group sizes the time at equal bus volume is a geometric mean, weighted by the logarithm of the size:
+  exact where latency and bandwidth are powers of the group size.
+* Where only some pairs are joined (a cube mesh), bandwidth goes with the rings that can be laid, which are as many as the
+  device with the fewest links can take part in: on V100 cube meshes 1, 4 and 6 links for the first 2, 4 and 8 devices, where
+  measured bus bandwidths are 1.0, 3.8 and 6.0 times that of a link.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -38,7 +50,7 @@ class Piece(Record, frozen=True, array_like=True):
     bus_bytes_per_s: _Rate
 
 
-class Curve(Record, frozen=True):
+class CollectiveCurve(Record, frozen=True):
     """Time of one collective of one group size, by message size.
 
     Attributes:
@@ -85,7 +97,7 @@ class Fabric(Record, frozen=True):
     written: ClassVar[tuple[str, ...]] = ("basis", "source")
 
     devices: Annotated[tuple[Whole, ...], Meta(min_length=2)]
-    curves: Annotated[tuple[Curve, ...], Meta(min_length=1, max_length=256)]
+    curves: Annotated[tuple[CollectiveCurve, ...], Meta(min_length=1, max_length=256)]
     basis: Basis = "measured"
     source: str = ""
     links: tuple[tuple[Whole, Whole, _Rate], ...] = ()
@@ -120,7 +132,7 @@ def joined_curve(
     *,
     kind: CollectiveKind = "all_reduce",
     algorithm: str = "",
-) -> Curve:
+) -> CollectiveCurve:
     """Returns a curve without jumps.
 
     Args:
@@ -128,7 +140,7 @@ def joined_curve(
         latency_s: Time of an empty message.
         stretches: (from_bytes, bus_bytes_per_s) of each piece; the latencies of later pieces follow.
         kind: The collective.
-        algorithm: Algorithm for display, as in `Curve`.
+        algorithm: Algorithm for display, as in `CollectiveCurve`.
     """
     pieces: list[Piece] = []
     factor = bus_factor(kind, group_size)
@@ -137,7 +149,7 @@ def joined_curve(
             last = pieces[-1]
             latency_s = last.latency_s + start * factor * (1 / last.bus_bytes_per_s - 1 / rate)
         pieces.append(Piece(float(start), latency_s, float(rate)))
-    return Curve(group_size, tuple(pieces), kind, algorithm)
+    return CollectiveCurve(group_size, tuple(pieces), kind, algorithm)
 
 
 def check_fabrics(fabrics: Sequence[Fabric], num_devices: int) -> None:
@@ -174,7 +186,7 @@ def fabrics_from_list(items: Any, num_devices: int) -> tuple[Fabric, ...]:
     return fabrics
 
 
-def _check_curve(curve: Curve, where: str) -> None:
+def _check_curve(curve: CollectiveCurve, where: str) -> None:
     reached, previous = 0.0, None
     slope = bus_factor(curve.kind, curve.group_size)
     for number, piece in enumerate(curve.pieces):
@@ -188,3 +200,106 @@ def _check_curve(curve: Curve, where: str) -> None:
         if piece.latency_s + slope * piece.from_bytes / piece.bus_bytes_per_s < reached * (1 - 1e-9):
             raise InputError(f"{at}: time falls at {piece.from_bytes:g} bytes; a larger message never takes less")
         previous = piece
+
+
+_LIKE = {
+    "all_reduce": ("all_reduce",),
+    "all_gather": ("all_gather", "reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("reduce_scatter", "all_gather", "all_reduce"),
+    "broadcast": ("broadcast", "all_gather", "reduce_scatter", "all_reduce"),
+    "all_to_all": ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """``(latency + slope * size * scale) ** power`` by stretches of ``size * scale``.
+
+    Attributes:
+        starts: float64 [K], first size of each stretch.
+        latency_s: float64 [K], seconds at size 0.
+        slope: float64 [K], seconds per byte.
+        scale: Factor on the bytes of the message.
+        power: Exponent of the term, its weight in a geometric mean.
+    """
+
+    starts: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    slope: NDArray[np.float64]
+    scale: float = 1.0
+    power: float = 1.0
+
+    def seconds(self, size: NDArray[np.float64]) -> NDArray[np.float64]:
+        scaled = size * self.scale
+        at = np.searchsorted(self.starts, scaled, side="right") - 1
+        seconds = self.latency_s[at] + self.slope[at] * scaled
+        return seconds if self.power == 1.0 else np.asarray(seconds**self.power)
+
+
+Phase = tuple[Term, ...]
+"""A stretch of work; its seconds are the product of its terms'."""
+
+
+def line(latency_s: float, s_per_byte: float) -> Phase:
+    """Returns the phase of ``latency_s + size * s_per_byte``."""
+    return (Term(np.zeros(1), np.array([latency_s]), np.array([s_per_byte])),)
+
+
+def phase_s(phase: Phase, size: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns seconds of one phase for each message size."""
+    seconds = phase[0].seconds(size)
+    for term in phase[1:]:
+        seconds = seconds * term.seconds(size)
+    return seconds
+
+
+def serves(fabric: Fabric, members: Sequence[int]) -> bool:
+    """Returns whether the fabric joins these devices, and its curves reach their number."""
+    sizes = [curve.group_size for curve in fabric.curves if curve.kind == "all_reduce"]
+    reach = bool(sizes) and min(sizes) <= len(members) <= max(sizes)
+    return reach and (not fabric.links or rings(fabric, tuple(members)) > 0)
+
+
+def inside(fabric: Fabric, kind: str, members: Sequence[int]) -> Phase:
+    """Returns a collective of devices that the fabric `serves`."""
+    size = len(members)
+    curves: list[CollectiveCurve] = []
+    for name in _LIKE[kind]:
+        curves = sorted((c for c in fabric.curves if c.kind == name), key=lambda c: c.group_size)
+        if curves and curves[0].group_size <= size <= curves[-1].group_size:
+            break
+    low = max((c for c in curves if c.group_size <= size), key=lambda c: c.group_size)
+    high = min((c for c in curves if c.group_size >= size), key=lambda c: c.group_size)
+    if low is high:
+        return (_term(fabric, low, kind, tuple(members), 1.0),)
+    part = math.log(size / low.group_size) / math.log(high.group_size / low.group_size)
+    return (_term(fabric, low, kind, tuple(members), 1.0 - part), _term(fabric, high, kind, tuple(members), part))
+
+
+def _term(fabric: Fabric, curve: CollectiveCurve, kind: str, members: tuple[int, ...], power: float) -> Term:
+    starts = np.array([piece.from_bytes for piece in curve.pieces])
+    latency = np.array([piece.latency_s for piece in curve.pieces])
+    scale = bus_factor(kind, len(members)) / bus_factor(curve.kind, curve.group_size)
+    if fabric.links:  # the curve is that of the fabric's first devices
+        scale *= rings(fabric, fabric.devices[: curve.group_size]) / rings(fabric, members)
+    return Term(starts, latency, curve.seconds_per_byte, scale, power)
+
+
+@lru_cache(maxsize=4096)
+def rings(fabric: Fabric, members: tuple[int, ...]) -> float:
+    """Returns bytes per second of all rings that direct links allow among these devices; 0 where they are not connected."""
+    rate = dict.fromkeys(members, 0.0)
+    peers: dict[int, list[int]] = {d: [] for d in members}
+    for i, j, bandwidth in fabric.links:
+        if i in rate and j in rate:
+            rate[i] += bandwidth
+            rate[j] += bandwidth
+            peers[i].append(j)
+            peers[j].append(i)
+    reached, stack = {members[0]}, [members[0]]
+    while stack:
+        for peer in peers[stack.pop()]:
+            if peer not in reached:
+                reached.add(peer)
+                stack.append(peer)
+    return min(rate.values()) if len(reached) == len(members) else 0.0

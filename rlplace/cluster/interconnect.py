@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlplace.cluster.fabric import Fabric
-from rlplace.cluster.fabrics import FAMILIES
 from rlplace.cluster.links import Links
-from rlplace.cluster.presets import DeviceKind
-from rlplace.cluster.topology import Path, Resource, Topology, lower
+from rlplace.cluster.presets import FAMILIES, DeviceKind
+from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError
 from rlplace.files import without_collections
 
@@ -75,7 +74,7 @@ def parse_network(text: str) -> Network:
 
 @dataclass(frozen=True)
 class Host:
-    """How the devices of a host are connected.
+    """Connections of the devices of a host.
 
     Attributes:
         fabric: ``"nvlink"`` (where the kind has it) or ``"pcie"``.
@@ -87,7 +86,7 @@ class Host:
 
 
 def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Links:
-    """Bandwidth, latency, channels and fabrics of a cluster.
+    """Builds the bandwidths, latencies, channels and fabrics of a cluster.
 
     Args:
         kinds: D device kinds.
@@ -139,7 +138,7 @@ def _slots(kinds: Sequence[DeviceKind], host_of: Sequence[int], num_hosts: int) 
 
 
 class _Builder:
-    """Makes resources when a path first needs them, and the paths."""
+    """Paths between devices, and the resources that they need, each made on first use."""
 
     def __init__(self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> None:
         self.kinds, self.host_of, self.hosts = kinds, host_of, hosts
@@ -154,16 +153,16 @@ class _Builder:
             self.resources.append(Resource(name, bytes_per_s))
         return self.numbers[name]
 
-    def path(self, i: int, j: int) -> Path:
+    def path(self, i: int, j: int) -> TransferPath:
         if self.host_of[i] != self.host_of[j]:
             return self.network(i, j)
         a, b = self.kinds[i], self.kinds[j]
         if a.host_processor and b.host_processor:
             over = (self.resource(f"copy out {i}", CPU_BYTES_PER_S), self.resource(f"copy in {j}", CPU_BYTES_PER_S))
-            return Path(over, CPU_LATENCY_S)
+            return TransferPath(over, CPU_LATENCY_S)
         return self.nvlink(i, j) or self.pcie(i, j)
 
-    def nvlink(self, i: int, j: int) -> Path | None:
+    def nvlink(self, i: int, j: int) -> TransferPath | None:
         """Returns a path over the switch, or over the direct link of the pair if it has one."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         if self.hosts[host].fabric != "nvlink" or a.nvlink is None or a.nvlink != b.nvlink:
@@ -173,14 +172,14 @@ class _Builder:
             rate, fabric = 6 * rate, "switch"  # sixteen V100 in one host sit on a switch with six links each
         if fabric == "switch":
             ends = (self.resource(f"nvlink out {i}", rate), self.resource(f"nvlink in {j}", rate))
-            return Path((ends[0], self.resource(f"nvswitch {host}", math.inf), ends[1]), NVLINK_LATENCY_S)
+            return TransferPath((ends[0], self.resource(f"nvswitch {host}", math.inf), ends[1]), NVLINK_LATENCY_S)
         width = _CUBE[self.slots[i]][self.slots[j]] if fabric == "cube" else 1
         if width == 0:
             return None
         over = (self.resource(f"link out {i}-{j}", width * rate), self.resource(f"link in {i}-{j}", width * rate))
-        return Path(over, NVLINK_LATENCY_S)
+        return TransferPath(over, NVLINK_LATENCY_S)
 
-    def pcie(self, i: int, j: int) -> Path:
+    def pcie(self, i: int, j: int) -> TransferPath:
         """Returns a path over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
         generation = min(d.pcie_generation for d in (a, b) if not d.host_processor)
@@ -198,13 +197,13 @@ class _Builder:
         if switches[0] != switches[1]:
             over += self.uplink("in", j)
         over.append(self.port("in", j))
-        return Path(tuple(over), STAGED_LATENCY_S, 0.5) if staged else Path(tuple(over), PCIE_LATENCY_S)
+        return TransferPath(tuple(over), STAGED_LATENCY_S, 0.5) if staged else TransferPath(tuple(over), PCIE_LATENCY_S)
 
-    def network(self, i: int, j: int) -> Path:
+    def network(self, i: int, j: int) -> TransferPath:
         """Returns a path over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
         a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
         latency = NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"]
-        return Path(self.to_network("out", i) + self.to_network("in", j), latency)
+        return TransferPath(self.to_network("out", i) + self.to_network("in", j), latency)
 
     def to_network(self, way: str, device: int) -> tuple[int, ...]:
         if (way, device) not in self.halves:

@@ -2,12 +2,13 @@
 
 ``KIND:COUNT`` is one host with COUNT devices, ``KIND:HOSTSxCOUNT`` several such hosts; terms joined by ``+`` are further
 hosts. Options follow a term after commas: ``pcie`` or ``nvlink`` choose the links inside its hosts, ``eth=25g`` or ``ib=400g``
-their network card. A ``cpu`` term beside accelerators stands for the processors of their hosts, in order, not for hosts of
-its own. ``host`` is what this machine has; a name ending in ``.toml`` is a cluster file.
+their network card. A ``cpu`` term beside accelerators adds processors to their hosts, in order, and no hosts of its own.
+``host`` is what this machine has; a name ending in ``.toml`` is a cluster file.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,20 +61,20 @@ class Cluster:
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Reads and checks a cluster file (TOML); see docs/formats.md."""
-        from rlplace.cluster.toml import load_cluster
+        from rlplace.cluster.file import load_cluster
 
         return load_cluster(path)
 
     @staticmethod
     def detect() -> Cluster:
-        """Returns the devices of this machine: its accelerators, else its processor; see `rlplace.cluster.detect`."""
-        from rlplace.cluster.detect import detect
+        """Returns the devices of this machine: its accelerators, else its processor; see `rlplace.cluster.machines`."""
+        from rlplace.cluster.machines import detect
 
         return detect()
 
     def save(self, path: str | Path) -> None:
         """Writes the cluster as TOML, atomically, with every link written out."""
-        from rlplace.cluster.toml import save_cluster
+        from rlplace.cluster.file import save_cluster
 
         save_cluster(self, path)
 
@@ -88,7 +89,7 @@ class Cluster:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON of all that matters for pricing; `name` and `text` do not."""
-        from rlplace.cluster.toml import cluster_to_dict
+        from rlplace.cluster.file import cluster_to_dict
 
         return fingerprint(cluster_to_dict(self))
 
@@ -189,27 +190,25 @@ def assemble(
     name: str,
     text: str | None = None,
 ) -> Cluster:
-    """Names the devices, reserves their memory and joins them.
+    """Builds a cluster with the default devices and links of its kinds.
 
     Accelerators are named ``gpu0``, ``gpu1``, ... and processors ``cpu0``, ...; communication buffers are reserved on every
     accelerator as soon as there are two.
     """
+    devices, links = tuple(default_devices(kinds)), build_links(kinds, host_of, hosts)
+    return Cluster(name, devices, tuple(kinds), links, tuple(host_of), text)
+
+
+def default_devices(kinds: Sequence[DeviceKind]) -> list[Device]:
+    """Returns devices of these kinds, with names by number and the memory that their kinds reserve."""
     several = sum(not kind.host_processor for kind in kinds) > 1
-    numbers = {"gpu": 0, "cpu": 0}
+    numbers = {"gpu": itertools.count(), "cpu": itertools.count()}
     devices = []
     for kind in kinds:
         prefix = "cpu" if kind.host_processor else "gpu"
-        devices.append(
-            Device(
-                name=f"{prefix}{numbers[prefix]}",
-                memory_bytes=kind.memory_bytes,
-                reserved_bytes=kind.reserved_bytes + (kind.communication_bytes if several else 0),
-                kind=kind.name,
-            )
-        )
-        numbers[prefix] += 1
-    links = build_links(kinds, host_of, hosts)
-    return Cluster(name=name, devices=tuple(devices), kinds=tuple(kinds), links=links, hosts=tuple(host_of), text=text)
+        reserved = kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
+        devices.append(Device(f"{prefix}{next(numbers[prefix])}", kind.memory_bytes, reserved, kind.name))
+    return devices
 
 
 def default_host(kind: DeviceKind) -> Host:
@@ -239,12 +238,10 @@ def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
 
 
 def _apply_option(host: Host, option: str, kind: DeviceKind) -> Host:
-    if option == "pcie":
-        return Host("pcie", host.network)
-    if option == "nvlink":
-        if kind.nvlink is None:
-            raise InputError(f"cluster: {kind.name} has no NVLink; leave the option out")
-        return Host("nvlink", host.network)
+    if option == "nvlink" and kind.nvlink is None:
+        raise InputError(f"cluster: {kind.name} has no NVLink; leave the option out")
+    if option in ("pcie", "nvlink"):
+        return Host(option, host.network)
     if option.startswith(("eth=", "ib=")):
         return Host(host.fabric, parse_network(option))
     raise unknown_name("cluster option", option, _OPTIONS)

@@ -47,7 +47,7 @@ class Resource:
     latency_s: float = 0.0
 
 
-class Path(NamedTuple):
+class TransferPath(NamedTuple):
     """The resources that a transfer from one device to another uses.
 
     Attributes:
@@ -73,11 +73,11 @@ class Topology:
 
     num_devices: int
     resources: tuple[Resource, ...]
-    paths: Mapping[tuple[int, int], Path]
+    paths: Mapping[tuple[int, int], TransferPath]
 
 
 def lower(topology: Topology) -> Links:
-    """Bandwidth, latency and channels of every ordered pair; see the module docstring.
+    """Computes bandwidth, latency and channels of every ordered pair; see the module docstring.
 
     Returns:
         Links of D devices, without fabrics.
@@ -87,7 +87,7 @@ def lower(topology: Topology) -> Links:
     rows: list[list[tuple[int, ...]]] = [[()] * count for _ in range(count)]
     if topology.paths:
         pairs, paths, over, crossings = _incidence(topology)
-        # resource -1 stands for the end of a shorter path: it neither limits nor delays
+        # resource -1 is past the end of a shorter path: it neither limits nor delays
         capacity = np.array([*(resource.bytes_per_s for resource in topology.resources), math.inf])
         delay = np.array([*(resource.latency_s for resource in topology.resources), 0.0])
         rate = np.array([path.efficiency for path in paths]) * capacity[over].min(axis=1)
@@ -110,8 +110,8 @@ def lower(topology: Topology) -> Links:
     return Links(bandwidth, latency, tuple(tuple(row) for row in rows))
 
 
-def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[Path], NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs int [P, 2] in order; paths; their resources int [P, K], -1 after the end; how often each is crossed [P, K]."""
+def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[TransferPath], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns pairs int [P, 2] in order; paths; their resources int [P, K], -1 past the end; crossings of each [P, K]."""
     pairs = np.fromiter(chain.from_iterable(topology.paths), np.int64).reshape(-1, 2)
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))
     paths = list(topology.paths.values())
@@ -147,9 +147,7 @@ def _lanes(
 
 
 def _rank(over: NDArray[np.int64], device: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns number of each path's device among the distinct ones that use a resource [P, K], and how many those are
-    [R + 1].
-    """
+    """Returns the number of each path's device among the distinct ones that use a resource [P, K], and their count [R + 1]."""
     devices = int(device.max()) + 1
     seen = np.zeros((rows, devices), dtype=bool)
     seen[over, device[:, None]] = True
@@ -164,7 +162,7 @@ def _kept(
     width: NDArray[np.int64],
     position: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Which resources of each path become channels: bool [P, K].
+    """Marks the resources of each path that become channels: bool [P, K].
 
     The ends of a path always do, so that every transfer holds something of its sender and of its receiver. In the middle, a
     resource with a lane for each device that chooses one is left out where all paths of such a device over it begin or end in
@@ -198,7 +196,7 @@ def _kept(
 
 
 def _number(key: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Small channel numbers, in order of first use; -1 stays."""
+    """Returns channel numbers in order of first use; -1 stays."""
     values, first, index = np.unique(key, return_index=True, return_inverse=True)
     first[values < 0] = -1
     number = np.empty(len(values), dtype=np.int64)

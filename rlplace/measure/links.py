@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlplace.cluster.fabric import CollectiveKind
-from rlplace.cluster.measured import KINDS, LinkTimes
+from rlplace.cluster.machines import TIMED_COLLECTIVES, LinkTimes
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.base.environment import own_device, read_clock
 from rlplace.runtime.base.ranks import end_group, gather_objects, one_line, start_group
@@ -86,11 +86,11 @@ def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> 
             answer = bench.exchange(sender, receiver, 0, budget_s) / 2
             sent = np.array([bench.exchange(sender, receiver, size, budget_s) for size in pair_bytes])
             pair_s[sender, receiver] = np.maximum(sent - answer, 0.25 * sent)
-    group_s = np.zeros((len(KINDS), len(groups), len(group_bytes)))
+    group_s = np.zeros((len(TIMED_COLLECTIVES), len(groups), len(group_bytes)))
     budget_s = 0.4 * time_limit_s / group_s.size
     for number, (ranks, group) in enumerate(zip(groups, members, strict=True)):
         say(f"collectives over {len(ranks)} devices of {' and '.join(dict.fromkeys(hosts[rank] for rank in ranks))}")
-        for row, kind in zip(group_s[:, number], KINDS, strict=True):
+        for row, kind in zip(group_s[:, number], TIMED_COLLECTIVES, strict=True):
             row[:] = [bench.collective(kind, ranks, group, size, budget_s) for size in group_bytes]
     return LinkTimes(
         backend=str(dist.get_backend()),
@@ -187,7 +187,7 @@ def _describe(device: torch.device) -> dict[str, str | int]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {"driver": properties.name, "memory_bytes": int(properties.total_memory), "cores": 0}
-    from rlplace.cluster.detect import host_processor
+    from rlplace.cluster.machines import host_processor
 
     cores, memory = host_processor()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlplace.cluster import KINDS, Cluster, parse
-from rlplace.cluster import detect as module
+from rlplace.cluster import machines as module
 from rlplace.cluster.interconnect import parse_network
 from rlplace.errors import InputError, MissingError
 
@@ -203,7 +203,7 @@ def test_processor_when_there_is_no_accelerator(monkeypatch):
 
 def test_nothing_usable(monkeypatch):
     fake_cuda(monkeypatch, [])
-    monkeypatch.setattr(module, "_host_memory_bytes", lambda: 0)
+    monkeypatch.setattr(module, "host_processor", lambda: (1, 0))
     with pytest.raises(MissingError) as caught:
         Cluster.detect()
     assert caught.value.exit_code == 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlplace.cluster import Cluster
 from rlplace.cluster.interconnect import build_topology, parse_network
 from rlplace.cluster.parse import default_host
-from rlplace.cluster.topology import MAX_LANES, Path, Resource, Topology, lower
+from rlplace.cluster.topology import MAX_LANES, Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError
 
 
@@ -58,7 +58,7 @@ def topologies(draw):
             if i != j and draw(st.integers(0, 9)):
                 middle = draw(st.lists(st.integers(0, base - 1), max_size=3)) if base else []
                 over = (base + 2 * i, *middle, base + 2 * j + 1)
-                paths[i, j] = Path(over, 1e-5, draw(st.sampled_from([1.0, 0.5])))
+                paths[i, j] = TransferPath(over, 1e-5, draw(st.sampled_from([1.0, 0.5])))
     return Topology(count, (*shared, *ports), paths)
 
 
@@ -95,7 +95,7 @@ def test_a_wide_bus_is_lanes_and_a_switch_is_nothing():
     wide = Topology(
         8,
         (*ports, Resource("bus", 31e9), Resource("switch", latency_s=1e-6)),
-        {(i, i + 4): Path((i, 8, 9, i + 4), 2e-6) for i in range(4)},
+        {(i, i + 4): TransferPath((i, 8, 9, i + 4), 2e-6) for i in range(4)},
     )
     links = lower(wide)
     held = [set(links.channels[i][i + 4]) for i in range(4)]
@@ -103,14 +103,14 @@ def test_a_wide_bus_is_lanes_and_a_switch_is_nothing():
     assert together == 5  # three lanes for four pairs: one of the six pairs of transfers shares a lane
     assert links.latency_s[0, 4] == pytest.approx(3e-6)
     assert links.bandwidth_bytes_per_s[0, 4] == 10e9
-    nearly = Topology(8, (*ports, Resource("bus", 19.5e9)), {(i, i + 4): Path((i, 8, i + 4)) for i in range(4)})
+    nearly = Topology(8, (*ports, Resource("bus", 19.5e9)), {(i, i + 4): TransferPath((i, 8, i + 4)) for i in range(4)})
     assert lower(nearly).bandwidth_bytes_per_s[0, 4] == 19.5e9 / 2  # a second lane for a twentieth of the rate
 
 
 def test_staged_copies_cross_host_memory_twice():
     cards = [Resource("a", 10e9), Resource("b", 10e9)]
-    fast = lower(Topology(2, (*cards, Resource("memory", 100e9)), {(0, 1): Path((0, 2, 2, 1), 0.0, 0.5)}))
-    slow = lower(Topology(2, (*cards, Resource("memory", 6e9)), {(0, 1): Path((0, 2, 2, 1), 0.0, 0.5)}))
+    fast = lower(Topology(2, (*cards, Resource("memory", 100e9)), {(0, 1): TransferPath((0, 2, 2, 1), 0.0, 0.5)}))
+    slow = lower(Topology(2, (*cards, Resource("memory", 6e9)), {(0, 1): TransferPath((0, 2, 2, 1), 0.0, 0.5)}))
     assert fast.bandwidth_bytes_per_s[0, 1] == 5e9
     assert slow.bandwidth_bytes_per_s[0, 1] == 3e9
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlplace.cluster.fabric import Fabric, check_fabrics, joined_curve
-from rlplace.cluster.measured import fit_collective_curve
+from rlplace.cluster.machines import fit_collective_curve
 from rlplace.cost.curve import kernel_seconds, work_seconds
 from rlplace.cost.table import DIMS, Curve
 from rlplace.errors import InputError

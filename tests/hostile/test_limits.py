@@ -15,7 +15,7 @@ import pytest
 from benchmarks.hostile.targets import TARGETS
 from rlplace import limits
 from rlplace.cluster import Cluster
-from rlplace.cluster import toml as cluster_file
+from rlplace.cluster import file as cluster_file
 from rlplace.errors import InputError
 from rlplace.files import parse_json, read_json
 from rlplace.model import OpGraph

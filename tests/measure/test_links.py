@@ -8,7 +8,7 @@ import pytest
 from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
-from rlplace.cluster.measured import KINDS, LinkTimes, cluster_from, fit_pairs
+from rlplace.cluster.machines import TIMED_COLLECTIVES, LinkTimes, cluster_from, fit_pairs
 from rlplace.errors import InputError, MissingError
 from rlplace.measure.links import group_ranks, measure_links
 from tests.runtime.job.launch import forked
@@ -29,7 +29,7 @@ def link_times(hosts=("a", "a", "a", "b", "b", "b"), driver="NVIDIA A100-SXM4-80
     group_s = np.array(
         [
             [[1e-5 * len(g) + rounds[kind] * (len(g) - 1) / len(g) * s / 80e9 for s in GROUP_SIZES] for g in groups]
-            for kind in KINDS
+            for kind in TIMED_COLLECTIVES
         ]
     )
     memories = (memory,) * count if isinstance(memory, int) else memory
@@ -58,7 +58,7 @@ def test_ideal_times_give_their_own_latency_and_bandwidth(tmp_path):
     assert fit_pairs(times)[2].max() < 1e-9
     assert [f.devices for f in cluster.links.fabrics] == [(0, 1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]
     assert {f.basis for f in cluster.links.fabrics} == {"measured"}
-    for kind, by_group in zip(KINDS, times.group_s, strict=True):
+    for kind, by_group in zip(TIMED_COLLECTIVES, times.group_s, strict=True):
         for ranks, seconds in zip(times.groups, by_group, strict=True):
             found = collective_s(cluster.links, kind, ranks, np.array(GROUP_SIZES, dtype=np.float64))
             assert found == pytest.approx(seconds, rel=1e-6)
@@ -113,7 +113,7 @@ def test_two_processes_of_this_machine(tmp_path):
     cluster = Cluster.load(out)
     assert (cluster.links.bandwidth_bytes_per_s[~np.eye(2, dtype=bool)] > 1e6).all()
     (fabric,) = cluster.links.fabrics
-    assert fabric.devices == (0, 1) and [curve.kind for curve in fabric.curves] == list(KINDS)
+    assert fabric.devices == (0, 1) and [curve.kind for curve in fabric.curves] == list(TIMED_COLLECTIVES)
     assert "pairs from device 0 of 2" in err
     model = "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=64"
     assert main(["place", model, "--seq", "8", "--cluster", str(out), "--planner", "best", "--json"]) == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import HOP_LATENCY_SHARE, collective_s, contention, ring_order
-from rlplace.cluster.fabric import COLLECTIVES, Curve, Fabric, Piece, bus_factor, joined_curve
+from rlplace.cluster.fabric import COLLECTIVES, CollectiveCurve, Fabric, Piece, bus_factor, joined_curve
 from rlplace.cluster.links import Links
 from rlplace.errors import InputError
 
@@ -66,7 +66,7 @@ def test_groups_on_one_channel_slow_each_other():
 
 
 def test_a_piece_begins_with_its_first_size():
-    curve = Curve(2, (Piece(0.0, 1.0, 1.0), Piece(8.0, 5.0, 2.0)))
+    curve = CollectiveCurve(2, (Piece(0.0, 1.0, 1.0), Piece(8.0, 5.0, 2.0)))
     assert curve.seconds(np.array([0.0, 7.0, 8.0, 10.0])).tolist() == [1.0, 8.0, 5.0 + 8.0 / 2, 5.0 + 10.0 / 2]
 
 
@@ -165,7 +165,7 @@ def test_own_curves_of_other_collectives_come_first():
 
 
 def test_across_fabrics_in_phases_or_pipelined():
-    inside = Curve(4, (Piece(0, 0.0, 100e9),))
+    inside = CollectiveCurve(4, (Piece(0, 0.0, 100e9),))
     host = [Fabric(tuple(range(4 * h, 4 * h + 4)), (inside,)) for h in range(2)]
     bandwidth = np.full((8, 8), 1e9)
     links = Links(bandwidth, np.zeros((8, 8)), None, tuple(host))
@@ -176,7 +176,7 @@ def test_across_fabrics_in_phases_or_pipelined():
     # without fabrics a single ring passes the slow links
     assert collective_s(Links(bandwidth, np.zeros((8, 8))), "all_reduce", range(8), size) == pytest.approx(1.75)
     # with a slow inside the pipelined ring hides the rails behind it
-    slow = [msgspec.structs.replace(f, curves=(Curve(4, (Piece(0, 0.0, 1e9),)),)) for f in host]
+    slow = [msgspec.structs.replace(f, curves=(CollectiveCurve(4, (Piece(0, 0.0, 1e9),)),)) for f in host]
     wide = Links(np.full((8, 8), 50e9), np.zeros((8, 8)), None, tuple(slow))
     assert collective_s(wide, "all_gather", range(8), size) == pytest.approx(min(0.75 + 0.5 / 4 / 50, 7 / 8, 7 / 8 / 50))
 

@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster.detect import host_processor
 from rlplace.cluster.links import Device
+from rlplace.cluster.machines import host_processor
 from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
-from rlplace.cluster.topology import Path as LinkPath
-from rlplace.cluster.topology import Resource, Topology, lower
+from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError, MissingError, RlplaceError
 from tools.hosts.emulate import Hosts
 from tools.hosts.launch import launch
@@ -170,9 +169,9 @@ def _topology(spec: HostsSpec, latency_s: float) -> Topology:
     rate = {(i, j): spec.rate_between(i, j) / 8 * PAYLOAD_FRACTION for i, j in pairs}
     if spec.per_pair:
         resources = [Resource(f"link {i}-{j}", rate[i, j]) for i, j in pairs]
-        paths = {pair: LinkPath((number,), latency_s) for number, pair in enumerate(pairs)}
+        paths = {pair: TransferPath((number,), latency_s) for number, pair in enumerate(pairs)}
     else:
         one = next(iter(rate.values()), 1.0)
         resources = [Resource(f"nic {way} {host}", one) for way in ("out", "in") for host in range(count)]
-        paths = {(i, j): LinkPath((i, count + j), latency_s) for i, j in pairs}
+        paths = {(i, j): TransferPath((i, count + j), latency_s) for i, j in pairs}
     return Topology(count, tuple(resources), paths)

@@ -73,7 +73,7 @@ def own_clock(device: torch.device) -> Callable[[], float]:
 
 def read_environment(device: torch.device) -> Environment:
     """Describes a device as it is now; its kind is that of `rlplace.Cluster.detect()`."""
-    from rlplace.cluster.detect import detect
+    from rlplace.cluster.machines import detect
 
     readings, details = nvidia_readings(device), dict[str, str | float | int]()
     if device.type == "cuda":

@@ -1,22 +1,110 @@
-"""From measured link times to a cluster: pairs as latency and bandwidth, groups as the curves of fabrics."""
+"""Clusters of real machines: devices as drivers report them, and links as `rlplace measure --links` timed them.
+
+Times of pairs become latency and bandwidth, times of groups the curves of fabrics.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.cluster.detect import kind_from_name
-from rlplace.cluster.fabric import CollectiveKind, Curve, Fabric, bus_factor, joined_curve
+from rlplace.cluster.fabric import CollectiveCurve, CollectiveKind, Fabric, bus_factor, joined_curve
+from rlplace.cluster.interconnect import Host, parse_network
 from rlplace.cluster.parse import Cluster, assemble, default_host
-from rlplace.cluster.presets import DeviceKind, cpu_kind
+from rlplace.cluster.presets import KINDS, DeviceKind, cpu_kind
 from rlplace.errors import InputError, MissingError
 
-KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+# Fragments of device names as drivers report them, the more specific first.
+_NAMES = (
+    ("h200", "h200"), ("h100", "h100"), ("a100", "a100-80g"), ("v100", "v100"), ("mi300x", "mi300x"), ("rtx 4090", "rtx4090"),
+    ("rtx 3090", "rtx3090"), ("titan rtx", "titan-rtx"), ("tesla t4", "t4"), ("nvidia t4", "t4"), ("nvidia l4", "l4"),
+)  # fmt: skip
+_A100_SMALL_BYTES = 60_000_000_000
+
+
+def detect() -> Cluster:
+    """Returns the accelerators that torch sees, with the memory it reports; without any, the processor.
+
+    Raises:
+        MissingError: An accelerator of an unknown kind, or no usable device at all.
+    """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() > 0:
+        kinds = []
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            kinds.append(kind_from_name(properties.name, int(properties.total_memory)))
+        return _one_host(kinds)
+    cores, memory = host_processor()
+    if memory <= 0:
+        raise MissingError("no accelerator found and the size of host memory is unknown; describe the cluster in a TOML file")
+    kind = cpu_kind(cores, memory)
+    return assemble([kind], [0], [default_host(kind)], name=f"{platform.node() or 'host'}: cpu", text="host")
+
+
+def host_processor() -> tuple[int, int]:
+    """Returns cores that this process may use, and bytes of host memory (0 where unknown)."""
+    try:
+        memory = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        memory = 0
+    return usable_cores(), memory
+
+
+def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
+    """Returns the preset kind of a device name as the driver reports it, with the memory of the card at hand.
+
+    Raises:
+        MissingError: No preset describes the device.
+    """
+    low = name.lower()
+    preset = next((kind for fragment, kind in _NAMES if fragment in low), None)
+    if preset is None or (preset == "l4" and "l4" not in low.replace("-", " ").split()):
+        raise MissingError(
+            f"device {name[:80]!r} has no preset (known: {', '.join(sorted(KINDS))}); "
+            "describe it in a cluster TOML file as a [[kind]]"
+        )
+    if preset == "a100-80g" and memory_bytes < _A100_SMALL_BYTES:
+        preset = "a100-40g"
+    return structs.replace(KINDS[preset], memory_bytes=memory_bytes)
+
+
+def _one_host(kinds: list[DeviceKind]) -> Cluster:
+    import torch
+
+    fabric = "nvlink" if all(kind.nvlink is not None for kind in kinds) else "pcie"
+    count = len(kinds)
+    if any("pcie" in torch.cuda.get_device_properties(i).name.lower() for i in range(count)):
+        fabric = "pcie"
+    peers = all(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
+    if count > 1 and not peers:
+        kinds = [structs.replace(kind, pcie_peer=False) for kind in kinds]
+        fabric = "pcie"
+    name = f"{platform.node() or 'host'}: " + "+".join(
+        f"{kind}:{number}" for kind, number in zip(*np.unique([k.name for k in kinds], return_counts=True), strict=True)
+    )
+    host = Host(fabric, parse_network(kinds[0].network))
+    return assemble(kinds, [0] * count, [host], name=name, text="host")
+
+
+def usable_cores() -> int:
+    """Counts the processor cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return max(1, os.cpu_count() or 1)
+
+
+TIMED_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives that are timed."""
 BREAKS = (0, 1 << 18, 1 << 23)
 """Where small, medium and large messages begin: latency, protocol, bandwidth."""
@@ -24,7 +112,7 @@ BREAKS = (0, 1 << 18, 1 << 23)
 
 @dataclass(frozen=True, eq=False)
 class LinkTimes:
-    """What was measured.
+    """Measured times of transfers and collectives between processes.
 
     Attributes:
         backend: ``"gloo"`` or ``"nccl"``.
@@ -36,7 +124,7 @@ class LinkTimes:
         pair_s: float64 [W, W, P], seconds from sender to receiver; the diagonal is 0.
         groups: Ranks of each of G groups.
         group_bytes: S message sizes.
-        group_s: float64 [K, G, S], seconds of each of `KINDS`.
+        group_s: float64 [K, G, S], seconds of each of `TIMED_COLLECTIVES`.
     """
 
     backend: str
@@ -74,36 +162,33 @@ def cluster_from(times: LinkTimes) -> Cluster:
 
 
 def fit_pairs(times: LinkTimes) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Latency, bandwidth and mean relative error of the fit of every ordered pair.
+    """Fits latency and bandwidth of every ordered pair; also returns the mean relative error of each fit.
 
     Returns:
         Three float64 [W, W]: least squares of the relative error of ``latency + bytes / bandwidth``; 0 on the diagonal.
     """
     count = len(times.hosts)
-    latency, bandwidth, error = (np.zeros((count, count)) for _ in range(3))
+    latency, bandwidth, error = np.zeros((3, count, count))
     size = np.array(times.pair_bytes, dtype=np.float64)
-    for i in range(count):
-        for j in range(count):
-            if i != j:
-                seconds = times.pair_s[i, j]
-                curve = fit_collective_curve(size, seconds, kind="broadcast", group_size=2)
-                latency[i, j] = curve.pieces[0].latency_s
-                bandwidth[i, j] = curve.pieces[0].bus_bytes_per_s
-                error[i, j] = float(np.abs(curve.seconds(size) / seconds - 1).mean())
+    for i, j in permutations(range(count), 2):
+        seconds = times.pair_s[i, j]
+        curve = fit_collective_curve(size, seconds, kind="broadcast", group_size=2)
+        latency[i, j], bandwidth[i, j] = curve.pieces[0].latency_s, curve.pieces[0].bus_bytes_per_s
+        error[i, j] = float(np.abs(curve.seconds(size) / seconds - 1).mean())
     return latency, bandwidth, error
 
 
 def fabrics_from(times: LinkTimes, host_of: list[int]) -> tuple[Fabric, ...]:
     """Returns a fabric for every host with several devices, and one for all of them together where there are several hosts."""
     source = f"rlplace measure --links over {times.backend}"
-    curves: dict[tuple[int, ...], list[Curve]] = {}
+    curves: dict[tuple[int, ...], list[CollectiveCurve]] = {}
     everybody = tuple(range(len(host_of)))
     for number, ranks in enumerate(times.groups):
         own = {host_of[rank] for rank in ranks}
         members = everybody if len(own) > 1 else tuple(rank for rank in everybody if host_of[rank] in own)
         curves.setdefault(members, []).extend(
             fit_collective_curve(times.group_bytes, seconds, kind=kind, group_size=len(ranks), breaks=BREAKS)
-            for kind, seconds in zip(KINDS, times.group_s[:, number], strict=True)
+            for kind, seconds in zip(TIMED_COLLECTIVES, times.group_s[:, number], strict=True)
         )
     return tuple(Fabric(devices, tuple(fitted), "measured", source) for devices, fitted in curves.items())
 
@@ -135,8 +220,8 @@ def fit_collective_curve(
     kind: CollectiveKind,
     group_size: int,
     breaks: Sequence[float] = (0,),
-) -> Curve:
-    """Least squares of the relative error over joined straight pieces.
+) -> CollectiveCurve:
+    """Fits joined straight pieces by least squares of the relative error.
 
     Args:
         size_bytes: M message sizes (whole tensor).
@@ -164,11 +249,7 @@ def fit_collective_curve(
 
 
 def _rises(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns float64 [K]: height of the first knot and the rises to the next ones, so that ``weights @ heights`` is closest to
-    ones.
-
-    No rise is negative: what would fall stays level.
-    """
+    """Fits float64 [K]: height of the first knot, and rises (none below 0) to the next ones, so that all products are 1."""
     from scipy.optimize import nnls
 
     steps = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]

@@ -1,27 +1,138 @@
-"""Cluster files: ``rlplace.cluster`` version 1, TOML (docs/formats.md, section Cluster)."""
+"""Cluster files: ``rlplace.cluster`` version 1, TOML (docs/formats.md, section Cluster).
+
+In ``[[topology.resource]]``, ``each`` lists devices for which a resource exists once, with ``{device}`` in its name replaced by
+theirs; a path's ``from`` and ``to`` may be lists, with ``{from}`` and ``{to}`` in the names it crosses. Later paths replace
+earlier ones of the same pair.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta, structs
+from msgspec import Meta, field, structs
 
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.links import Device, Links
-from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_host
+from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
-from rlplace.cluster.topology_file import TopologyTable, topology_links
+from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES
 from rlplace.records import Bytes, Record, Text, build, plain
+
+_MAX_RESOURCES = 100_000
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class _Resources(Record, frozen=True):
+    """A ``[[topology.resource]]``: one, or one for each of the devices in `each`.
+
+    Attributes:
+        name: Unique; ``{device}`` is replaced by the names in `each`.
+        bytes_per_s: Capacity; inf never limits (a non-blocking switch).
+        latency_s: Added to every transfer that crosses it.
+        each: ``"*"`` for all devices, or a list of names; None: a single resource.
+    """
+
+    name: Text
+    bytes_per_s: Annotated[float, Meta(ge=1e-3, le=1e18)] = math.inf
+    latency_s: _Seconds = 0.0
+    each: str | list[str] | None = None
+
+
+class _Paths(Record, frozen=True):
+    """A ``[[topology.path]]``: those of all pairs of the senders and receivers; later ones replace earlier ones of a pair.
+
+    Attributes:
+        senders: A name, a list of names, or ``"*"``.
+        receivers: Likewise.
+        over: Resources in order, with ``{from}`` and ``{to}`` for the names; one that is named twice is crossed twice.
+        latency_s: Launch and handshake.
+        efficiency: Fraction of the slowest resource that is reached; 0.5 where data is stored in between.
+    """
+
+    senders: str | list[str] = field(name="from")
+    receivers: str | list[str] = field(name="to")
+    over: Annotated[list[str], Meta(min_length=1)]
+    latency_s: _Seconds = 0.0
+    efficiency: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class TopologyTable(Record, frozen=True):
+    """The table ``[topology]``.
+
+    Attributes:
+        resource: Ports, buses, switches and cards.
+        path: What a transfer of each pair crosses; a pair without a path has no link.
+    """
+
+    resource: list[_Resources]
+    path: list[_Paths]
+
+
+def topology_links(table: TopologyTable, names: list[str]) -> Links:
+    """Lowers the topology table of a file to links.
+
+    Args:
+        table: The table as read from the file.
+        names: Names of the D devices.
+
+    Raises:
+        InputError: Names the first entry that is wrong.
+    """
+    resources: list[Resource] = []
+    for index, entry in enumerate(table.resource):
+        where = f"topology.resource[{index}]"
+        devices = [""] if entry.each is None else _devices(entry.each, names, f"{where}.each")
+        if entry.each is not None and "{device}" not in entry.name:
+            raise InputError(f"{where}.name: needs {{device}} where the resource exists for each of several devices")
+        names_of = [entry.name.replace("{device}", device) if device else entry.name for device in devices]
+        resources += [Resource(name, entry.bytes_per_s, entry.latency_s) for name in names_of]
+        if len(resources) > _MAX_RESOURCES:
+            raise InputError(f"topology: more than {_MAX_RESOURCES} resources")
+    numbers = {resource.name: number for number, resource in enumerate(resources)}
+    if len(numbers) < len(resources):
+        twice = next(resource.name for number, resource in enumerate(resources) if numbers[resource.name] != number)
+        raise InputError(f"topology: resource {twice[:80]!r}: names must be unique")
+    position = {name: number for number, name in enumerate(names)}
+    paths: dict[tuple[int, int], TransferPath] = {}
+    for index, line in enumerate(table.path):
+        where = f"topology.path[{index}]"
+        receivers = _devices(line.receivers, names, f"{where}.to")
+        for sender, receiver in product(_devices(line.senders, names, f"{where}.from"), receivers):
+            if sender == receiver:
+                continue
+            crossed = [name.replace("{from}", sender).replace("{to}", receiver) for name in line.over]
+            missing = next((name for name in crossed if name not in numbers), None)
+            if missing is not None:
+                raise InputError(f"{where}.over: {unknown_name('resource', missing, list(numbers)[:200])}")
+            over = tuple(numbers[name] for name in crossed)
+            if all(resources[number].bytes_per_s == math.inf for number in over):
+                raise InputError(f"{where}.over: crosses nothing with a capacity; give one of its resources bytes_per_s")
+            paths[position[sender], position[receiver]] = TransferPath(over, line.latency_s, line.efficiency)
+    return lower(Topology(len(names), tuple(resources), paths))
+
+
+def _devices(value: str | list[str], names: list[str], where: str) -> list[str]:
+    """Returns the device names of an entry: one, a list, or all for ``"*"``."""
+    if value == "*":
+        return names
+    chosen = [value] if isinstance(value, str) else value
+    for name in chosen:
+        if name not in names:
+            raise InputError(f"{where}: {unknown_name('device', name, names)}")
+    return chosen
+
 
 FORMAT = "rlplace.cluster"
 VERSION = 1
@@ -57,7 +168,7 @@ class _Interconnect(Record, frozen=True):
     network: Text | None = None
 
 
-class _Device(Record, frozen=True):
+class _DeviceTable(Record, frozen=True):
     """A ``[[device]]``; any key of a kind replaces that number for this device alone.
 
     Attributes:
@@ -75,7 +186,7 @@ class _Device(Record, frozen=True):
     reserved_bytes: Bytes | None = None
 
 
-class _File(Record, frozen=True):
+class _ClusterFile(Record, frozen=True):
     """A cluster file; kinds and devices build on the kinds that they name, so they are read one after the other.
 
     Attributes:
@@ -99,7 +210,7 @@ class _File(Record, frozen=True):
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Writes a cluster file, atomically; kinds and links are written out, so later changes of presets do not reach it."""
-    text = _to_toml(cluster_to_dict(cluster))
+    text = "\n".join(_lines(cluster_to_dict(cluster))) + "\n"
     if len(text) > CLUSTER_BYTES:
         raise InputError(
             f"{path}: the links of {len(cluster.devices)} devices take {len(text)} bytes, a cluster file may have "
@@ -161,7 +272,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 
 
 def _parse(data: dict[str, Any], path: str) -> Cluster:
-    file = build(_File, data, "cluster", whole_floats=True)
+    file = build(_ClusterFile, data, "cluster", whole_floats=True)
     kinds: dict[str, DeviceKind] = {}
     for index, item in enumerate(file.kind):
         kind = _kind(item, f"kind[{index}]", kinds, base_key="like")
@@ -169,19 +280,16 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
             raise InputError(f"kind[{index}]: kind {kind.name[:80]!r} is defined twice")
         kinds[kind.name] = kind
     entries = [_device(item, f"device[{index}]", kinds) for index, item in enumerate(file.device)]
-    several = sum(not kind.host_processor for _, kind in entries) > 1
+    device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
     devices = tuple(
         Device(
-            name=entry.name,
-            memory_bytes=kind.memory_bytes if entry.memory_bytes is None else entry.memory_bytes,
-            reserved_bytes=kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
-            if entry.reserved_bytes is None
-            else entry.reserved_bytes,
-            kind=kind.name,
+            entry.name,
+            device.memory_bytes if entry.memory_bytes is None else entry.memory_bytes,
+            device.reserved_bytes if entry.reserved_bytes is None else entry.reserved_bytes,
+            device.kind,
         )
-        for entry, kind in entries
+        for (entry, _), device in zip(entries, default_devices(device_kinds), strict=True)
     )
-    device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
     link_keys = [key for key in ("links", "interconnect", "topology") if key in data]
     if len(link_keys) > 1:
         raise InputError(f"cluster: give either [{link_keys[0]}] or [{link_keys[1]}], not both")
@@ -217,13 +325,15 @@ def _lookup(name: Any, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKin
     return kind
 
 
-def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]) -> tuple[_Device, DeviceKind]:
+def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]) -> tuple[_DeviceTable, DeviceKind]:
     """Returns a device entry and its kind: the named kind, with the entry's own numbers in place of the kind's."""
-    check_keys(item, {"name"}, {*_Device.__struct_fields__, *_KIND_KEYS}, where)
-    entry = build(_Device, {k: v for k, v in item.items() if k in _Device.__struct_fields__}, where, whole_floats=True)
+    check_keys(item, {"name"}, {*_DeviceTable.__struct_fields__, *_KIND_KEYS}, where)
+    entry = build(
+        _DeviceTable, {k: v for k, v in item.items() if k in _DeviceTable.__struct_fields__}, where, whole_floats=True
+    )
     if entry.kind is None:
         return entry, _kind({k: v for k, v in item.items() if k != "host"}, where, kinds, base_key="kind")
-    own = {key: value for key, value in item.items() if key not in _Device.__struct_fields__}
+    own = {key: value for key, value in item.items() if key not in _DeviceTable.__struct_fields__}
     if not own:
         return entry, _lookup(entry.kind, kinds, f"{where}.kind")
     return entry, _kind({"name": f"{entry.kind}/{entry.name}", "kind": entry.kind, **own}, where, kinds, base_key="kind")
@@ -251,33 +361,26 @@ def _matrix_links(table: _Links, count: int) -> Links:
     return Links(np.array(table.bandwidth_bytes_per_s), np.array(table.latency_s), channels)
 
 
-def _to_toml(data: Mapping[str, Any]) -> str:
-    """TOML text of a cluster: scalars, arrays of tables one level deep, and tables; all that the format needs."""
-    lines = [f"{key} = {_value(value)}" for key, value in data.items() if not isinstance(value, (dict, list))]
-    for key in ("kind", "device"):
-        for item in data[key]:
-            lines += ["", f"[[{key}]]"]
-            lines += [f"{name} = {_value(value)}" for name, value in item.items()]
-    lines += ["", "[links]"]
-    for name, rows in data["links"].items():
-        lines += [f"{name} = [", *(f"  {_value(row)}," for row in rows), "]"]
-    for fabric in data["fabric"]:
-        lines += ["", "[[fabric]]"]
-        lines += [f"{name} = {_value(value)}" for name, value in fabric.items() if name != "curves"]
-        for curve in fabric["curves"]:
-            lines += ["", "[[fabric.curves]]", *(f"{name} = {_value(value)}" for name, value in curve.items())]
-    return "\n".join(lines) + "\n"
+def _lines(table: Mapping[str, Any], path: str = "", *, row_by_row: bool = False) -> Iterator[str]:
+    """Yields the lines of a TOML table: its values, then its tables, which below the top level are lists of tables alone."""
+    inner = {key: value for key, value in table.items() if _is_table(value, top=not path)}
+    for key, value in table.items():
+        if row_by_row:
+            yield from (f"{key} = [", *(f"  {_value(row)}," for row in value), "]")
+        elif key not in inner:
+            yield f"{key} = {_value(value)}"
+    for key, value in inner.items():
+        single = isinstance(value, dict)
+        for item in [value] if single else value:
+            yield from ("", f"[{path}{key}]" if single else f"[[{path}{key}]]")
+            yield from _lines(item, f"{path}{key}.", row_by_row=single)
+
+
+def _is_table(value: Any, top: bool) -> bool:
+    return isinstance(value, (list, dict)) if top else isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return json.dumps(value).replace("\x7f", "\\u007f")  # JSON's text of numbers, strings and lists is TOML's as well

@@ -11,10 +11,8 @@ for the simulator and the memory rules alone; these are what a careful reviewer 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -23,42 +21,27 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT, arguments, markdown, read_rows, write_rows
+
 FAULTS, ROWS = ROOT / "benchmarks/faults.toml", ROOT / "benchmarks/faults.rows.jsonl"
 KILLED, SURVIVED = "killed", "survived"
 TIMEOUT_S = 600.0
 """Seconds until a fault counts as noticed, because its tests hang."""
 
 _IMPORTED = (
-    "torch",
-    "torch.distributed.tensor",
-    "numba",
-    "scipy.optimize",
-    "hypothesis",
-    "pytest",
-    "sb3_contrib",
-    "transformers",
-)
+    "torch", "torch.distributed.tensor", "numba", "scipy.optimize", "hypothesis", "pytest", "sb3_contrib", "transformers",
+)  # fmt: skip
 """What is imported once, before a process is forked for each fault: it takes longer than most tests."""
 
 _IGNORED = shutil.ignore_patterns(".git", ".*_cache", ".hypothesis", ".venv*", "runs", "build", "dist")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One fault.
-
-    Attributes:
-        what: The fault in words; no two have the same.
-        file: Where, from the root.
-        old: The right text, which stands once in the file.
-        new: The wrong text.
-        tests: Test files that should notice.
-    """
+class Fault(NamedTuple):
+    """One fault: words that no other has, a file from the root, text in it and in its place, and tests that should notice."""
 
     what: str
     file: str
@@ -68,14 +51,13 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """Package or folder of the file."""
+        """The package or folder of the file."""
         parts = Path(self.file).parts
         return parts[1] if parts[0] == "rlplace" and len(parts) > 2 else parts[0]
 
 
-@dataclass(frozen=True)
-class Row:
-    """What became of a fault: the first test that failed, or none; seconds are those of the run."""
+class Row(NamedTuple):
+    """Result of a fault: the first test that failed, or none; seconds are those of the run."""
 
     what: str
     room: str
@@ -85,13 +67,13 @@ class Row:
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults of a file, in its order."""
+    """Reads the faults of a file, in its order."""
     listed = tomllib.loads(path.read_text())["fault"]
     return [Fault(**{**one, "tests": tuple(one["tests"])}) for one in listed]
 
 
 def with_fault(text: str, fault: Fault) -> str:
-    """The file's text with the fault in it.
+    """Puts the fault into the text of its file.
 
     Raises:
         ValueError: Its right text does not stand there exactly once.
@@ -105,70 +87,58 @@ def try_fault(fault: Fault) -> Row:
     """Runs the tests of a fault in a copy of the checkout that has it."""
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        copy = _copy(folder)
+        copy = copy_of(folder)
         place = copy / fault.file
         place.write_text(with_fault(place.read_text(), fault))
-        result, by = _run(copy, fault.tests)
+        result, by = run_tests(copy, fault.tests)
     return Row(fault.what, fault.room, result, by, round(time.monotonic() - start_s, 1))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Faults by room, and what survives."""
+    """Makes the table of faults by room, and how many survive."""
     count, lost = Counter(row.room for row in rows), Counter(row.room for row in rows if row.result == SURVIVED)
-    lines = [
-        "| room | faults | survive |",
-        "|---|---|---|",
-        *(f"| {room} | {count[room]} | {lost[room]} |" for room in sorted(count)),
-    ]
-    lines.append(f"| all | {len(rows)} | {lost.total()} ({lost.total() / max(1, len(rows)):.0%}) |")
-    return "\n".join(lines)
+    last = ["all", len(rows), f"{lost.total()} ({lost.total() / max(1, len(rows)):.0%})"]
+    return markdown(["room", "faults", "survive"], [*([room, count[room], lost[room]] for room in sorted(count)), last])
 
 
-def read_rows(path: Path = ROWS) -> list[Row]:
-    """The rows of an earlier run; none where there is no file."""
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+def read(path: Path = ROWS) -> list[Row]:
+    """Reads the rows of an earlier run; none where there is no file."""
+    return [Row(**row) for row in read_rows(path)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="faults whose file or words have one of these")
-    parser.add_argument("--table", action="store_true", help="the table of the rows, without a run")
-    args = parser.parse_args()
-    if not args.table:
-        _run_all(args.only)
-    rows = read_rows()
-    print("\n" + table(rows))
-    for row in rows:
-        if row.result == SURVIVED:
-            print(f"- {row.what}")
-
-
-def _run_all(only: Sequence[str] | None) -> None:
+def run_all(only: Sequence[str] | None) -> None:
+    """Tries the faults whose file or words have one of these texts, and writes their rows."""
     faults = read_faults()
-    chosen = [one for one in faults if only is None or any(text in one.file or text in one.what for text in only)]
-    tests = sorted({test for fault in chosen for test in fault.tests})
-    result, by = _run(ROOT, tests)  # which leaves compiled kernels for the copies
+    chosen = [one for one in faults if not only or any(text in one.file or text in one.what for text in only)]
+    result, by = run_tests(ROOT, sorted({test for fault in chosen for test in fault.tests}))  # compiles kernels for the copies
     if result != SURVIVED:
         raise SystemExit(f"without any fault the tests fail: {by}; a fault could not be told from that")
-    rows = {} if only is None else {row.what: row for row in read_rows()}
+    rows = {row.what: row for row in read()} if only else {}
     for fault in chosen:
         row = rows[fault.what] = try_fault(fault)
         print(f"{row.result:9s} {row.seconds:6.1f} s  {row.what}  {row.by}", flush=True)
-        _write(rows, faults)
+        write_rows(ROWS, (row_of._asdict() for fault in faults if (row_of := rows.get(fault.what))))
 
 
-def _write(rows: Mapping[str, Row], faults: Sequence[Fault]) -> None:
-    found = [rows[fault.what] for fault in faults if fault.what in rows]
-    ROWS.write_text("".join(json.dumps(asdict(row)) + "\n" for row in found))
+def main() -> None:
+    """Tries faults and prints the table of all rows, and what survives."""
+    options = arguments(
+        __doc__, only=((), "faults whose file or words have one of these"), table="the table of the rows, without a run"
+    )
+    if not options.table:
+        run_all(options.only)
+    rows = read()
+    print("\n" + table(rows))
+    print("\n".join(f"- {row.what}" for row in rows if row.result == SURVIVED))
 
 
-def _copy(folder: str) -> Path:
-    """A copy of the checkout; times of files stay, so that compiled kernels are found."""
+def copy_of(folder: str) -> Path:
+    """Copies the checkout; times of files stay, so that compiled kernels are found."""
     return Path(shutil.copytree(ROOT, Path(folder) / "checkout", ignore=_IGNORED, symlinks=True))
 
 
-def _run(copy: Path, tests: Sequence[str]) -> tuple[str, str]:
-    """Whether quick tests notice, and the first that does."""
+def run_tests(copy: Path, tests: Sequence[str]) -> tuple[str, str]:
+    """Runs quick tests in a copy: whether they notice, and the first that does."""
     os.environ.update(PYTHONPATH=str(copy), CI="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):

@@ -33,7 +33,7 @@ def test_a_text_that_is_gone_or_stands_twice_is_no_place():
 
 
 def test_the_page_has_the_table_of_the_rows():
-    rows = faults.read_rows()
+    rows = faults.read()
     assert {row.what for row in rows} == {fault.what for fault in LISTED}
     page = (ROOT / "docs/testing.md").read_text()
     assert faults.table(rows) in page

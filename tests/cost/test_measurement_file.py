@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks.hostile.seeds import MEASUREMENT
 from rlplace.cost.measurement import FORMAT, Measurement
 from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings, rank_correlation
 from rlplace.errors import InputError
+from tests.hostile.seeds import MEASUREMENT
 
 FULL = Measurement.from_dict({"format": FORMAT, "version": 1, **MEASUREMENT})
 

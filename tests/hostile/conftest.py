@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile.seeds import make_seeds
+
 
 @pytest.fixture(scope="session")
 def seeds(tmp_path_factory):
-    from benchmarks.hostile.seeds import make_seeds
-
     folder = tmp_path_factory.mktemp("hostile") / "seeds"
     make_seeds(folder)
     return folder
@@ -24,7 +24,7 @@ def scratch(seeds, tmp_path_factory):
 
 @pytest.fixture
 def no_hang():
-    """A loader that waits for ever is stopped, and fails the test whatever it makes of that."""
+    """Stops a loader that waits for ever, and fails the test whatever the loader makes of that."""
     waited = []
 
     def stop(number, frame):

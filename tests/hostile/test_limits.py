@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.hostile.targets import TARGETS
 from rlplace import limits
 from rlplace.cluster import Cluster
 from rlplace.cluster import file as cluster_file
@@ -21,6 +20,7 @@ from rlplace.files import parse_json, read_json
 from rlplace.model import OpGraph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem, problem_from_dict, problem_to_dict
+from tests.hostile.loaders import TARGETS
 
 
 def refused(load, message):

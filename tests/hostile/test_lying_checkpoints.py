@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hostile.targets import TARGETS
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.labels import Labels
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import check_folder, check_output, read_bytes
 from rlplace.runtime.state.untrusted import check_setting, check_storage
+from tests.hostile.loaders import TARGETS
 
 
 @pytest.fixture

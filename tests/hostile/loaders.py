@@ -6,15 +6,22 @@ import contextlib
 import io
 import json
 import math
+import os
+import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.mutate import BYTES, JSON, LINES, TENSORS, TEXT, TOML
+from rlplace.errors import RlplaceError
+from tests.hostile.damage import BYTES, JSON, LINES, TENSORS, TEXT, TOML
 
 Use = Callable[[Path, Path], None]
+
+MAX_MESSAGE = 1000
+"""Length to which `rlplace.errors.plain` cuts messages."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,45 @@ class Target:
 
 class Broken(Exception):
     """What was loaded gives nonsense at the next step."""
+
+
+def run_input(target: Target, file: str, payload: bytes, scratch: Path) -> str:
+    """Gives one input to a loader.
+
+    Args:
+        target: The loader.
+        file: Name in `scratch` that the input takes.
+        payload: The input.
+        scratch: A copy of all seeds, which is left as it was.
+
+    Returns:
+        ``"loaded"``, ``"refused"`` or what went wrong, with a traceback.
+    """
+    path = scratch / file
+    before, known = path.read_bytes(), _listing(scratch)
+    try:
+        path.write_bytes(payload)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target.use(path, scratch)
+        outcome = "loaded"
+    except RlplaceError as error:
+        text = str(error)
+        plain = 0 < len(text) <= MAX_MESSAGE and text.isprintable()
+        outcome = "refused" if plain else f"a message that is not one plain line: {text[:300]!r}"
+    except Exception:
+        outcome = traceback.format_exc(limit=-6)
+    finally:
+        path.unlink(missing_ok=True)
+        path.write_bytes(before)
+    left = sorted(_listing(scratch) ^ known)
+    for name in left:
+        (scratch / name).unlink(missing_ok=True)
+    return f"left {left}" if left and outcome in ("loaded", "refused") else outcome
+
+
+def _listing(folder: Path) -> set[str]:
+    return {os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names}
 
 
 def _check(good: bool, what: str) -> None:

@@ -1,1 +1,0 @@
-"""Do the tests notice when the simulator or the memory rules are wrong?"""

@@ -26,8 +26,8 @@ from torch import nn
 import rlplace
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from rlplace.runtime.base.forward_graph import ForwardGraph, forward_graph
 from rlplace.runtime.base.steps import loss_of
+from rlplace.runtime.placement.forward_graph import ForwardGraph, forward_graph
 
 MODELS = {
     "gpt2, 4 layers of 256": ("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=2000,n_positions=64", 4, 64),

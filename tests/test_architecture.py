@@ -1,6 +1,7 @@
 """The house: imports point one way, heavy packages load late, the folders never become top-level imports."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,12 @@ __main__
 """
 LEVEL = {room: level for level, rooms in enumerate(ORDER.split("\n")) for room in rooms.split()}
 
+# Modules inside of a room, from the bottom up.
+INSIDE = {
+    "runtime.base": "conduct counting environment ranks activity steps batches faults model",
+    "runtime.placement": "forward_graph joint_graph assign wire emit placed_model forward apply",
+}
+
 
 def room_of(module):
     """Room of a module below `rlplace`, by the longest name in `ORDER`."""
@@ -86,6 +93,17 @@ def test_imports_point_one_way(room, path):
         target = room_of(name.removeprefix("rlplace."))
         if target != room:
             assert LEVEL[target] < LEVEL[room], f"{path.relative_to(ROOT)} ({room}) imports {name}: it may only look down"
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_modules_of_a_room_import_one_way(room):
+    order = INSIDE[room].split()
+    folder = ROOT / "rlplace" / room.replace(".", "/")
+    assert sorted(path.stem for path in folder.glob("*.py")) == sorted(["__init__", *order])
+    for name in order:
+        text = (folder / f"{name}.py").read_text()
+        later = order[order.index(name) :]
+        assert not [other for other in later if re.search(rf"{room}(\.| import (\w+, )*){other}\b", text)], name
 
 
 def loaded_by(statement):

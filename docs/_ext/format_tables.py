@@ -80,10 +80,10 @@ FORMATS = {
     },
     "cases": {"cases.json": sources._Index, "cases[]": sources._Entry},
     "training": {
-        "rlplace.json": untrusted.Facts,
-        "random": untrusted.Random,
-        "optimizers[]": untrusted.Optimizer,
-        "optimizers[].groups[]": untrusted.Group,
+        "rlplace.json": untrusted.CheckpointFacts,
+        "random": untrusted.RandomStreams,
+        "optimizers[]": untrusted.OptimizerFacts,
+        "optimizers[].groups[]": untrusted.OptimizerGroup,
     },
 }
 """By format the records of its files, by the place in a file where each stands."""

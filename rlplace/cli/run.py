@@ -63,7 +63,7 @@ def run(options: RunOptions) -> int:
 def _load(options: RunOptions) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import recipe_of
-    from rlplace.runtime.job.training import check_strategy
+    from rlplace.runtime.job.distribute import check_strategy
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):
         raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")

@@ -186,7 +186,7 @@ def _space(path: Path, seeds: Path) -> None:
 def _source(path: Path, seeds: Path) -> None:
     from rlplace.plan import PlacementPlan
     from rlplace.planned import cluster_of_plan, recipe_of
-    from rlplace.runtime.base.values import micro_batch
+    from rlplace.runtime.base.steps import micro_batch
 
     plan = PlacementPlan.load(path)
     recipe_of(plan)

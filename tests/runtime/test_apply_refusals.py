@@ -105,7 +105,7 @@ def test_placing_twice_and_attribute_in_the_way():
 def test_arguments():
     model = tiny()
     plan = plan_of(model)
-    with pytest.raises(InputError, match="does not say what the inputs of its model look like"):
+    with pytest.raises(InputError, match="does not describe the inputs of its model"):
         apply(model, plan, ["cpu"])
     with pytest.raises(InputError, match="example_inputs: expected a dict, a tuple or a tensor, found int"):
         apply(model, plan, ["cpu"], example_inputs=3)

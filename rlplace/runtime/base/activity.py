@@ -1,4 +1,4 @@
-"""What this process is doing, noted by the engines as they go: to explain why it ended, and what took how long."""
+"""The present activity of this process, noted by the engines: explains why the process ended, and which work took how long."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,45 +18,43 @@ MODEL, OUTSIDE = "the model", "the training script, outside of the model"
 
 _LIBRARIES = (str(Path(__file__).resolve().parents[2]), str(Path(os.__file__).resolve().parent), "<")
 _now: tuple[str, tuple[Any, ...], int | None, float] = ("start-up", (), None, time.monotonic())
+_device: torch.device | None = None
+_spent_s: dict[str, float] = {}
+_kind: tuple[str | None, float] = (None, 0.0)
 
 
 def doing(what: str, *details: Any, source: int | None = None) -> None:
-    """Notes what begins now; costs next to nothing.
+    """Notes the activity that begins now; costs next to nothing.
 
     Args:
         what: A `str.format` text that fits behind "in" (behind "for", with a `source`).
-        *details: Its values, formatted only when somebody asks.
+        *details: Its values, formatted only when an error is reported.
         source: The rank whose message this process waits for; None when it does not.
     """
     global _now
     _now = (what, details, source, time.monotonic())
 
 
-_device: torch.device | None = None
-_spent_s: dict[str, float] = {}
-_kind: tuple[str | None, float] = (None, 0.0)
-
-
 def record(device: torch.device) -> None:
-    """From now on `mark` adds up seconds by kind: ``"forward"``, ``"backward"``, ``"wait"`` (for others), ``"update"``; the
-    passes of a pipeline by stage, ``"stage 0"`` and so on.
+    """Starts to add up the seconds between calls of `mark` by kind: ``"forward"``, ``"backward"``, ``"wait"`` (for other
+    processes), ``"update"``; the passes of a pipeline by stage, ``"stage 0"`` and so on.
 
     Args:
-        device: Waited for at the end of every interval where work is queued on it.
+        device: Synchronized at the end of every interval where work is queued on it.
     """
     global _device
     _device = device
 
 
 def recorded() -> dict[str, float]:
-    """Returns the seconds by kind since `record`; no more are added."""
+    """Returns the seconds by kind since `record`, and stops recording."""
     global _device, _spent_s
     taken, _spent_s, _device = _spent_s, {}, None
     return taken
 
 
 def mark(kind: str | None) -> None:
-    """Something of this kind begins now, unless it goes on; None: nothing does."""
+    """Begins work of a kind, unless it is under way already; None: ends the present one."""
     global _kind
     if _device is None or kind == _kind[0]:
         return
@@ -69,7 +66,7 @@ def mark(kind: str | None) -> None:
 
 @contextlib.contextmanager
 def marked(kind: str) -> Iterator[None]:
-    """Inside, the process does something of this kind."""
+    """Marks the block as work of a kind."""
     mark(kind)
     yield
     mark(None)
@@ -77,7 +74,7 @@ def marked(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: str, *details: Any, source: int) -> Iterator[None]:
-    """Returns the process waits for another one, then goes on with what it did; when that fails, see `inside`."""
+    """Notes that the block waits for another process, then restores the activity before; not after an error, see `inside`."""
     global _now
     before, kind = _now, _kind[0]
     mark("wait")
@@ -89,18 +86,17 @@ def waiting(what: str, *details: Any, source: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Returns the process works for the model; when that fails, what it was doing is kept for whoever asks why."""
+    """Notes that the block works for the model; after an error the activity remains, for the report."""
     doing(what)
     yield
     doing(OUTSIDE)
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What a process was doing when an error ended it.
+class Activity(NamedTuple):
+    """The activity of a process when an error ended it.
 
     Attributes:
-        text: What `doing` was told, with the line of the program where that was outside of the model.
+        text: As `doing` got it, with the line of the program where that was outside of the model.
         source: The rank whose message it waited for; None: of no one rank.
         age_s: Since when.
     """
@@ -111,21 +107,15 @@ class Activity:
 
 
 def current(error: BaseException) -> Activity:
-    """What the main thread was doing when an error came."""
+    """Returns the activity of the main thread when an error came."""
     what, details, source, since_s = _now
-    text = what.format(*details)
+    text, frames = what.format(*details), traceback.extract_tb(error.__traceback__)
     if what == MODEL:  # a line of generated code is one op
-        frames = traceback.extract_tb(error.__traceback__)
         ops = [str(frame.line).partition(" = ")[0] for frame in frames if frame.filename.startswith("<eval_with_key>")]
         text = f"the op {ops[-1]}" if ops else text
     if what == OUTSIDE:
-        lines = [_location(frame) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-        text += next((f" ({line})" for line in lines if line), "")
+        own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARIES)]
+        if own:
+            where = "" if own[-1].name == "<module>" else f" in {own[-1].name}"
+            text += f" ({Path(own[-1].filename).name}:{own[-1].lineno}{where})"
     return Activity(text, source, time.monotonic() - since_s)
-
-
-def _location(frame: traceback.FrameSummary) -> str | None:
-    """Returns a line of the program, for messages; None for a line of a library."""
-    if "site-packages" in frame.filename or frame.filename.startswith(_LIBRARIES):
-        return None
-    return f"{Path(frame.filename).name}:{frame.lineno}" + (f" in {frame.name}" if frame.name != "<module>" else "")

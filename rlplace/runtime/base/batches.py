@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica computes of a step.
+    """The share of one replica in a step.
 
     Attributes:
         first: Number of its first sample in the batch.
         sizes: Samples of each pass.
-        weights: What the mean loss of each pass is multiplied with, so that the mean over the data degree of the replicas'
-            sums is the mean over the samples of the batch.
+        weights: Factors of the mean losses of the passes, by which the mean over the data degree of the replicas' sums is the
+            mean over the samples of the batch.
         whole: Samples of the batch.
         joined: Replicas of a wider stage that it computes together: each pass is one of each of theirs.
     """
@@ -52,7 +52,7 @@ class Pass:
     Attributes:
         inputs: Keyword inputs of the model.
         part: Everything of the batch that belongs to it, for the loss.
-        weight: What its loss counts, or what one of its targets does.
+        weight: Weight of its loss, or of one of its targets.
         samples: Its number of samples.
         by_targets: Whether the loss is a mean over targets.
     """
@@ -64,30 +64,30 @@ class Pass:
     by_targets: bool = False
 
     def counting(self) -> contextlib.AbstractContextManager[Targets | None]:
-        """Returns a context for the forward and the loss, which counts targets where they are what counts."""
+        """Returns a context for the forward and the loss, which counts targets where the loss is a mean over them."""
         return Targets() if self.by_targets else contextlib.nullcontext()
 
     def counted(self, targets: Targets | None, device: torch.device) -> torch.Tensor:
-        """What its loss counts, once its forward has run: float64 [], float32 where the device has no float64."""
+        """Returns the weight of its loss, once its forward has run: float64 [], float32 where the device has no float64."""
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         count = 1.0 if targets is None else targets.count.to(device, dtype)
         return torch.as_tensor(self.weight * count, dtype=dtype, device=device)
 
 
 def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
-    """Returns the share of a replica: its number on replicate x shard.
+    """Returns the share of a replica.
 
-    A batch of another size than the strategy's, such as the last one of an epoch, is dealt out as evenly as it goes, in the
+    A batch of another size than the strategy's, such as the last one of an epoch, is split as evenly as possible, in the
     strategy's number of passes or fewer, the same on all replicas. In a pipeline the passes of a replica are of one size.
 
     Args:
-        strategy: What is run.
-        replica: Number of the replica.
+        strategy: The strategy.
+        replica: Number of the replica, on replicate x shard.
         samples: Of the batch; None: as many as the strategy says.
         own_degree: Data degree of its stage; None: the pipeline's, which is the largest.
 
     Raises:
-        InputError: There are fewer samples than replicas, or stages of unlike degrees cannot deal them out.
+        InputError: There are fewer samples than replicas, or stages of unlike degrees cannot split them.
     """
     pipeline = strategy.pipelines[0]
     degree = pipeline.data_degree
@@ -99,11 +99,8 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_d
         if samples < degree:
             raise InputError(f"native: a batch of {samples} samples for {degree} replicas; drop it (drop_last=True), or pad it")
         most = min(max(pipeline.microbatches), samples // degree)
-        own = even_sizes(samples, degree)
-        if len(pipeline.stages) > 1:
-            passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0)) for n in own]
-        else:
-            passes = [even_sizes(n, most) for n in own]
+        one_size, own = len(pipeline.stages) > 1, even_sizes(samples, degree)
+        passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0 or not one_size)) for n in own]
     total = sum(map(sum, passes))
     if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
         raise InputError(
@@ -123,19 +120,16 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
 
 def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
     """Returns the micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
-    made: dict[str, Any] = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf, dict(batch)
-    )
-    return made
+    return _mapped(batch, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf)
 
 
 def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Floating-point tensors in another dtype; None leaves all as they are."""
-    if dtype is None:
-        return dict(batch)
-    made: dict[str, Any] = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, dict(batch)
-    )
+    """Converts floating-point tensors to another dtype; None leaves all as they are."""
+    return _mapped(batch, lambda leaf: leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf)
+
+
+def _mapped(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    made: dict[str, Any] = pytree.tree_map_only(torch.Tensor, function, dict(batch))
     return made
 
 
@@ -147,15 +141,15 @@ def passes_of(
     device: torch.device,
     counted: str | None = None,
 ) -> list[Pass]:
-    """Returns a replica's micro-batches of a batch: every tensor with as many rows as the batch is cut, others are kept.
+    """Cuts a replica's micro-batches out of a batch: every tensor with as many rows as the batch is cut, others are kept.
 
     Args:
-        batch: What the model is called with, and what the loss needs besides.
+        batch: Inputs of the model and of the loss.
         share: Of the replica.
         names: Keyword inputs of the model.
-        kept: Names of what is not cut although it has as many rows.
+        kept: Names of tensors that are not cut although they have as many rows.
         device: Where the micro-batches go.
-        counted: What weights losses in place of samples (`counting`); None: samples.
+        counted: The reduction that weights losses in place of samples; None: samples.
 
     Raises:
         InputError: An input is missing, or no tensor has that many rows.
@@ -179,7 +173,10 @@ def passes_of(
     passes, start = [], 0
     for size, weight in zip(share.sizes, share.weights, strict=True):
         runs = [slice(first + start, first + start + size // share.joined) for first in firsts]
-        taken = [_rows(leaf, runs) if is_cut else leaf for leaf, is_cut in zip(leaves, cut, strict=True)]
+        taken = [
+            leaf if not is_cut else torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
+            for leaf, is_cut in zip(leaves, cut, strict=True)
+        ]
         part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole
         inputs = {name: part[name] for name in names}
         if counted not in (None, TARGETS):
@@ -189,15 +186,11 @@ def passes_of(
     return passes
 
 
-def _rows(leaf: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    return torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
-
-
 def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Returns micro-batches put together again.
+    """Joins the outputs of micro-batches.
 
-    Floating-point scalars, such as losses, are added up by their weights, tensors whose first dimension
-    grows with the batch are concatenated along it; of everything else the last micro-batch's is taken.
+    Floating-point scalars, such as losses, are summed by their weights, tensors whose first dimension grows with the batch are
+    concatenated along it; of all other outputs the last micro-batch's is taken.
 
     Args:
         parts: The flat outputs of each micro-batch.
@@ -205,8 +198,7 @@ def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights:
         weights: Of the scalars of each micro-batch.
     """
     joined = []
-    for position in range(len(parts[0])):
-        values = [part[position] for part in parts]
+    for values in zip(*parts, strict=True):
         first = values[0]
         tensor = isinstance(first, torch.Tensor)
         if tensor and first.is_floating_point() and first.dim() == 0:
@@ -230,7 +222,7 @@ def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
 
 
 def signature_of(inputs: Any) -> tuple[str, tuple[Any, ...]]:
-    """What a forward is recorded for: structure, and by leaf shape and dtype, or type and value of what is no tensor.
+    """Returns the signature that a forward is recorded for: structure, and by leaf shape and dtype, or type and value.
 
     Raises:
         InputError: A leaf is something else than a tensor, a number, a string or None.
@@ -241,3 +233,8 @@ def signature_of(inputs: Any) -> tuple[str, tuple[Any, ...]]:
         raise InputError(f"a model that runs a plan cannot take a {type(strange).__name__} as input; give tensors and numbers")
     kinds = ((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
     return str(spec), tuple(kinds)
+
+
+def autocast_state() -> Hashable:
+    """Returns the present settings of autocast."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

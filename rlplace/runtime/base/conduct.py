@@ -1,4 +1,4 @@
-"""How a training step of a model treats samples, buffers and parameters: the findings of a rehearsal, as planners read them."""
+"""The findings of a rehearsal, as planners read them: how a training step treats samples, buffers and parameters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 MEAN, SUM, TARGETS = "mean", "sum", "targets"
-"""How the loss of a batch comes from those of its parts: a mean over samples, a sum, or a mean over the targets of
-cross-entropies that are not ignored. Other ways weight parts by an input, such as ``"sum:mask"`` (`counting`)."""
+"""Reductions: a mean over samples, a sum, or a mean over the targets of cross-entropies that are not ignored. Other reductions
+weight parts by an input, such as ``"sum:mask"`` (`counting`)."""
 
 COUPLES = "the loss couples samples"
 
 
 @dataclass(frozen=True)
 class Conduct:
-    """The findings of a rehearsal; without any the model was not rehearsed.
+    """The findings of a rehearsal: how a training step of a model treats samples, buffers and parameters.
 
     Attributes:
         reduction: How the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples.
@@ -22,11 +22,11 @@ class Conduct:
         parts: Mean of the losses of two parts of it, by their samples.
         samples: Of the example batch.
         where: The first module whose result for a sample depends on others, "" for the model's own forward or its loss; None
-            where samples are apart.
-        mixing: All such modules, those that read what the first has made among them.
+            where samples are independent.
+        mixing: All such modules, those that read the result of the first among them.
         counters: Buffers that a forward writes, alike whatever the samples are.
         written: Buffers that a forward writes, with values that depend on the samples.
-        kept: What of both are plain attributes of modules, which no graph of the forward holds.
+        kept: Buffers of both kinds that are plain attributes of modules, which no graph of the forward holds.
         toggles: Parameters whose `requires_grad` the forward changes.
         hooked: The forward registers hooks on activations.
         differentiates: The forward computes gradients itself.
@@ -55,14 +55,14 @@ class Conduct:
 
     @property
     def couples(self) -> bool:
-        """Whether the loss of a batch is no weighted mean of those of its parts."""
+        """True where the loss of a batch is no weighted mean of those of its parts."""
         return not self.reduction and self.incomparable is None
 
     def settings(self, couple: str, buffers: str) -> dict[str, Any]:
-        """Fields of a `Strategy` by which its parts make up what the model computes.
+        """Returns fields of a `Strategy` by which its parts make up the result of the model.
 
         Args:
-            couple: What is asked for where the loss couples samples; where it is known not to, there is nothing to gather.
+            couple: The request for a loss that couples samples; where it is known not to, there is nothing to gather.
             buffers: See `Strategy`.
         """
         gathers = couple == "gather" and (self.couples or self.unseen is not None)

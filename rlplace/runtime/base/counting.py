@@ -1,8 +1,9 @@
-"""What the samples of a micro-batch count in a mean over something else than samples: valid targets, or the ones of a mask.
+"""Weights of micro-batches in a mean over something else than samples: valid targets, or the ones of a mask.
 
-The mean over a batch is the mean over its parts weighted by their counts. Cross-entropies count their own targets when they are
-called; a mask is an input, and is counted by the name of the input: ``sum:mask``, ``valid:labels`` (elements that are not
--100), ``nonzero:ids``, with ``[1:]`` or ``[:-1]`` behind where the model drops the first or the last position.
+The mean over a batch is the mean over its parts weighted by their counts.
+Cross-entropies count their own targets when they are called; a mask is an input, and is counted by the name of the input:
+``sum:mask``, ``valid:labels`` (elements that are not -100), ``nonzero:ids``, with ``[1:]`` or ``[:-1]`` behind where the model
+drops the first or the last position.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SLICES = {"": slice(None), "[1:]": slice(1, None), "[:-1]": slice(None, -1)}
 
 
 def candidates(inputs: Any, rows: int) -> dict[str, float]:
-    """What a batch counts by every way of counting that its inputs offer.
+    """Returns the count of a batch by every reduction that its inputs offer.
 
     Args:
         inputs: Keyword inputs.
@@ -46,19 +47,19 @@ def _ways(inputs: Mapping[str, Any], rows: int) -> Iterator[str]:
     for name, leaf in inputs.items():
         if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not leaf.dim() or len(leaf) != rows:
             continue
-        whole = not leaf.is_floating_point() and leaf.dtype != torch.bool
-        kinds = [kind for kind in _COUNTS if kind == "sum" or whole]
+        integers = not leaf.is_floating_point() and leaf.dtype != torch.bool
+        kinds = [kind for kind in _COUNTS if kind == "sum" or integers]
         if not bool(((leaf == 0) | (leaf == 1)).all()):
             kinds.remove("sum")
         yield from (f"{kind}:{name}{cut}" for kind in kinds for cut in (_SLICES if leaf.dim() > 1 else ("",)))
 
 
 def count_of(way: str, inputs: Mapping[str, Any]) -> float:
-    """What a batch counts.
+    """Returns the count of a batch or a micro-batch.
 
     Args:
         way: Such as ``"sum:mask"``.
-        inputs: Keyword inputs of the batch, or of a micro-batch.
+        inputs: Its keyword inputs.
 
     Raises:
         InputError: It has no such input.
@@ -74,10 +75,10 @@ def count_of(way: str, inputs: Mapping[str, Any]) -> float:
 
 
 class Targets:
-    """Counts the targets of cross-entropies that are not ignored, by their class weights where there are any.
+    """Counts of the targets of cross-entropies that are not ignored, by their class weights where there are any.
 
-    As a context it stands between torch's functions and their kernels. A mean over no targets at all is 0 inside, and not a
-    number outside.
+    As a context it intercepts torch's calls of their kernels. A mean over no targets at all is 0 inside, and not a number
+    outside.
 
     Attributes:
         count: Of all calls so far; float64 [] on the device of the targets after the first.
@@ -120,33 +121,20 @@ class Targets:
         return total / own.clamp_min(1e-30).to(total.dtype)
 
 
-def cross_entropy(
-    value: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Computes ``aten.cross_entropy_loss`` where `Targets` sees it."""
-    given: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": _REDUCTIONS[reduction]}
-    return F.cross_entropy(value, target, label_smoothing=label_smoothing, **given)
+def _seen(function: Callable[..., torch.Tensor], *names: str) -> Callable[..., torch.Tensor]:
+    """Returns a function that takes the arguments of an op and calls torch's function."""
+
+    def called(value: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+        given = dict(zip(names, options, strict=False)) | named
+        return function(value, target, **given | {"reduction": _REDUCTIONS[given.get("reduction", 1)]})
+
+    return called
 
 
-def nll_loss(
-    value: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = IGNORED,
-) -> torch.Tensor:
-    """Computes ``aten.nll_loss_nd`` where `Targets` sees it."""
-    return F.nll_loss(value, target, weight=weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
-
-
+_OPTIONS = ("weight", "reduction", "ignore_index")
 SEEN: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.cross_entropy_loss.default: cross_entropy,
-    torch.ops.aten.nll_loss_nd.default: nll_loss,
-    torch.ops.aten.nll_loss.default: nll_loss,
+    torch.ops.aten.cross_entropy_loss.default: _seen(F.cross_entropy, *_OPTIONS, "label_smoothing"),
+    torch.ops.aten.nll_loss_nd.default: _seen(F.nll_loss, *_OPTIONS),
+    torch.ops.aten.nll_loss.default: _seen(F.nll_loss, *_OPTIONS),
 }
-"""Functions to put in the place of ops of a recorded graph."""
+"""Functions in place of ops of a recorded graph, whose targets `Targets` counts."""

@@ -1,4 +1,4 @@
-"""What has to be known about a device beside times: its name, clocks, power cap, how fast it runs a fixed product, its memory.
+"""Conditions of a device under which times are taken: its name, clocks, power cap, speed at a fixed product, and memory.
 
 glibc hands the top of its heap back to the system when more than a threshold is free there, and takes large blocks from the
 system each time. Both are paid for page by page, when the memory is touched again. The thresholds move with the blocks that a
@@ -28,7 +28,7 @@ _FIELDS = ("clocks.sm", "power.limit", "temperature.gpu")
 
 
 def own_device(named: str | torch.device | None, verb: str) -> torch.device:
-    """Where this process computes, and the current device of torch from now on.
+    """Returns the device that this process computes on, and makes it torch's current one.
 
     Args:
         named: cpu, cuda or cuda:N; default the processor, or the GPU of the local rank where there are GPUs.
@@ -58,16 +58,14 @@ def own_device(named: str | torch.device | None, verb: str) -> torch.device:
 
 
 def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns seconds by a clock once a device has done everything that was given to it."""
+    """Returns seconds by a clock once a device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock()
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:
-    """Returns the thread's processor time where one thread does all the work, which other programs cannot lengthen; else wall
-    time.
-    """
+    """Returns the thread's processor time, which other programs do not lengthen, where one thread works; else wall time."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -99,7 +97,7 @@ def read_environment(device: torch.device) -> Environment:
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """Returns the clock as it is now, the mean over the cores of a processor; None where nothing tells it."""
+    """Returns the present clock, the mean over the cores of a processor; None where the system does not report it."""
     if device.type == "cuda":
         return nvidia_readings(device).get("clocks.sm")
     values = [float(value) for value in _processor_values("cpu MHz")]
@@ -107,7 +105,7 @@ def clock_mhz(device: torch.device) -> float | None:
 
 
 def nvidia_readings(device: torch.device) -> dict[str, float]:
-    """Clock (MHz), power cap (W) and temperature (C) by nvidia-smi's names; what the driver does not tell is left out."""
+    """Reads clock (MHz), power cap (W) and temperature (C) by nvidia-smi's names, as far as the driver reports them."""
     if device.type != "cuda":
         return {}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -125,7 +123,7 @@ def time_control(device: torch.device) -> tuple[str, float]:
     """Times a square float32 matrix product of fixed size; in processor time where one thread does all the work.
 
     Returns:
-        What was run, and the median seconds.
+        Name of the product, and the median seconds.
     """
     size, clock = 4096 if device.type == "cuda" else 512, own_clock(device)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -139,7 +137,7 @@ def time_control(device: torch.device) -> tuple[str, float]:
 
 
 def _processor_values(key: str) -> list[str]:
-    """What Linux says of every core."""
+    """Reads a value of every core from Linux."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
@@ -151,7 +149,7 @@ _TOP_PAD_BYTES = 1 << 28
 
 
 def keep_freed_memory() -> str:
-    """Tells glibc to keep what is freed, for the rest of the process.
+    """Makes glibc keep freed memory for the rest of the process.
 
     Returns:
         "keep", or "default" where there is no glibc.
@@ -167,31 +165,29 @@ def keep_freed_memory() -> str:
 class PeakMemory:
     """The peak of a device's memory since this was made.
 
-    A GPU counts what it allocates. On a processor the peak is the size of the tensors that are there between steps, plus what
-    the resident memory of the process has grown by since; code and libraries do not count.
+    A GPU counts its allocations. On a processor the peak is the size of the tensors that exist between steps, plus the growth
+    of the process's resident memory since; code and libraries do not count.
+
+    Args:
+        device: A GPU, or a processor.
+        held: Tensors that stay from step to step: parameters, gradients, buffers, optimizer state. None: do not measure a
+            processor.
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor] | None = None) -> None:
-        """Starts to measure.
-
-        Args:
-            device: A GPU, or a processor.
-            held: What stays from step to step: parameters, gradients, buffers, optimizer state. None: do not measure a
-                processor.
-        """
         self._device = device
         self._rest_bytes = self._held_bytes = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         elif held is not None:
             self._held_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
-            with contextlib.suppress(OSError, AttributeError, TypeError):  # only Linux tells
-                ctypes.CDLL(None).malloc_trim(0)  # what was freed would hide what is taken
+            with contextlib.suppress(OSError, AttributeError, TypeError):  # only Linux has these
+                ctypes.CDLL(None).malloc_trim(0)  # freed memory would hide new allocations
                 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
                 self._rest_bytes = _status_bytes("VmRSS")
 
     def read_bytes(self) -> int | None:
-        """Returns the peak so far; None where the system does not tell."""
+        """Returns the peak so far; None where the system does not report it."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return self._held_bytes + max(_status_bytes("VmHWM") - self._rest_bytes, 0) if self._rest_bytes else None

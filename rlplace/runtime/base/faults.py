@@ -1,8 +1,8 @@
-"""Faults: a process that raises, dies, hangs or runs out of memory ends the job with one line that says which and in what.
+"""Faults: a process that raises, dies, hangs or runs out of memory ends the job with one line: which process, in which work.
 
-torch ends the waits: a connection breaks, or the timeout of the process group is up. The processes that waited tell each other
-through the job's store for what, and the first to know says which process none of them heard of. torchrun ends the rest, and
-its summary has the line, too. `rlplace.distribute` installs this in a program of your own; `guard` does it around a block.
+torch ends the waits: a connection breaks, or the timeout of the process group is up. The processes that waited publish in the
+job's store for which message, and the first of them reports the process that did not publish. torchrun ends the rest, and its
+summary has the line, too. `rlplace.distribute` installs this in a program of your own; `guard` does it around a block.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "conn
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 
 _ENFORCED = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
-"""Where in torch's source the processor's allocator gave up."""
+"""The line of torch's source at which the processor's allocator gave up."""
 
 _STORE_S, _GRACE_S, _DYING_S = 60.0, 4.0, 60.0
-"""What the store may take, and how long a broken connection is looked into where nobody is known to be gone: a process of this
-host loses its connections before it is seen to be gone, on a busy machine long before."""
+"""Timeout of the store; how long a process looks for the cause of a broken connection, on several hosts and on one: a process
+of this host loses its connections before its end is visible, on a busy machine long before."""
 
 _TERMINATED, _PARENT_DIED = 128 + signal.SIGTERM, 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -53,13 +53,13 @@ _GONE = "is gone: it was killed or has crashed"
 
 @dataclass
 class _Job:
-    """This process in its job, and what its processes tell each other; calls raise RuntimeError when the store is gone."""
+    """This process in its job, and the keys that the processes exchange; calls raise RuntimeError when the store is gone."""
 
     rank: int
     world: int
     store: Any
     part: str = ""
-    told: bool = False
+    reported: bool = False
     repeated: bool = False
 
     def __str__(self) -> str:
@@ -68,20 +68,19 @@ class _Job:
     def put(self, key: str, data: Mapping[str, Any]) -> None:
         self.store.set(key, json.dumps(data))
 
-    def look(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> dict[str, Any] | None:
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def name(self, rank: int) -> str:
-        found = self.look(f"member/{rank}")
-        return f"rank {rank}" if found is None else str(found["name"])
+        return str((self.get(f"member/{rank}") or {}).get("name", f"rank {rank}"))
 
     def here(self, rank: int) -> bool:
-        return (self.look(f"member/{rank}") or {}).get("host") == platform.node()
+        return (self.get(f"member/{rank}") or {}).get("host") == platform.node()
 
     def gone(self, rank: int) -> bool:
-        """Returns whether a process of this host has disappeared without a word; of other hosts this is not known."""
-        found = self.look(f"member/{rank}")
-        if found is None or not self.here(rank) or self.look(f"ended/{rank}") is not None:
+        """Returns whether a process of this host has disappeared silently; of other hosts this is not known."""
+        found = self.get(f"member/{rank}")
+        if found is None or not self.here(rank) or self.get(f"ended/{rank}") is not None:
             return False
         try:
             with open(f"/proc/{found['pid']}/stat") as file:
@@ -89,12 +88,12 @@ class _Job:
         except OSError:
             return sys.platform.startswith("linux")
 
-    def say(self, line: str, trace: BaseException | None = None) -> None:
-        """Says why the job ends, unless another process has."""
-        if self.told:
+    def report(self, line: str, trace: BaseException | None = None) -> None:
+        """Reports why the job ends, unless another process has."""
+        if self.reported:
             return
-        self.told = True
-        with contextlib.suppress(RuntimeError):  # without a store each speaks for itself
+        self.reported = True
+        with contextlib.suppress(RuntimeError):  # without a store every process reports
             if self.store.add("reporters", 1) > 1:
                 return self.repeat()
             self.put("reported", {"line": line if line.startswith("rank ") else f"{self}: {line}", "stream": _hidden_stream()})
@@ -103,19 +102,19 @@ class _Job:
         _write(line)
 
     def repeat(self) -> None:
-        """Shows on rank 0 what another process reports where no terminal shows it, as under ``--local-ranks-filter 0``."""
+        """Shows on rank 0 the report of another process that no terminal shows, as under ``--local-ranks-filter 0``."""
         with contextlib.suppress(RuntimeError):
-            if self.rank or self.repeated or self.look("reporters") is None:
+            if self.rank or self.repeated or self.get("reporters") is None:
                 return
             self.store.wait(["reported"], timedelta(seconds=_GRACE_S))
-            found = self.look("reported")
+            found = self.get("reported")
             if found is not None and found["stream"] not in (None, _hidden_stream()):
                 _write(str(found["line"]))
                 self.repeated = True
 
 
 def _write(line: str) -> None:
-    """Writes one line to stderr in one piece, behind what stdout holds."""
+    """Writes one line to stderr in one piece, behind the buffered text of stdout."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
@@ -123,7 +122,7 @@ def _write(line: str) -> None:
 
 
 def _hidden_stream() -> str | None:
-    """What stderr is, where it is a file or goes nowhere; None for a terminal or a pipe, which somebody reads."""
+    """Returns the name of stderr where it is a file or goes nowhere; None for a terminal or a pipe, which is read."""
     with contextlib.suppress(OSError):
         found = os.fstat(2)
         if stat.S_ISREG(found.st_mode):
@@ -138,10 +137,10 @@ _earlier_hook: Any = None
 
 
 def watch_over(part: str = "") -> None:
-    """From now on, what ends this program is reported; calling it again changes the part.
+    """Reports from now on why this program ends; calling it again changes the part.
 
     Args:
-        part: What this process runs, such as "stage 1"; for messages.
+        part: The part of the plan that this process runs, such as "stage 1"; for messages.
     """
     global _job, _earlier_hook
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -152,7 +151,7 @@ def watch_over(part: str = "") -> None:
     _job = _Job(dist.get_rank(), dist.get_world_size(), store, part or (_job.part if _job is not None else ""))
     store.delete_key(f"ended/{_job.rank}")  # of a group before this one in the same store
     _job.put(f"member/{_job.rank}", {"name": str(_job), "host": platform.node(), "pid": os.getpid()})
-    tell_torchrun(f"{_job} {_GONE}")  # unless it finds the time for another last word
+    tell_torchrun(f"{_job} {_GONE}")  # unless a later report replaces it
     if _earlier_hook is not None:
         return
     _earlier_hook, sys.excepthook = sys.excepthook, _hook
@@ -161,7 +160,7 @@ def watch_over(part: str = "") -> None:
         if dist.get_backend() == "gloo" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminated)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)  # nobody else ends this process when torchrun is killed
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)  # else it would outlive a torchrun that is killed
 
 
 @contextlib.contextmanager
@@ -182,16 +181,16 @@ def guard(debug: bool = False) -> Iterator[None]:
 
 
 def _end(job: _Job, error: BaseException, debug: bool) -> NoReturn:
-    """Says what ended this process, unless another process reports the cause, and ends it."""
+    """Reports the cause of an error, unless another process does, and ends this process."""
     try:
         line = _cause(job, error) if is_lost_peer(error) else _text(job, error)
     except RuntimeError:
         line = f"the job's store is gone, with torchrun or with rank 0: {job} waited for {activity.current(error).text}"
-    if line is not None:
-        tell_torchrun(line)
-        job.say(line, error if debug else None)
-    else:
+    if line is None:
         job.repeat()
+    else:
+        tell_torchrun(line)
+        job.report(line, error if debug else None)
     _exit(error.exit_code if isinstance(error, RlplaceError) else 1)
 
 
@@ -212,7 +211,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _text(job: _Job, error: BaseException) -> str:
-    """What happened in this process, in one line."""
+    """Returns one line on an error of this process."""
     if isinstance(error, (InputError, MissingError)):
         return str(error)  # the same on every rank
     now, text = activity.current(error), one_line(error)
@@ -223,22 +222,22 @@ def _text(job: _Job, error: BaseException) -> str:
 
 
 def _cause(job: _Job, error: BaseException) -> str | None:
-    """Whose fault it is that this process lost another; None when that one, or somebody else, tells."""
+    """Finds why this process lost another; returns None when that or a third process reports it."""
     waited = activity.current(error)
     job.put(f"lost/{job.rank}", {"source": waited.source, "text": waited.text})
     hangs = any(text in str(error).lower() for text in _TIMED_OUT)
     # Others may have begun to wait later, by as long as their part of a step takes.
     began_s, hang_s = time.monotonic(), max(_GRACE_S, 0.5 * default_timeout_s())
     while True:
-        if job.look("reporters") is not None:
+        if job.get("reporters") is not None:
             return None
-        lost = {rank: found for rank in range(job.world) if (found := job.look(f"lost/{rank}")) is not None}
+        lost = {rank: found for rank in range(job.world) if (found := job.get(f"lost/{rank}")) is not None}
         others = [rank for rank in range(job.world) if rank not in lost]
         gone = next((rank for rank in others if job.gone(rank)), None)
         if gone is not None:
             return f"{job.name(gone)} {_GONE}; {job} waited for {waited.text}"
         for rank in others:
-            if (ended := job.look(f"ended/{rank}")) is not None:
+            if (ended := job.get(f"ended/{rank}")) is not None:
                 return None if ended else f"{job.name(rank)} has ended its script while {job} waited for {waited.text}"
         near = [rank for rank in others if waited.source in (None, rank)]
         grace_s = hang_s if hangs else _DYING_S if near and all(map(job.here, near)) else _GRACE_S
@@ -248,11 +247,9 @@ def _cause(job: _Job, error: BaseException) -> str | None:
     culprit = blamed(job.rank, {rank: found["source"] for rank, found in lost.items()}, others)
     if culprit is None:
         waits = "; ".join(f"{job.name(rank)} for {found['text']}" for rank, found in sorted(lost.items())[:8])
-        return f"the ranks wait for each other ({waits}); all of them must make the same calls"
-    return (
-        f"{job.name(culprit)} {'hangs' if hangs else 'is gone or hangs'}: {job} waited {waited.age_s:.0f} s for {waited.text} "
-        f"({one_line(error)})"
-    )
+        return f"the ranks wait in a circle ({waits}); all of them must make the same calls"
+    state = "hangs" if hangs else "is gone or hangs"
+    return f"{job.name(culprit)} {state}: {job} waited {waited.age_s:.0f} s for {waited.text} ({one_line(error)})"
 
 
 def blamed(rank: int, source_of: Mapping[int, int | None], others: list[int]) -> int | None:
@@ -261,35 +258,33 @@ def blamed(rank: int, source_of: Mapping[int, int | None], others: list[int]) ->
     Args:
         rank: Where to begin.
         source_of: By waiting rank the one that it waits for; None: for any of `others`.
-        others: The ranks that do not say that they wait.
+        others: The ranks that do not report that they wait.
     """
     passed: set[int] = set()
-    while rank in source_of:
+    while rank in source_of and rank not in passed:
+        passed.add(rank)
         following = source_of[rank]
         if following is None:
             return others[0] if others else None
-        if rank in passed:
-            return None
-        passed.add(rank)
         rank = following
-    return rank
+    return None if rank in passed else rank
 
 
 def _terminated(number: int, frame: Any) -> None:
-    """The launcher ends this process, because another one has failed: says which, where that one could not."""
-    if _job is None or _job.told:
+    """Ends this process for the launcher, because another one has failed; reports that one where it could not itself."""
+    if _job is None or _job.reported:
         return
     with contextlib.suppress(RuntimeError):
         gone = next((rank for rank in range(_job.world) if rank != _job.rank and _job.gone(rank)), None)
-        if gone is not None and _job.look("reporters") is None:
-            _job.say(f"{_job.name(gone)} {_GONE}")
+        if gone is not None and _job.get("reporters") is None:
+            _job.report(f"{_job.name(gone)} {_GONE}")
         _job.repeat()
         _job.put(f"ended/{_job.rank}", {"by": "launcher"})
     _exit(_TERMINATED)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Uncaught: a mistake of the program itself keeps its traceback, on the one rank that reports."""
+    """Reports an uncaught error; a mistake of the program itself keeps its traceback, on the one rank that reports."""
     if _job is None or issubclass(kind, KeyboardInterrupt):
         return _earlier_hook(kind, error, trace)
     own = not isinstance(error, RlplaceError) and not is_out_of_memory(error)
@@ -297,14 +292,14 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _leave() -> None:
-    """This process leaves in good order, so nobody need report it."""
-    if _job is not None and not _job.told:
+    """Publishes that this process ends cleanly, without a report."""
+    if _job is not None and not _job.reported:
         with contextlib.suppress(RuntimeError):
             _job.put(f"ended/{_job.rank}", {})
 
 
 def _exit(code: int) -> NoReturn:
-    """At once: the interpreter's own end would wait for threads and connections that hang."""
+    """Ends at once: the interpreter's own end would wait for threads and connections that hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -312,7 +307,9 @@ def _exit(code: int) -> NoReturn:
 
 
 def tell_torchrun(line: str) -> None:
-    """The summary of torchrun then has the line, too. An error file that is empty for a moment ends torchrun, not a restart."""
+    """Writes a line into torchrun's summary, by a rename: an error file that is empty for a moment ends torchrun, restarts
+    and all.
+    """
     file = os.environ.get(_ERROR_FILE)
     if file is not None:
         with contextlib.suppress(OSError), mock.patch.dict(os.environ, {_ERROR_FILE: f"{file}.part"}):

@@ -18,12 +18,12 @@ from rlplace.errors import InputError
 from rlplace.model.capture.fake import first_names
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.ranks import Ranks
-from rlplace.runtime.base.values import has_target
+from rlplace.runtime.base.steps import has_target
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a batch becomes micro-batches; see `rlplace.distribute`."""
+    """Options of how a batch becomes micro-batches; see `rlplace.distribute`."""
 
     share: str
     whole: Collection[str]
@@ -31,9 +31,14 @@ class Batching:
 
 
 class Stash:
-    """Gradients of a step that wait for ``loss.backward()``, while those from before are kept aside.
+    """Gradients of a step that wait for ``loss.backward()``, while those of earlier steps are set aside.
 
-    As a context it clears the gradients that engines add to, takes those that they made, and puts back what was there.
+    As a context it clears the gradients that engines add to, takes those that they made, and restores the earlier ones.
+
+    Args:
+        parameters: Trained parameters, by name.
+        copy: Copy the gradients of earlier steps, whose memory the step overwrites.
+        after: Called with every parameter that has got its gradient, and its name.
     """
 
     def __init__(
@@ -43,15 +48,7 @@ class Stash:
         copy: bool = False,
         after: Callable[[str, nn.Parameter], None] | None = None,
     ) -> None:
-        """Starts empty.
-
-        Args:
-            parameters: What gets gradients, by name.
-            copy: What runs the step writes into the memory of gradients of earlier ones.
-            after: Called with every parameter that has got its gradient, and its name.
-        """
-        self._parameters, self._after = parameters, after
-        self._copy = copy
+        self._parameters, self._copy, self._after = parameters, copy, after
         self._before: dict[str, torch.Tensor | None] = {}
         self._gradients: dict[str, torch.Tensor] | None = {}
 
@@ -69,12 +66,12 @@ class Stash:
         self._before.clear()
 
     def keep(self) -> None:
-        """Takes the gradients that wait into memory of their own."""
+        """Copies the waiting gradients into memory of their own."""
         if self._gradients is not None:
             self._gradients = {name: gradient.clone() for name, gradient in self._gradients.items()}
 
     def deliver(self, scale: torch.Tensor) -> None:
-        """Adds the gradients, times `scale`, to those of the parameters that the training loop sees; once."""
+        """Adds the gradients, times `scale`, to those of the parameters; once."""
         if self._gradients is None:
             raise RuntimeError("rlplace: backward through the loss of one step a second time")
         factor = float(scale)
@@ -95,19 +92,19 @@ class DistributedModel(nn.Module):
     """A model whose steps run over several processes, used like the model itself.
 
     Called in training mode with grad enabled, it runs the whole step, forward and backward of all micro-batches, and returns
-    the loss where the model would; ``loss.backward()`` then only puts the gradients in place, scaled by what arrives there. In
-    eval mode or without grad it runs the forward and returns all outputs. Every rank makes the same calls with the same
-    batches.
+    the loss where the model would; ``loss.backward()`` then only puts the gradients in place, scaled by the gradient that
+    arrives there. In eval mode or without grad it runs the forward and returns all outputs. Every rank makes the same calls
+    with the same batches.
 
     Parameters and buffers are those that this rank owns, under the names that they have in the model.
 
     Attributes:
         batching: How a batch becomes micro-batches from the next call on.
-        random_state: Seed of the random ops, and number of the next training step: what their streams depend on.
-        report: What runs the plan.
+        random_state: Seed of the random ops, and number of the next training step, on which their streams depend.
+        report: Name of the engine that runs the plan.
         nothing: A parameter without elements.
         ranks: The processes that run the model.
-        meta_model: The model without its values, all of it: names, shapes, modes, code.
+        meta_model: The whole model without its values: names, shapes, modes, code.
     """
 
     nothing: nn.Parameter
@@ -116,10 +113,8 @@ class DistributedModel(nn.Module):
     def __init__(self, meta: nn.Module, ranks: Ranks, batching: Batching, seed: int, report: str) -> None:
         super().__init__()
         vars(self)["meta_model"] = meta  # not a child: its tensors are not this rank's
-        self.ranks = ranks
-        self.batching = batching
+        self.ranks, self.batching, self.report = ranks, batching, report
         self.random_state = seed, 0
-        self.report = report
         vars(self)["nothing"] = nn.Parameter(torch.zeros(0, device=ranks.device))  # not one of the model's
         taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(self)}
         if taken:
@@ -137,7 +132,7 @@ class DistributedModel(nn.Module):
                 output, loss, stash = self._train(args, kwargs, target)
                 seed, step = self.random_state
                 self.random_state = seed, step + 1
-                loss = loss.detach().requires_grad_()  # its step has run already: the backward hands over the gradients
+                loss = loss.detach().requires_grad_()  # its step has run already: backward adds the gradients
                 loss.register_hook(stash.deliver)  # type: ignore[no-untyped-call]
                 return output(loss.clone())
 
@@ -156,26 +151,26 @@ class DistributedModel(nn.Module):
 
     @abstractmethod
     def _train(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, torch.Tensor, Stash]:
-        """Runs a step; returns what makes the output of the loss, the loss, and the gradients."""
+        """Runs a step; returns a function from the loss to the model's output, the loss, and the gradients."""
 
     @abstractmethod
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
-        """Runs the forward only; returns what the model would."""
+        """Runs the forward only; returns the model's output."""
 
     @abstractmethod
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
-        """Returns processes that hold a parameter of this rank, or a part of it."""
+        """Counts the processes that hold a parameter of this rank, or a part of it."""
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank trains, each with the first of the names that the model has for it."""
+        """Yields the parameters that this rank trains, each with the first of its names in the model."""
         yield from self.named_parameters()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What this rank trains. On a rank without parameters an empty one, since no optimizer can be made of nothing."""
+        """Yields the parameters that this rank trains; `nothing` where it has none, since optimizers refuse an empty list."""
         yield from [parameter for _, parameter in self.named_parameters(recurse=recurse)] or [self.nothing]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer gets: plain tensors and DTensors apart, which one foreach or fused operation cannot take."""
+        """Returns groups for an optimizer: plain tensors and DTensors apart, which no foreach or fused operation mixes."""
         parameters = list(self.parameters())
         groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
         return [{"params": group} for group in groups if group]
@@ -217,7 +212,7 @@ class DistributedModel(nn.Module):
 
 
 def _parts(gradient: torch.Tensor) -> int:
-    """Returns processes that a gradient is cut over; others hold copies."""
+    """Counts the processes that a gradient is cut over; others hold copies."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = (gradient.device_mesh.size(dim) for dim in range(gradient.device_mesh.ndim))

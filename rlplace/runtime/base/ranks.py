@@ -1,4 +1,4 @@
-"""Which process is which device of a plan."""
+"""The processes of a job: their groups, what they exchange as objects, and the device of a plan that each of them is."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.torch_adapter import default_group
+
+_PATIENCE_S = 1800.0
+CALLS = 2
+"""Calls that are checked; each costs about as much as one pass over every element of the batch and a message of a few bytes."""
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Any]] = weakref.WeakKeyDictionary()
 
@@ -32,23 +38,20 @@ def group_of(ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
         ranks: Global ranks.
         purpose: Groups of the same ranks for different purposes are different, so that their messages cannot be mixed up.
     """
-    default = dist.group.WORLD
     key = (tuple(sorted(set(ranks))), purpose)
-    groups = _made.setdefault(default, {})
+    groups = _made.setdefault(dist.group.WORLD, {})
     if key not in groups:
-        timeout = timedelta(seconds=default_timeout_s())  # other groups do not take it over by themselves
-        # torch takes the number of groups that a process has made so far into the name of one that its members make by
-        # themselves, and they wait for each other for ever when some of them are in more groups than others.
-        name = hashlib.blake2b(f"rlplace {attempt()} {key[1]} {key[0]}".encode(), digest_size=20).hexdigest()
+        timeout = timedelta(seconds=default_timeout_s())  # new groups do not inherit it
+        # torch names a group that its members make by themselves after the number of groups that a process has made so far;
+        # processes that are in unlike numbers of groups would wait for each other for ever.
+        name = hashlib.blake2b(f"rlplace {attempt()} {purpose} {key[0]}".encode(), digest_size=20).hexdigest()
         with mock.patch.object(c10d, "_hash_ranks_to_str", lambda ranks: name):
             groups[key] = dist.new_group(list(key[0]), use_local_synchronization=True, timeout=timeout)
     return groups[key]
 
 
 def attempt() -> int:
-    """Returns how often torchrun has restarted the job: its store outlives that, with all that the attempt before left
-    in it.
-    """
+    """Returns the number of restarts of the job by torchrun, whose store keeps the keys of the attempts before."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -70,7 +73,7 @@ def start_group(backend: str, timeout_s: float) -> None:
     mine = dist.PrefixStore(f"rlplace/attempt {attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=mine, rank=rank, world_size=world, timeout=limit)
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]  # what torch's meshes take
-    _patient(dist.group.WORLD)  # now, while nobody is busy
+    _patient(dist.group.WORLD)  # now, while all processes are idle
 
 
 def end_group() -> None:
@@ -81,17 +84,15 @@ def end_group() -> None:
 
 
 def wait_for_all() -> None:
-    """A barrier of all ranks, on this one's own device, which torch would guess with a warning."""
+    """Waits for all ranks, by a barrier on this one's own device, which torch would guess with a warning."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def default_timeout_s() -> float:
     """Returns the timeout of the default group, which is where a program says how long is too long."""
-    group = default_group()
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else dist.distributed_c10d.default_pg_timeout.total_seconds()
+    options = getattr(default_group()._get_backend(device), "options", None)
+    return getattr(options, "_timeout", c10d.default_pg_timeout).total_seconds()
 
 
 @dataclass(frozen=True)
@@ -116,24 +117,22 @@ class Ranks:
         return next((r for r, row in enumerate(self.replicas) if self.rank in row), None)
 
 
+def devices_of(plan: PlacementPlan) -> Sequence[int]:
+    """Returns the device of every process that a plan needs: all up to the last one of a placement, those of a strategy."""
+    return range(int(plan.device_of_group.max(initial=0)) + 1) if plan.strategy is None else sorted(plan.strategy.devices)
+
+
 def part_text(plan: PlacementPlan, rank: int) -> str:
-    """What a process runs of a plan, for messages: its stages."""
+    """Returns the stages that a process runs of a plan, for messages."""
     devices = devices_of(plan)
     if rank >= len(devices):
         return "not in the plan"
     device = devices[rank]
-    if plan.strategy is not None:
-        here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
-    else:
+    if plan.strategy is None:
         here = [device] if device in plan.device_of_group else []
-    if not here:
-        return "no stage"
-    return f"stage {here[0]}" if len(here) == 1 else f"stages {', '.join(map(str, here))}"
-
-
-def devices_of(plan: PlacementPlan) -> Sequence[int]:
-    """Returns device of every process that a plan needs: all up to the last that a placement uses, those of a strategy."""
-    return range(int(plan.device_of_group.max(initial=0)) + 1) if plan.strategy is None else sorted(plan.strategy.devices)
+    else:
+        here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
+    return f"stage{'s' if len(here) > 1 else ''} {', '.join(map(str, here))}" if here else "no stage"
 
 
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
@@ -151,7 +150,7 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
 
 
 def check_same_plan(plan: PlacementPlan) -> None:
-    """Refuses processes that were given different plans, which would wait for each other for ever.
+    """Refuses unlike plans on the processes, which would wait for each other for ever.
 
     Raises:
         InputError: On every rank.
@@ -165,34 +164,75 @@ def check_same_plan(plan: PlacementPlan) -> None:
         )
 
 
-def gather_objects(own: Any) -> list[Any]:
-    """What all ranks tell, in order, on every rank."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return told
+def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
+    """Makes the first calls of a distributed model compare their inputs over the processes that must get the same.
 
+    A sampler or a loader that splits batches over processes, as for data parallel training, would give each process of a
+    replica another batch, and the model would silently train on mixtures of them.
 
-_PATIENCE_S = 1800.0
-
-
-def broadcast_object(said: Any) -> Any:
-    """What rank 0 says, on every rank; not looked at elsewhere.
-
-    Before it says it, rank 0 may be busy for longer than processes may wait for each other in the process group.
+    Args:
+        model: The distributed model.
+        ranks: Its processes.
+        share: See `rlplace.distribute`.
     """
-    heard = [said]
-    dist.broadcast_object_list(heard, 0, _patient(dist.group.WORLD))
-    return heard[0]
+    alike = ranks.replicas if share == "replica" else [{rank for row in ranks.replicas for rank in row}]
+    if max(map(len, alike)) < 2:
+        return
+    left = [CALLS]
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        digests = gather_objects(digest((args, kwargs)))
+        left[0] -= 1
+        if left[0] == 0:
+            handle.remove()
+        if any(len({digests[rank] for rank in row}) > 1 for row in alike):
+            raise InputError(
+                "distribute: the processes were called with different batches; every process of a replica works on the whole "
+                "batch, so seed all alike and leave out DistributedSampler and loaders that split batches over processes"
+            )
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)
+
+
+def digest(inputs: Any) -> bytes:
+    """Computes a few bytes that distinguish batches."""
+    seen = hashlib.blake2b(digest_size=16)
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            seen.update(bytes_of(leaf))
+    return seen.digest()
+
+
+def bytes_of(value: torch.Tensor) -> bytes:
+    """Returns shape, dtype and elements of a tensor; of one without values the first two."""
+    described, flat = repr((tuple(value.shape), value.dtype)).encode(), value.detach().flatten()
+    return described if value.is_meta else described + flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def gather_objects(own: Any) -> list[Any]:
+    """Gathers one object of every rank, in order, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Returns rank 0's object on every rank; the others' are ignored.
+
+    Rank 0 may work for longer before it calls this than the timeout of the default group.
+    """
+    values = [value]
+    dist.broadcast_object_list(values, 0, _patient(dist.group.WORLD))
+    return values[0]
 
 
 @lru_cache(maxsize=1)
 def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns all processes, which may wait for each other for long."""
+    """Makes a group of all processes with a long timeout."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Returns the first sentence of a torch.distributed error, without its stack of native frames."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
+    """Returns the first line of a torch.distributed error, without its stack of native frames."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text if len(text) <= limit else text[: limit - 3] + "..."

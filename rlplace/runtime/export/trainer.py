@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.fake import first_names
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.base.forward_graph import Graphs
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import one_line, wait_for_all
-from rlplace.runtime.base.values import micro_batch
+from rlplace.runtime.base.steps import micro_batch
 from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.state.whole import whole_state_dict
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,17 @@ from rlplace.errors import InputError
 from rlplace.model.capture.sizes import resize_batch
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import cluster_of_plan, recipe_of
 from rlplace.runtime.base import faults
 from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS
 from rlplace.runtime.base.environment import own_device
-from rlplace.runtime.base.forward_graph import Graphs, Loss
 from rlplace.runtime.base.model import Batching, DistributedModel
-from rlplace.runtime.base.ranks import check_same_plan, part_text, ranks_of
-from rlplace.runtime.base.values import check_first_batches, micro_batch, samples_of
+from rlplace.runtime.base.ranks import check_first_batches, check_same_plan, devices_of, part_text, ranks_of
+from rlplace.runtime.base.steps import Loss, micro_batch, samples_of
+from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.placement.placed_model import PlacedModel
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.why_not import why_not
 from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
@@ -55,10 +57,10 @@ def distribute(
             strategy changes its modules in place.
         plan: A plan for it. Device d of the plan's cluster is the process of rank d; the devices of a strategy are counted in
             rising order.
-        example_inputs: What one micro-batch is, as it was captured: a tuple of arguments or a dict of keyword arguments.
-            Default: what the plan's `source` says the model was captured with.
+        example_inputs: Inputs of one micro-batch, as captured: a tuple of arguments or a dict of keyword arguments. Default:
+            inputs like those in the plan's `source`.
         loss: For a model that does not return its loss: called with its output, and the ``target=`` of a call.
-        example_target: What one micro-batch has as target.
+        example_target: Target of one micro-batch.
         device: Where this process computes; default the CUDA device of its local rank, or the CPU.
         share: ``"global"``: every rank is called with the batch of all replicas and takes its share; ``"replica"``: with the
             batch of its own replica.
@@ -66,11 +68,9 @@ def distribute(
             plan says, and ``"mean"`` where it does not.
         whole: Names of keyword inputs that are not cut into micro-batches although they are as long as the batch.
         seed: Seed of dropout and other random ops.
-        graphs: Keeps what was traced, for callers that distribute one model by many plans.
-        mixed_precision: Torch's policy of what parameters are gathered and gradients reduced in. Weights, gradients and
-            optimizer state keep the model's dtype.
-
-    `graphs` are for placements, `mixed_precision` is for strategies.
+        graphs: Traces of the model, for callers that distribute it by many placements.
+        mixed_precision: For strategies, torch's policy of the dtypes in which parameters are gathered and gradients reduced.
+            Weights, gradients and optimizer state keep the model's dtype.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -114,7 +114,7 @@ def distribute(
             {**keyword_inputs(model, args), **kwargs},
         )
         samples, wanted = samples_of(inputs), plan.strategy.pipelines[0].microbatch[0]
-        if example_inputs is None and samples != wanted:  # what was captured is a batch of another size
+        if example_inputs is None and samples != wanted:  # the captured batch has another size
             inputs = resize_batch(inputs, samples, wanted)
         placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
     check_first_batches(placed, placed.ranks, placed.batching.share)
@@ -139,10 +139,10 @@ def parallelize(
         mixed_precision: See `distribute`.
 
     Returns:
-        What is to be called, and the mesh of processes (pipeline, replicate, shard, tensor). Without a pipeline it is the model
-        itself with its blocks checkpointed, laid out and shared, or torch's `DistributedDataParallel` around it; every call is
-        one micro-batch of one replica. With a pipeline it is what `distribute` returns, and its ``step(batch, loss)`` runs
-        torch's schedule on the batch of a replica.
+        The module to call, and the mesh of processes (pipeline, replicate, shard, tensor). Without a pipeline the module is the
+        model itself with its blocks checkpointed, laid out and sharded, or torch's `DistributedDataParallel` around it; every
+        call is one micro-batch of one replica. With a pipeline it is the result of `distribute`, and its ``step(batch, loss)``
+        runs torch's schedule on the batch of a replica.
 
     Raises:
         InputError: The plan has no strategy, or cannot run, with the reason.
@@ -153,9 +153,50 @@ def parallelize(
     mesh: DeviceMesh = made.place.mesh
     if len(plan.strategy.stages) > 1:
         return made, mesh
-    for parameter in model.parameters():  # torch's wrappers do this to what they share
+    for parameter in model.parameters():  # torch's wrappers do this to the parameters that they shard
         if left_out(parameter) and not isinstance(made.runner.root, DistributedDataParallel):
             parameter.register_post_accumulate_grad_hook(partial(average_left_out, place=made.place))
-        if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # what a tensor group alone holds whole
+        if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # which a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
     return made.runner.root, mesh
+
+
+def check_strategy(plan: PlacementPlan, verb: str) -> None:
+    """Refuses a strategy that cannot be run, before any process waits for another; placements pass.
+
+    Raises:
+        InputError: With the reason.
+    """
+    if plan.strategy is None:
+        return
+    reason = why_not(plan.strategy)
+    if reason is not None:
+        raise InputError(f"{verb}: {reason}")
+    devices = devices_of(plan)
+    if devices != list(range(devices[0], devices[0] + len(devices))) and not _like_the_first(plan, devices):
+        raise InputError(
+            f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps, which "
+            "would run it on devices of other kinds or hosts; plan for a cluster of these devices alone"
+        )
+    if recipe_of(plan).master_weights and verb != "run":
+        raise InputError(f"{verb}: the plan keeps its weights in fp32 (--master-weights); 'rlplace run' trains and times it")
+
+
+def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
+    """Returns whether the first devices of the plan's cluster are of the kinds and hosts of these."""
+    try:
+        cluster = cluster_of_plan(plan)
+    except InputError:  # a cluster of a file that is missing is not known
+        return False
+    seats = list(zip(cluster.hosts, (kind.name for kind in cluster.kinds), strict=True))
+    return max(devices) < len(seats) and [seats[device] for device in devices] == seats[: len(devices)]
+
+
+def microbatch_of(plan: PlacementPlan, samples: int) -> int:
+    """Returns the samples of the micro-batch that a plan's model is built for, which are `samples` for a placement."""
+    return samples if plan.strategy is None else plan.strategy.pipelines[0].microbatch[0]
+
+
+def samples_of_step(plan: PlacementPlan, example_inputs: Any) -> int:
+    """Returns the samples of a step: those of the micro-batch for a placement."""
+    return samples_of(example_inputs) if plan.strategy is None else plan.strategy.batch

@@ -22,9 +22,8 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import check_graph, cluster_of_plan, recipe_of
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
 from rlplace.runtime.base.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
-from rlplace.runtime.base.steps import OPTIMIZERS, train_step
-from rlplace.runtime.job.distribute import distribute
-from rlplace.runtime.job.training import microbatch_of, samples_of_step, synthetic_batch
+from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
+from rlplace.runtime.job.distribute import distribute, microbatch_of, samples_of_step
 from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import gather_values
@@ -35,7 +34,7 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a job does beside what its plan says.
+    """Options of a job besides its plan.
 
     Attributes:
         steps: Training steps in all, those before a checkpoint included.
@@ -45,7 +44,7 @@ class JobOptions:
         backend: Backend of torch.distributed; None: nccl for GPUs, else gloo.
         verify: Compare with the unplaced model.
         seed: Seed of weights, batches and dropout.
-        autocast: "bf16" or "fp16"; None takes what the plan was captured with.
+        autocast: "bf16" or "fp16"; None takes that of the plan.
         clip: Norm that gradients are clipped to.
         cluster: CLUSTER text, checked against the plan's.
         checkpoint: Folder of checkpoints; None writes none.
@@ -70,16 +69,16 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What rank 0 knows when a job has ended.
+    """The result of a job on rank 0.
 
     Attributes:
         losses: Per step that was run.
         first_step: Number of the first of them.
         step_s: Seconds per step, the longest of all ranks' medians at the end.
-        predicted_step_s: As the plan says; None when it does not.
+        predicted_step_s: The plan's prediction; None without one.
         ranks: Per rank ``rank, host, device, stage, median_step_s, peak_memory_bytes, predicted_memory_bytes``.
         comparison: With the unplaced model; None without `JobOptions.verify`.
-        engine: What ran the plan.
+        engine: Name of the engine that ran the plan.
     """
 
     losses: list[float]
@@ -91,7 +90,7 @@ class JobResult:
     engine: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns plain JSON data."""
         comparison = self.comparison
         verified = None if comparison is None else {
             "equal": comparison.equal,
@@ -130,7 +129,7 @@ def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.devic
     """
     device = own_device(options.device, "run")
     if device.type == "cpu":
-        keep_freed_memory()  # as ops were timed; handing pages back and forth takes a third of a step
+        keep_freed_memory()  # as when ops were timed; returning pages to the system takes a third of a step
     backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise MissingError("run: the nccl backend needs --device cuda and a CUDA build of torch; take --backend gloo")
@@ -195,7 +194,7 @@ def train(
         batch = synthetic_batch(example, samples, options.seed, step)
         memory = PeakMemory(device, held_tensors(model, optimizer)) if step == first_step + 1 else None
         if options.verify:
-            wait_for_all()  # rank 0 comes from the unplaced model
+            wait_for_all()  # rank 0 has run the unplaced model
         begin = read_clock(device)
         with alike_draws(device) if options.verify else contextlib.nullcontext() as draws:
             losses.append(float(train_step(model, optimizer, batch, **loop)))
@@ -208,7 +207,7 @@ def train(
             with alike_draws(device) as own:
                 comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
             comparison.random, comparison.unlike = comparison.random or own.count > 0, comparison.unlike or own.unlike
-        if comparison is not None and step == first_step:  # later, parameters are apart by rounding that the optimizer enlarges
+        if comparison is not None and step == first_step:  # later, the optimizer has enlarged rounding
             gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
             if reference is not None:
                 comparison.compare_gradients(gradients, reference)
@@ -230,26 +229,22 @@ def train(
 def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak_bytes: int | None) -> list[dict[str, Any]]:
     used, rank = devices_of(plan), dist.get_rank()
     warm = seconds[min(2, max(len(seconds) - 1, 0)) :]
-    facts = {
+    measured = {
         "host": platform.node(),
         "device": str(device),
         "stage": used[rank] if rank < len(used) else None,  # None: it has nothing to do
         "median_step_s": statistics.median(warm) if warm else None,
         "peak_memory_bytes": peak_bytes,
     }
-    predicted = plan.predicted.peak_memory_bytes
-    return [
-        {
-            "rank": rank,
-            **measured,
-            "predicted_memory_bytes": predicted[measured["stage"]] if predicted and measured["stage"] is not None else None,
-        }
-        for rank, measured in enumerate(gather_objects(facts))
-    ]
+    predicted, rows = plan.predicted.peak_memory_bytes, []
+    for number, row in enumerate(gather_objects(measured)):
+        memory = predicted[row["stage"]] if predicted and row["stage"] is not None else None
+        rows.append({"rank": number, **row, "predicted_memory_bytes": memory})
+    return rows
 
 
 def _check_draws(plan: PlacementPlan, count: int) -> None:
-    """Refuses to compare a tensor group that draws numbers for parts of activations."""
+    """Refuses to compare where a tensor group draws random numbers for parts of activations."""
     if count and plan.strategy is not None and any(stage.axis("tensor") > 1 for stage in plan.strategy.stages):
         raise InputError(
             "run: --verify: the model draws random numbers, as dropout does, and a tensor group draws those of its parts; "
@@ -259,7 +254,7 @@ def _check_draws(plan: PlacementPlan, count: int) -> None:
 
 
 def _parts(plan: PlacementPlan) -> int:
-    """Returns micro-batches of all replicas in a step."""
+    """Counts the micro-batches of all replicas in a step."""
     if plan.strategy is None:
         return 1
     pipeline = plan.strategy.pipelines[0]

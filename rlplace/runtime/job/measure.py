@@ -1,4 +1,4 @@
-"""Times plans on the processes of a job; the processes stay from plan to plan."""
+"""Step times of plans on the processes of a job, which stay from plan to plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, read_clock
-from rlplace.runtime.base.forward_graph import Graphs, Loss
 from rlplace.runtime.base.ranks import devices_of, gather_objects, wait_for_all
-from rlplace.runtime.base.steps import OPTIMIZERS, train_step
-from rlplace.runtime.job import training
-from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.base.steps import OPTIMIZERS, Loss, synthetic_batch, train_step
+from rlplace.runtime.job.distribute import check_strategy, distribute, microbatch_of, samples_of_step
+from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.simulator import Timeline, simulate
 
 PACES = 9
@@ -38,7 +37,7 @@ PACES = 9
 
 @dataclass(eq=False)
 class PlanTimer:
-    """Times plans of one model; every process of the job makes one and calls it with the same plans.
+    """A timer of plans of one model; every process of the job makes one and calls it with the same plans.
 
     Attributes:
         model: The whole model, the same on every process; its values stay as they are.
@@ -77,9 +76,9 @@ class PlanTimer:
 
         Args:
             plan: A plan for the model.
-            problem: What a placement was made for; needed for predictions.
-            name: For people.
-            trace: Where this process writes what torch's profiler sees of one more step; None writes nothing.
+            problem: Of the placement; needed for predictions.
+            name: Of the plan, in the result.
+            trace: File of this process for a trace of one more step by torch's profiler; None writes nothing.
 
         Returns:
             The same on every process.
@@ -87,13 +86,13 @@ class PlanTimer:
         Raises:
             InputError: The plan cannot run here.
         """
-        training.check_strategy(plan, "measure")
+        check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
         model = copy.deepcopy(self.model, computed_values(self.model))
-        inputs = self.inputs(training.microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
+        inputs = self.inputs(microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
         placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, graphs=self._graphs)
         optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
-        batch = self.inputs(training.samples_of_step(plan, inputs))
+        batch = self.inputs(samples_of_step(plan, inputs))
         step = partial(train_step, placed, optimizer, batch)
         first_s = _timed(step, self.device)[0]
         setup_s = read_clock(self.device) - begin_s
@@ -115,9 +114,9 @@ class PlanTimer:
             profile.export_chrome_trace(str(trace))
         engine = placed.report
         del model, placed, optimizer, step
-        gc.collect()  # what a plan has left in cycles
+        gc.collect()  # a plan leaves cycles
         if not gc.get_freeze_count():
-            gc.freeze()  # what stays for good is not looked at again: that took longer than a plan
+            gc.freeze()  # else every collection visits what stays, which took longer than a plan
         return PlanTiming(
             name=name,
             plan=plan.fingerprint,
@@ -135,7 +134,7 @@ class PlanTimer:
 
 
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[str, float]]:
-    """Returns the time of a step on the slowest process, and what this one did meanwhile."""
+    """Returns the time of a step on the slowest process, and this one's seconds by kind of work."""
     wait_for_all()
     activity.record(device)
     start_s = read_clock(device)
@@ -149,16 +148,17 @@ def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[s
 def _stage_busy_s(plan: PlacementPlan, step: Callable[[], Any], device: torch.device) -> tuple[float, ...]:
     """Returns seconds of the passes of every stage of a pipeline, on the slowest process of each.
 
-    They are of a step of their own: where work is queued on a device, telling passes apart takes time.
+    They are of a step of their own: where work is queued on a device, timing single passes takes time.
     """
     if plan.strategy is None or len(plan.strategy.stages) == 1:
         return ()
-    said = gather_objects(_timed(step, device)[1])
-    return tuple(max(one[f"stage {n}"] for one in said if f"stage {n}" in one) for n in range(len(plan.strategy.stages)))
+    spent_s = gather_objects(_timed(step, device)[1])
+    stages = [f"stage {number}" for number in range(len(plan.strategy.stages))]
+    return tuple(max(one[stage] for one in spent_s if stage in one) for stage in stages)
 
 
 def _pace_s(device: torch.device) -> float:
-    """Returns seconds of a matrix product that tells how fast this device is beside others, while all run it."""
+    """Returns the seconds of a matrix product that all devices run at once, to compare their speeds."""
     factor, seconds = torch.ones(512, 512, device=device), []
     for _ in range(PACES):
         begin_s = read_clock(device)
@@ -170,7 +170,7 @@ def _pace_s(device: torch.device) -> float:
 def _places(
     plan: PlacementPlan, timeline: Timeline | None, spent_s: Mapping[str, float], peak_bytes: Sequence[int | None]
 ) -> tuple[PlaceTiming, ...]:
-    """What every process of a placement did in the median step; of a strategy that is not known."""
+    """Returns the work of every process of a placement in the median step; of a strategy that is not known."""
     if plan.strategy is not None:
         return ()
     rank = dist.get_rank()
@@ -195,5 +195,5 @@ def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> Pla
         device: Where this process computes.
         **options: Further fields of `PlanTimer`.
     """
-    inputs = partial(training.synthetic_batch, loaded.example_inputs, seed=0, step=0)
+    inputs = partial(synthetic_batch, loaded.example_inputs, seed=0, step=0)
     return PlanTimer(loaded.module, inputs, loaded.loss, device, **options)

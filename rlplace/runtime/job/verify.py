@@ -20,9 +20,7 @@ from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import even_sizes
-from rlplace.runtime.base.forward_graph import Loss
-from rlplace.runtime.base.steps import Autocast, loss_of
-from rlplace.runtime.base.values import samples_of
+from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.watching import AlikeDraws
 
@@ -44,9 +42,9 @@ class Reference:
         loss: Of a model that does not return it.
         parts: Micro-batches of all replicas that a plan divides a step into.
         clip: Norm that gradients are clipped to.
-        autocast: Makes what forwards run under.
-        dtype: What parameters are cast to for a step, as under mixed precision.
-        steps: So many it has made.
+        autocast: Makes the context of forwards.
+        dtype: dtype that parameters are cast to for a step, as under mixed precision.
+        steps: Number of its steps so far.
         mean_of_parts: The mean loss over the parts of the first batch; None before it, and where there is one part.
         why: Why that differs from the loss of the batch, where a rehearsal shows it.
         slack: By parameter how far its updates may have carried it because a gradient is known up to rounding only.
@@ -69,9 +67,9 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
 
     def step(self, batch: Any, tolerance: float) -> float:
-        """Returns one step of the whole batch in one piece; leaves the gradients in place and returns the loss."""
+        """Runs one step on the whole batch in one piece; leaves the gradients in place and returns the loss."""
         batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(self.device), batch)
-        before = self._copy() if self.steps == 0 and self.parts > 1 else None
+        before = copy.deepcopy(self.model, computed_values(self.model)) if self.steps == 0 and self.parts > 1 else None
         self.optimizer.zero_grad(set_to_none=True)
         with self.autocast():
             value = self._loss_of(self.model, batch)
@@ -84,9 +82,6 @@ class Reference:
         self.optimizer.step()
         self.steps += 1
         return float(value.detach())
-
-    def _copy(self) -> nn.Module:
-        return copy.deepcopy(self.model, computed_values(self.model))
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         args, kwargs = split_inputs(batch)
@@ -103,11 +98,10 @@ class Reference:
                 first += size
             self.mean_of_parts = total
         if self.mean_of_parts is None or abs(total - whole) > tolerance * abs(whole):
-            conduct = rehearse(model, batch, self.loss)
-            self.why = conduct.reason()
+            self.why = rehearse(model, batch, self.loss).reason()
 
     def _note_slack(self, tolerance: float) -> None:
-        """How far the next update may carry a parameter because its gradient is known up to rounding only.
+        """Adds up how far the next update may move a parameter because its gradient is known up to rounding only.
 
         Adam divides by the size of the gradient: an element whose gradient is nothing but rounding, such as the bias of keys
         in attention, moves by up to the learning rate in either direction.
@@ -122,14 +116,14 @@ class Reference:
 
 @contextlib.contextmanager
 def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
-    """Makes random numbers alike for all samples; the device's own stream goes on afterwards where it was."""
+    """Makes random numbers alike for all samples; the device's own stream continues afterwards where it was."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), AlikeDraws() as draws:
         yield draws
 
 
 @dataclass
 class RunComparison:
-    """How far the distributed model is from the unplaced one; errors are in units of what is accepted.
+    """Differences of the distributed model from the unplaced one; errors are in units of the accepted error.
 
     Attributes:
         tolerance: See `TOLERANCE`.
@@ -155,7 +149,7 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether everything is within the tolerance."""
+        """True where everything is within the tolerance."""
         return max(self.losses, default=0.0) <= self.tolerance and all(error <= 1.0 for _, error in self.worst.values())
 
     def compare_loss(self, loss: float, expected: float) -> None:
@@ -197,7 +191,7 @@ class RunComparison:
         self.worst[kind] = max(self.worst[kind], (name, error), key=lambda pair: pair[1])
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Describes the comparison in sentences."""
         verdict = "equal" if self.equal else "NOT EQUAL"
         made = [
             f"{verdict} to the unplaced model on whole batches in one piece within {self.tolerance:g}: losses of "

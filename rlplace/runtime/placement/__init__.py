@@ -1,1 +1,1 @@
-"""Plans whose backward ops run elsewhere than their forward ops; see `rlplace.runtime.placement.engine`."""
+"""The engine of placements: forward and backward ops of a model, each on the device that a plan says."""

@@ -1,4 +1,4 @@
-"""Runs a plan in one process over several devices."""
+"""`rlplace.apply`: a module that runs a plan in one process over several devices."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rlplace.errors import InputError, MissingError, show, unknown_name
 from rlplace.model.capture.fake import tensors_in
 from rlplace.plan.device_map import closest, device_of_loss, device_of_op, most_below, plan_groups, round_to_modules
 from rlplace.plan.plan import PlacementPlan, require_placement
-from rlplace.runtime.base.steps import time_step
-from rlplace.runtime.base.values import micro_batch
+from rlplace.runtime.base.steps import micro_batch, time_step
 from rlplace.runtime.placement.assign import planned_devices
 from rlplace.runtime.placement.forward import PlacedForward
 
 
 @dataclass
 class ApplyReport:
-    """Where a module runs its plan.
+    """The devices on which a module runs its plan.
 
     Attributes:
         devices: The devices, by the plan's device index.
@@ -32,7 +31,7 @@ class ApplyReport:
         ops: Ops that the plan places.
         copies_per_forward: Copies between devices in one forward pass.
         loss_device: Where the plan puts the loss function it was captured with; None when the module computes its own loss.
-        notes: What was approximated, in sentences.
+        notes: Approximations, in sentences.
     """
 
     devices: tuple[str, ...]
@@ -59,15 +58,15 @@ def apply(
 
     The module is changed in place and returned: its parameters and buffers move to their devices (the `Parameter` objects stay
     the same), and its forward is replaced. ``state_dict``, parameter names, ties, ``train()`` and ``eval()`` are as before.
-    Inputs may be on any device; outputs, the loss among them, stay on the device that made them. ``.report`` of the result says
-    what was done. Build the optimizer from the result.
+    Inputs may be on any device; outputs, the loss among them, stay on the device that made them. ``.report`` of the result is
+    an `ApplyReport`. Build the optimizer from the result.
 
     Args:
         model: A module with real weights.
         plan: A plan for it, with groups of ops, for one process: one micro-batch.
         devices: One per device of the plan, for example ``["cuda:0", "cuda:1"]``.
-        example_inputs: What one forward pass gets, as it was captured: a tuple of positional arguments or a dict of keyword
-            arguments. Default: what the plan's `source` says the model was captured with.
+        example_inputs: Inputs of one forward pass, as it was captured: a tuple of positional arguments or a dict of keyword
+            arguments. Default: inputs like those in the plan's `source`.
 
     Returns:
         `model`.

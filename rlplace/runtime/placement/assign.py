@@ -1,12 +1,10 @@
-"""Which device runs every op of a plan and every node of a joint graph, and which holds every parameter.
+"""The device of every op of a plan and of every node of a joint graph, the owners of parameters, and the order of execution.
 
 A forward node runs where its op is planned, a backward node on the device of ``NAME.backward`` where the plan has that group,
-else where its forward ran. What belongs to no op follows its inputs. Views have no device, see `views`.
+else where its forward ran. A node without an op follows its inputs. Views have no device, see `joint_graph`.
 
-In which order the nodes of a joint graph run over all devices: the simulator's, fixed before the step begins.
-
-Every process computes the same order, in which producers come before consumers, and runs its own part of it blindly: nobody can
-wait in a circle.
+The order of the nodes over all devices is the simulator's, fixed before the step begins. Every process computes the same order,
+in which producers come before consumers, and runs its own part of it, so that processes cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from rlplace.plan.device_map import LOSS_OP, closest, most_below, plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.problem import BACKWARD, FORWARD
-from rlplace.runtime.base.forward_graph import ForwardGraph
-from rlplace.runtime.placement.graph import JointGraph
-from rlplace.runtime.placement.record import base_of, is_view_node, results_of
+from rlplace.runtime.placement.forward_graph import ForwardGraph
+from rlplace.runtime.placement.joint_graph import JointGraph, base_of, is_view_node, results_of
 from rlplace.simulator import simulate
 
 
 def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
-    """Where a plan runs every captured forward op that it names, and where its backward, with the weights that it reads first.
+    """Returns the devices of every captured forward op that a plan names, a loss function outside the model among them.
 
-    A loss function outside the model is among the ops.
+    Returns:
+        By op where its forward runs, and where its backward, with the weights that it reads first.
 
     Raises:
-        InputError: The plan does not say what its groups hold.
+        InputError: The groups of the plan name no ops.
     """
     groups = plan_groups(plan)
     device_of = {str(group["name"]): device for group, device in groups if "name" in group}
@@ -47,16 +45,12 @@ def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
         for op in group.get("ops", ()):
             devices.setdefault(op, (device, device_of.get(f"{group.get('name')}.backward", device)))
     if not devices:
-        raise InputError("plan: its groups name no ops, so nobody knows what goes where; plan at the finest granularity")
+        raise InputError("plan: its groups name no ops, whose devices are unknown then; plan at the finest granularity")
     return devices
 
 
 def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
-    """Refuses a plan that was made for another graph than that of the example inputs.
-
-    Args:
-        graph: The graph.
-        named: The ops that the plan places.
+    """Refuses a plan that places other ops than those of a graph.
 
     Raises:
         InputError: Naming the first op that one of them lacks.
@@ -90,12 +84,12 @@ class JointPlacement:
 
     @cached_property
     def reads(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
-        """What every node that does work reads: placeholders and nodes with a device, in place of views their bases."""
+        """Inputs of every node that does work: placeholders and nodes with a device, in place of views their bases."""
         return {node: tuple(dict.fromkeys(base_of(n) for n in node.all_input_nodes)) for node in self.device_of}
 
     @property
     def written(self) -> list[tuple[fx.Node, int]]:
-        """New values of what the forward writes to, each with a device that holds it."""
+        """New values of the tensors that the forward writes to, each with a device that holds it."""
         return [(node, device) for name, node in self.joint.writes.items() for device in self.owners[name]]
 
     @property
@@ -173,41 +167,34 @@ def joint_order(placement: JointPlacement, nodes: Iterable[fx.Node]) -> list[fx.
 
     Args:
         placement: Where everything runs.
-        nodes: The nodes to run, closed under what they read. Items of ops with several results are no runs of their own.
+        nodes: The nodes to run, with all that they read. Items of ops with several results are no runs of their own.
     """
     chosen = set(nodes)
     tasks = [node for node in placement.device_of if node in chosen and node.target is not operator.getitem]
     if not tasks:
         return []
-    index = {node: number for number, node in enumerate(tasks)}
+    index = {result: number for number, node in enumerate(tasks) for result in (node, *results_of(node))}
     readers: dict[fx.Node, dict[int, None]] = {}
     for node in tasks:
         for value in placement.reads[node]:
             if value in placement.device_of:
                 readers.setdefault(value, {})[index[node]] = None
-    tensors = [
-        TensorSpec(index[_maker(value)], _bytes(value), [r for r in reading_ops if r != index[_maker(value)]])
-        for value, reading_ops in readers.items()
-    ]
     used = sorted({placement.device_of[node] for node in tasks})
     problem = build_problem(
         "joint",
         time_s=[[_seconds(node)] * len(used) for node in tasks],
-        tensors=tensors,
+        tensors=[
+            TensorSpec(index[value], _bytes(value), [reader for reader in reading if reader != index[value]])
+            for value, reading in readers.items()
+        ],
         memory_bytes=[None] * len(used),
         group=[used.index(placement.device_of[node]) for node in tasks],
         phase=[BACKWARD if node.meta["backward"] else FORWARD for node in tasks],
         bandwidth_bytes_per_s=1e11,
         latency_s=1e-5,
     )
-    line = simulate(problem, list(range(len(used))))
-    start = dict(enumerate(line.start_s.tolist()))
-    return [tasks[op] for op in sorted(start, key=lambda op: (start[op], op))]
-
-
-def _maker(value: fx.Node) -> fx.Node:
-    """Returns the task that makes a value."""
-    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+    start_s = simulate(problem, list(range(len(used)))).start_s.tolist()
+    return [tasks[op] for op in sorted(range(len(tasks)), key=lambda op: (start_s[op], op))]
 
 
 def _bytes(node: fx.Node) -> int:

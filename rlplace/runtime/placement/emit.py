@@ -1,8 +1,8 @@
-"""What one process runs of a joint graph, as a graph of its own: nodes on their devices, copies and messages in between.
+"""The part of a joint graph that one process runs, as a graph of its own: nodes on their devices, copies and messages between.
 
-Every process is given the same order of the nodes of all devices and writes down its part of it. A value goes once to each
-other device that reads it, as soon as it is made: as a copy between devices of one process, else as a message. Views are made
-by every reader from their base.
+Every process gets the same order of the nodes of all devices and writes its part of it. A value is sent once to each other
+device that reads it, as soon as it is made: as a copy between devices of one process, else as a message. Views are made by
+every reader from their base.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import fx, nn
 
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.forward_graph import random_key
 from rlplace.runtime.placement import wire
 from rlplace.runtime.placement.assign import JointPlacement
-from rlplace.runtime.placement.record import as_made, base_of, is_view_node, lay_out, results_of
+from rlplace.runtime.placement.forward_graph import random_key
+from rlplace.runtime.placement.joint_graph import as_made, base_of, is_view_node, lay_out, results_of
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one process runs.
+    """The program of one process.
 
     Attributes:
-        module: Called with the wire where there are other processes, then what is given.
+        module: Called with the wire where there are other processes, then the given values.
         names: Of its results.
         messages: To and from this process, by tag.
     """
@@ -41,7 +41,7 @@ class Program:
     messages: Mapping[int, wire.Message]
 
     def __call__(self, key: tuple[int, int], *arguments: Any) -> dict[Any, torch.Tensor]:
-        """The results by name; random ops draw from the streams of a seed and a step."""
+        """Runs it; returns the results by name. Random ops draw from the streams of a seed and a step."""
         with contextlib.ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):  # its casts are nodes of the graph
@@ -63,7 +63,16 @@ _aten = torch.ops.aten
 
 
 class Emitter:
-    """Writes the part of one process."""
+    """A writer of the part of one process.
+
+    Args:
+        placement: Where everything runs.
+        devices: Of the plan, those of this process.
+        order: Nodes of all processes, makers before readers; items of ops with several results are with their op.
+        given: Values that exist before, each with its device (None: somewhere).
+        wanted: Values, views among them, that are read at the end, each with the device.
+        wired: Whether there are other processes. Then the first argument is the step's `Wire`.
+    """
 
     def __init__(
         self,
@@ -75,16 +84,7 @@ class Emitter:
         *,
         wired: bool = False,
     ) -> None:
-        """Writes all nodes.
-
-        Args:
-            placement: Where everything runs.
-            devices: Of the plan, those of this process.
-            order: Nodes of all processes, makers before readers; items of ops with several results go with their op.
-            given: Values that are there before, each with its device (None: somewhere).
-            wanted: Values, views among them, that are read at the end, each with the device.
-            wired: Whether there are other processes. Then the first argument is the step's `Wire`.
-        """
+        """Writes all nodes."""
         self.graph = fx.Graph()
         self.messages: dict[int, wire.Message] = {}
         self._placement, self._devices = placement, devices
@@ -122,7 +122,7 @@ class Emitter:
         return moves
 
     def _posts(self, order: Sequence[fx.Node]) -> list[list[wire.Message]]:
-        """Before each own node, and at the end, the receives to start, in the order of each sender.
+        """Lists the receives to start before each own node, and at the end, in the order of each sender.
 
         NCCL knows no tags: it matches the messages of a direction by their order alone. A value that was sent early may be
         needed late, so receives cannot simply follow the order of needs.
@@ -194,14 +194,14 @@ class Emitter:
         return self._made[node, device]
 
     def anywhere(self, node: Any) -> fx.Node | None:
-        """Returns a value where it was made; None: in another process, or it is none of the graph."""
+        """Returns a value where it was made; None: in another process, or it is no node."""
         if not isinstance(node, fx.Node):
             return None
         base = base_of(node)
         return next((self.at(node, device) for value, device in self._made if value is base), None)
 
     def gradients(self) -> dict[str, fx.Node]:
-        """Returns the sum of the parts of every gradient that is held here, by parameter."""
+        """Returns the sum of the parts of every gradient that this process owns, by parameter."""
         joint, owners = self._placement.joint, self._placement.owners
         results = (*(part for parts in joint.gradients.values() for part in parts), *joint.outputs)
         shared = Counter(base_of(item) for item in results if isinstance(item, fx.Node))
@@ -217,7 +217,7 @@ class Emitter:
         return sums
 
     def program(self, results: Mapping[Any, fx.Node | None]) -> Program:
-        """What was written, with those results by name that are here."""
+        """Returns the program, with those results by name that are here."""
         found = {name: node for name, node in results.items() if node is not None}
         self.graph.output(tuple(found.values()))
         self.graph.lint()

@@ -1,4 +1,4 @@
-"""The forward of a module in one process whose ops, forward and backward, run on the devices that a plan gives them."""
+"""The forward of a module in one process whose ops, forward and backward, run on the devices of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.base.forward_graph import (
+from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, place_joint_graph
+from rlplace.runtime.placement.emit import Emitter, Program
+from rlplace.runtime.placement.forward_graph import (
     ForwardGraph,
     Graphs,
     any_value,
@@ -35,10 +37,7 @@ from rlplace.runtime.base.forward_graph import (
     forward_graph,
     refuse_backward_hooks,
 )
-from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, place_joint_graph
-from rlplace.runtime.placement.emit import Emitter, Program
-from rlplace.runtime.placement.graph import joint_graph
-from rlplace.runtime.placement.record import base_of, results_of
+from rlplace.runtime.placement.joint_graph import base_of, joint_graph, results_of
 
 Key = tuple[int, int]
 
@@ -48,11 +47,11 @@ class TwoParts:
     """A joint graph in two parts.
 
     Attributes:
-        placement: What was split.
-        forward: Called with the held tensors and the flat tensor inputs; returns the outputs by number, the new values of what
-            is written by name, and `saved`.
-        saved: What the backward part reads, and where.
-        backward: Called with it and the tangents; returns gradients of held tensors by name, each on its owner's device, and
+        placement: Of the whole graph.
+        forward: Called with the held tensors and the flat tensor inputs; returns the outputs by number, the new values of
+            written tensors by name, and `saved`.
+        saved: Values that the backward part reads, each with its device.
+        backward: Called with them and the tangents; returns gradients of held tensors by name, each on its owner's device, and
             of inputs by number.
         constants: Held tensors that never change, each on its device, by name.
     """
@@ -140,7 +139,7 @@ class PlacedForward:
         before = [v.detach().clone() if n in joint.writes else v for n, v in zip_longest(names, values)]
         key = int(torch.randint(1 << 62, ()).item()), 0
         if training and joint.differentiable:
-            made = _Step.apply(self, source, parts, key, *before)
+            made = _PlacedStep.apply(self, source, parts, key, *before)
         else:
             made = run_forward(source, parts, key, before).values()
         results = dict(zip(parts.forward.names, made, strict=False))
@@ -151,10 +150,10 @@ class PlacedForward:
         return pytree.tree_unflatten(flat, source.out_spec)
 
     def guess(self, source: ForwardGraph, outputs: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Returns numbers of the outputs that are likely to get a gradient.
+        """Returns the numbers of the outputs that are expected to get a gradient.
 
-        That is known in backward only. The forward prepares for those that got one the last time, at first for the loss; should
-        others get one, it runs again, with the same random numbers.
+        Only backward knows them. The forward prepares for those that got one the last time, at first for the loss; if others
+        get one, it runs again, with the same random numbers.
 
         Args:
             source: The forward that was traced.
@@ -193,7 +192,7 @@ class PlacedForward:
 
 
 def _names(source: ForwardGraph) -> list[str]:
-    """Of the parameters and buffers that a graph reads."""
+    """Returns the names of the parameters and buffers that a graph reads."""
     return [name for name in source.held if name not in source.constants]
 
 
@@ -205,7 +204,7 @@ def run_forward(source: ForwardGraph, parts: TwoParts, key: Key, values: Sequenc
     return parts.forward(key, *(value.detach() for value in (*(held[name] for name in joint.held), *inputs)))
 
 
-class _Step(torch.autograd.Function):
+class _PlacedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of: PlacedForward, source: ForwardGraph, parts: TwoParts, key: Key, *values: Any) -> Any:
         results = run_forward(source, parts, key, values)
@@ -237,7 +236,7 @@ MOST_TRACED = 1500
 
 
 def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> str | None:
-    """Explains why the engine of placements cannot trace a model; None where nothing is known against it.
+    """Explains why the engine of placements cannot trace a model; None where it found no reason.
 
     Args:
         model: Real or meta module.
@@ -251,8 +250,15 @@ def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> 
     try:
         if num_ops <= MOST_TRACED:
             joint_graph(forward_graph(meta_copy(model), args, kwargs, loss=any_value))
-        else:
-            _run(model, args, kwargs)
+        else:  # on fake tensors, which raise where a graph would lose something
+            refuse_backward_hooks(model)
+            mode = new_fake_mode()
+            fake = fake_copy(model, mode)
+            fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
+                    fake(*fake_args, **fake_kwargs)
     except (OwnBackwardError, RecomputationError) as error:
         return str(error)
     except InputError as error:
@@ -260,15 +266,3 @@ def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> 
     except Exception as error:  # the model's own code, or a trace of it
         return f"tracing it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
     return None
-
-
-def _run(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Runs a forward on fake tensors, and raises where it does what a graph would lose."""
-    refuse_backward_hooks(model)
-    mode = new_fake_mode()
-    fake = fake_copy(model, mode)
-    fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
-            fake(*fake_args, **fake_kwargs)

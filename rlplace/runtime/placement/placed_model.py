@@ -1,33 +1,125 @@
-"""A distributed model whose ops run where a placement says."""
+"""A distributed model whose ops, forward and backward, run each on the process that a placement says.
+
+Every process computes the same order of all ops and runs its own part of it. A value is sent once to each process that reads
+it, a parameter once per step from its owner. Gradients of parameters are added up by the owner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import fx, nn
 
 from rlplace.errors import InputError
 from rlplace.model.capture.fake import meta_copy, tensors_in
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.base.forward_graph import ForwardGraph, Graphs, Loss, any_value, flat_inputs
+from rlplace.runtime.base import activity
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
-from rlplace.runtime.base.values import check_inputs, check_same_graph, has_target, takes_target
-from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, place_joint_graph, planned_devices
-from rlplace.runtime.placement.engine import Engine
-from rlplace.runtime.placement.graph import joint_graph
-from rlplace.runtime.state.whole import ParameterHooks, agree, own_tree
+from rlplace.runtime.base.steps import Loss, check_inputs, has_target, takes_target
+from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, joint_order, place_joint_graph, planned_devices
+from rlplace.runtime.placement.emit import Emitter, Program
+from rlplace.runtime.placement.forward_graph import ForwardGraph, Graphs, any_value, check_same_graph, flat_inputs
+from rlplace.runtime.placement.joint_graph import joint_graph, lay_out
+from rlplace.runtime.placement.wire import Wire
+from rlplace.runtime.state.whole import ParameterHooks, agree, gather_values, own_tree
 
-JOINT_GRAPH = "joint_graph"
-"""What runs placements."""
+
+class Engine:
+    """This process's part of the steps of one plan, for one signature of inputs.
+
+    All processes of the plan call the same methods in the same order with the same inputs.
+
+    Attributes:
+        placement: The graph and where its nodes run.
+        ranks: Which process this is.
+        tensors: The parameters and buffers that this rank holds by ``placement.owners``, and the constants, by name.
+    """
+
+    def __init__(self, placement: JointPlacement, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Prepares a process; nothing is sent."""
+        constants = {name: value.detach().to(ranks.device) for name, value in placement.joint.constants.items()}
+        self.placement, self.ranks, self.tensors = placement, ranks, {**tensors, **constants}
+        self._programs: dict[bool, Program] = {}
+
+    def train(self, leaves: Sequence[Any], key: tuple[int, int]) -> torch.Tensor:
+        """Runs forward and backward.
+
+        Afterwards ``.grad`` of every own parameter holds the gradient of the loss (it is None on entry; it stays None for a
+        parameter without any gradient).
+
+        Args:
+            leaves: Flat inputs, see `flat_inputs`; the same on every rank.
+            key: Seed and step, which name the random streams.
+
+        Returns:
+            The loss, 0-d, detached, the same on every rank.
+        """
+        joint = self.placement.joint
+        double = any(joint.outputs[number].meta["val"].dtype == torch.float64 for number in joint.tangents)
+        loss = torch.zeros((), device=self.ranks.device, dtype=torch.float64 if double else torch.float32)
+        for name, value in self._run(leaves, True, key).items():
+            if name in joint.tangents:
+                loss += value.reshape(())
+                continue
+            parameter = self.tensors[name]
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                torch.autograd.backward([parameter], [value])  # calls them
+            else:
+                parameter.grad = lay_out(value, parameter.stride())  # optimizers expect the layout of the parameter
+        dist.all_reduce(loss)
+        return loss
+
+    def evaluate(self, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the forward only, without gradients; returns the outputs of the forward graph, on every rank."""
+        made = gather_values(self._run(leaves, False, (0, 0)), self.ranks.device, everywhere=True)
+        return [made.get(number, item) for number, item in enumerate(self.placement.joint.outputs)]
+
+    def _run(self, leaves: Sequence[Any], training: bool, key: tuple[int, int]) -> dict[Any, torch.Tensor]:
+        """Runs a step; returns the part of the loss or the outputs that is made here, and the gradients that it owns."""
+        ranks, joint = self.ranks, self.placement.joint
+        if ranks.replica is None:
+            return {}
+        new = training not in self._programs
+        program = self._programs[training] = self._program(training) if new else self._programs[training]
+        wire = Wire(ranks.rank, ranks.device, program.messages)
+        if new:
+            wire.connect()
+        held = [self.tensors[name].detach() for name in joint.held if ranks.rank in self.placement.owners[name]]
+        roots = [node.meta["val"] for node in joint.tangents.values()]
+        ones = [torch.ones(root.shape, dtype=root.dtype, device=ranks.device) for root in roots]
+        inputs = [leaf.to(ranks.device, non_blocking=True) for node, leaf in zip(joint.inputs, leaves, strict=True) if node]
+        results = program(key, wire, *held, *ones, *inputs)
+        wire.finish()
+        activity.doing("the gradients of its parameters")
+        with torch.no_grad():
+            for name in joint.writes:
+                if (name, None) in results:
+                    self.tensors[name].copy_(results.pop((name, None)))
+        return results
+
+    def _program(self, training: bool) -> Program:
+        placement, rank = self.placement, self.ranks.rank
+        joint, owners = placement.joint, placement.owners
+        given = [(node, device) for name, node in joint.held.items() for device in owners[name]]
+        inputs = [node for node in (*joint.tangents.values(), *joint.inputs) if node is not None]
+        given += [(node, device) for node in inputs for device in self.ranks.replicas[0]]
+        wanted = placement.written + (placement.summands if training else [])
+        order = joint_order(placement, placement.device_of if training else placement.forward)
+        emitter = Emitter(placement, {rank: self.ranks.device}, order, given, wanted, wired=True)
+        numbers = joint.tangents if training else range(len(joint.outputs))
+        results: dict[Any, fx.Node | None] = {number: emitter.anywhere(joint.outputs[number]) for number in numbers}
+        results |= {(name, None): emitter.at(node, rank) for name, node in joint.writes.items() if rank in owners[name]}
+        return emitter.program(results | (emitter.gradients() if training else {}))
 
 
 class PlacedModel(DistributedModel):
-    """See `DistributedModel`.
+    """A distributed model of a placement; see `DistributedModel`.
 
     Args:
         model: The whole model.
@@ -52,7 +144,7 @@ class PlacedModel(DistributedModel):
         seed: int,
         graphs: Graphs,
     ) -> None:
-        super().__init__(meta_copy(model), ranks, batching, seed, JOINT_GRAPH)
+        super().__init__(meta_copy(model), ranks, batching, seed, "joint_graph")
         self._hooks = ParameterHooks(model)
         self._plan, self._graphs, self._loss = plan, graphs, loss
         args, kwargs, target = example
@@ -63,7 +155,7 @@ class PlacedModel(DistributedModel):
         check_same_graph(first, ranks)
         check_same_ops(first, planned_devices(plan))
         owners = build_joint(first, plan, ranks.device).owners
-        # What nobody reads is on the plan's first device.
+        # Tensors without a reader are on the plan's first device.
         self._owners = {name: owners.get(name, (0,)) for name in tensors_in(model)}
         own = own_tree(model, self._owners, ranks.rank, ranks.device)
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -94,7 +186,7 @@ class PlacedModel(DistributedModel):
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         graph, engine = self._engine(args, kwargs, target)
         outputs = engine.evaluate(flat_inputs(args, kwargs, target))
-        # A loss function outside the model: what it returns.
+        # The value of a loss function outside the model is the last one.
         return outputs[-1] if len(outputs) > graph.out_spec.num_leaves else pytree.tree_unflatten(outputs, graph.out_spec)
 
     def _engine(self, args: Any, kwargs: Any, target: Any) -> tuple[ForwardGraph, Engine]:
@@ -113,7 +205,7 @@ class PlacedModel(DistributedModel):
 
 
 def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
-    """What the model returns in training: the loss where it stands."""
+    """Returns the model's output in training: the loss in its place, None in all others."""
     if len(graph.outputs) > graph.out_spec.num_leaves:
         return loss
     made = graph.outputs[graph.loss]  # type: ignore[index]

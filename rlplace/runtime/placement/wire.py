@@ -1,12 +1,12 @@
-"""Values on their way to other devices: messages between processes, and copies between the devices of one process.
+"""Transfers of values to other devices: messages between processes, and copies between the devices of one process.
 
-Messages are contiguous, of the shape and dtype that the graph promises, matched by tags. Both sides go by the graph and never
-by the tensor at hand: a kernel may return other strides than its shape rule says.
+Messages are contiguous, of the shape and dtype that the graph promises, matched by tags. Both sides take these from the graph
+and never from the tensor: a kernel may return other strides than its shape rule says.
 
 Copies overlap with compute: `start_copy` issues one as soon as its tensor is made, on streams of their own at both ends;
 `finish` makes the reader's stream wait for it. Other devices than CUDA copy at `start_copy`. Torch waits with a copy for the
 current streams of both devices, and lets both wait for it afterwards. So the copy runs while side streams are current on both:
-the stream that computes on the source is only asked for what it has issued before, and the one on the destination first waits
+the stream that computes on the source only has to finish the work issued before, and the one on the destination first waits
 in `finish`. Autograd runs the backward of a copy on the same side streams and orders it after its gradient by itself.
 """
 
@@ -26,20 +26,20 @@ from torch import fx
 from rlplace.errors import RlplaceError
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.ranks import default_timeout_s, group_of
-from rlplace.runtime.placement.record import lay_out
+from rlplace.runtime.placement.joint_graph import lay_out
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Groups of directions over which something has gone already."""
+"""Groups of directions that are connected already."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A value on its way between two devices of the plan.
+    """A transfer of a value between two devices of the plan.
 
     Attributes:
-        value: What it is.
-        source: Where it is; None: somewhere in this process.
-        destination: Where it goes.
+        value: The value.
+        source: Its device; None: somewhere in this process.
+        destination: The device that reads it.
         tag: Unique in the step, ascending in the order in which a source sends.
         needed: Number of the first node that reads it there.
     """
@@ -64,7 +64,7 @@ class Wire:
     Attributes:
         rank: Number of this process.
         device: Where received values go.
-        messages: What is sent and received, by tag.
+        messages: Those sent and received, by tag.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Wire:
     _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Waits until everything that was sent has gone."""
+        """Waits until every message has been sent."""
         for work, _, destination in self._sent:
             with activity.waiting("rank {} to take a value", destination, source=destination):
                 _wait(work)
@@ -102,7 +102,7 @@ class Wire:
 
 
 def send(wire: Wire, value: torch.Tensor, tag: int) -> None:
-    """Starts to send a value of the shape and dtype that the receiver expects; it is kept until it has gone."""
+    """Starts to send a value of the shape and dtype that the receiver expects; its memory is held until then."""
     message = wire.messages[tag]
     like, there = message.value.meta["val"], message.destination
     if value.shape != like.shape or value.dtype != like.dtype:
@@ -121,7 +121,7 @@ def send(wire: Wire, value: torch.Tensor, tag: int) -> None:
 
 
 def post(wire: Wire, tag: int) -> tuple[Any, torch.Tensor, Message]:
-    """Starts to receive a value; returns what `arrive` wants."""
+    """Starts to receive a value; returns the argument of `arrive`."""
     message = wire.messages[tag]
     like, source = message.value.meta["val"], message.source
     value = torch.empty(like.shape, dtype=like.dtype, device=wire.device)
@@ -152,7 +152,7 @@ def _group(source: int, destination: int) -> dist.ProcessGroup | None:
 
 
 Moving = tuple[torch.Tensor, Any]
-"""A tensor at its destination, and what happens there once its numbers are there; None: they are."""
+"""A tensor at its destination, and the event there once its values have arrived; None: they have."""
 
 
 def start_copy(tensor: torch.Tensor, device: torch.device) -> Moving:

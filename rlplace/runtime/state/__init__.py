@@ -1,1 +1,1 @@
-"""What a process holds of a model and its optimizer, and how it is saved, loaded and brought together."""
+"""Weights and optimizer state: the parts that a process holds, checkpoints, and whole state on one process."""

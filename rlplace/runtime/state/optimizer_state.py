@@ -1,8 +1,9 @@
-"""The state of an optimizer by the names of parameters: what every plan of a model can save and load.
+"""The state of an optimizer by the names of parameters, which every plan of a model can save and load.
 
-In a checkpoint it is the flat state dict of `torch.distributed.checkpoint.state_dict`. Brought together on one process it is
-what ``optimizer.state_dict()`` returns where the undistributed model is trained, whose parameter groups list parameters in the
-model's order, so that a run can go on from it on one device or by another plan.
+In a checkpoint it is the flat state dict of `torch.distributed.checkpoint.state_dict`, whose own functions find neither the
+parameters that a process does not hold nor state that is no tensor. Gathered on one process it is ``optimizer.state_dict()`` of
+the undistributed model, whose parameter groups list parameters in the order of the model, so that a run can continue from it on
+one device or by another plan.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from torch.distributed.tensor import DTensor
 from rlplace.errors import InputError, show
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import gather_objects
-from rlplace.runtime.state.untrusted import Optimizer, check_setting
+from rlplace.runtime.state.untrusted import OptimizerFacts, check_setting
 from rlplace.runtime.state.whole import gather_values, own_part, tensors_of
 
 Named = list[tuple[str, nn.Parameter]]
 
 
 def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is saved of this rank's optimizer.
+    """Returns the state of this rank's optimizer for a checkpoint.
 
     Returns:
         The flat state dict of `torch.distributed.checkpoint.state_dict` with ``flatten_optimizer_state_dict``; and, as plain
-        data, what of it is no tensor: ``groups``, per group its settings and ``parameters``, the names in it, and ``numbers``,
-        state by parameter and key.
+        data, all of it that is no tensor: ``groups``, per group its settings and ``parameters``, the names in it, and
+        ``numbers``, state by parameter and key.
     """
     flat: dict[str, Any] = {}
     groups, numbers = [], {}
@@ -51,13 +52,13 @@ def load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     index: Mapping[str, Any],
-    facts: Sequence[Optimizer],
+    facts: Sequence[OptimizerFacts],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Gives an optimizer the state of a checkpoint.
+    """Loads the state of a checkpoint into an optimizer.
 
     Args:
-        model: Whose parameters it updates.
+        model: Its parameters are those of the optimizer.
         optimizer: Any that has the same kind of state.
         index: Metadata by name.
         facts: The plain data of `optimizer_parts` of all ranks that saved.
@@ -106,7 +107,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
     Args:
         model: The distributed model.
         optimizer: Over its parameters.
-        state: As `whole_optimizer_state` or an optimizer over the undistributed model gives it.
+        state: From `whole_optimizer_state` or an optimizer over the undistributed model.
 
     Raises:
         InputError: It has other groups, or was made over other parameters.
@@ -124,7 +125,13 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
         for name, index in zip(listed, group["params"], strict=True)
     }
     own = {
-        name: {key: _own(parameter, value) for key, value in state["state"].get(number[name], {}).items()}
+        name: {
+            # State of the parameter's shape is cut as the parameter is.
+            key: own_part(value, parameter)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape != ()
+            else value
+            for key, value in state["state"].get(number[name], {}).items()
+        }
         for _, named in _groups(model, optimizer)
         for name, parameter in named
     }
@@ -137,7 +144,7 @@ def _set(
     state: Mapping[str, Mapping[str, Any]],
     settings: Sequence[tuple[Mapping[str, Any], set[str]]],
 ) -> None:
-    """Gives an optimizer state by the names of its parameters, and groups the settings of those that had the same ones."""
+    """Loads state by the names of an optimizer's parameters, and into each group the settings of the saved group of them."""
     numbered: dict[int, Mapping[str, Any]] = {}
     groups, taken = [], 0
     for group, named in _groups(model, optimizer):
@@ -176,21 +183,14 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[di
 
 
 def _whole_order(model: DistributedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of all processes by group, each in the order of the model."""
+    """Returns the names of all processes by group, each in the order of the model."""
     everyone = gather_objects([{name for name, _ in named} for _, named in _groups(model, optimizer)])
     listed = [set().union(*group) for group in zip(*everyone, strict=True)]
     return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
 
 
-def _own(parameter: torch.Tensor, value: Any) -> Any:
-    """What belongs to a rank's own part of a parameter: state of the parameter's shape is cut as the parameter is."""
-    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
-        return own_part(value, parameter)
-    return value
-
-
 def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:
-    """Where a state tensor is loaded to: like the parameter when it has its shape, else on the CPU, such as a step counter."""
+    """Allocates a state tensor: like the parameter when it has its shape, else on the CPU, such as a step counter."""
     size, dtype = tuple(item.size), item.properties.dtype
     if size == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=dtype)

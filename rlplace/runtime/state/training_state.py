@@ -2,8 +2,8 @@
 
 A checkpoint is a folder. Tensors are stored under the names of the undistributed model (``model.NAME``) and of
 `torch.distributed.checkpoint.state_dict` (``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``), so that plain
-torch code loads it, and so does any other plan. What is no tensor is kept in ``rlplace.json`` besides; loading reads it there
-and unpickles nothing but the index of tensors, with the classes allowed that such an index has.
+torch code loads it, and so does any other plan. All other state is in ``rlplace.json`` besides; loading reads it there and
+unpickles only the index of tensors, with the classes allowed that such an index has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlplace.records import build
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import broadcast_object, gather_objects, one_line, wait_for_all
 from rlplace.runtime.state.optimizer_state import load_optimizer, optimizer_parts
-from rlplace.runtime.state.untrusted import Facts, IndexReader, check_index
+from rlplace.runtime.state.untrusted import CheckpointFacts, IndexReader, check_index
 from rlplace.runtime.state.whole import load_packed_whole, tensors_of, with_packed_whole
 
 FORMAT = "rlplace.training"
@@ -44,12 +44,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds beside tensors.
+    """The state in a checkpoint apart from tensors.
 
     Attributes:
         path: Its folder.
         step: Training steps done.
-        extra: What the program gave to `save_checkpoint`.
+        extra: The argument of `save_checkpoint`.
     """
 
     path: Path
@@ -67,9 +67,9 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Writes ``folder/step-00000010``; every rank calls it for one over several processes, and all hosts see the same folder.
+    """Writes ``folder/step-00000010``; every rank of a distributed model calls it, and all hosts see the same folder.
 
-    Written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
+    It is written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
 
     Args:
         folder: Holds all checkpoints of a run.
@@ -134,7 +134,7 @@ def load_checkpoint(
     *,
     scheduler: Any = None,
 ) -> TrainingState:
-    """Loads a checkpoint that any plan wrote into a model; every rank calls it for one over several processes.
+    """Loads a checkpoint that any plan wrote into a model; every rank of a distributed model calls it.
 
     Args:
         path: A checkpoint, or the folder of a run, of which the latest is taken.
@@ -143,24 +143,30 @@ def load_checkpoint(
         scheduler: Likewise.
 
     Returns:
-        What else was saved.
+        The saved step and extra data.
 
     Raises:
         InputError: There is no checkpoint, or it is of another model.
         RlplaceError: It could not be read.
     """
     folder = _resolve(Path(path), model)
-    facts = read_record(folder / _FACTS, FORMAT, VERSION, partial(build, Facts, where="checkpoint"))
+    facts = read_record(folder / _FACTS, FORMAT, VERSION, partial(build, CheckpointFacts, where="checkpoint"))
     with _one_line("read", folder):
         index = IndexReader(folder).read_metadata().state_dict_metadata
         state = tensors_of(model.state_dict())
-        check_index(folder, index, _whole(model))
-        fill = partial(_load, path=folder, model=model)
-        load_packed_whole(state, lambda tensors: fill({"model": tensors}))
+        whole = model.meta_model if isinstance(model, DistributedModel) else model
+        check_index(folder, index, tensors_of(whole.state_dict()))
+
+        def fill(kind: str, tensors: dict[str, Any]) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load({kind: tensors}, storage_reader=IndexReader(folder), no_dist=not _together(model))
+
+        load_packed_whole(state, partial(fill, "model"))
         model.load_state_dict(state, strict=False)  # a no-op for what was loaded in place
         if optimizer is not None:
-            fill_optimizer = partial(load_packed_whole, load=lambda tensors: fill({"optimizer": tensors}))
-            load_optimizer(model, optimizer, index, facts.optimizers, fill_optimizer)
+            load_all = partial(load_packed_whole, load=partial(fill, "optimizer"))
+            load_optimizer(model, optimizer, index, facts.optimizers, load_all)
     if scheduler is not None:
         if facts.scheduler is None:
             raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
@@ -174,9 +180,7 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the complete checkpoint of the most steps in a folder; None when there is none. Only looks at this host's
-    disk.
-    """
+    """Returns the complete checkpoint of the most steps in a folder, as this host sees it; None when there is none."""
     complete = _complete(Path(folder))
     return complete[-1] if complete else None
 
@@ -187,7 +191,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def _resolve(path: Path, model: nn.Module) -> Path:
-    """Returns the checkpoint that is meant, the same on every rank."""
+    """Returns the checkpoint at a path, the same on every rank."""
     folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
     if _together(model):
         folder = broadcast_object(folder)
@@ -198,24 +202,13 @@ def _resolve(path: Path, model: nn.Module) -> Path:
     return folder
 
 
-def _load(state: dict[str, Any], path: Path, model: nn.Module) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load(state, storage_reader=IndexReader(path), no_dist=not _together(model))
-
-
-def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns all tensors of the model by name; of those that other processes hold only the shapes."""
-    return tensors_of((model.meta_model if isinstance(model, DistributedModel) else model).state_dict())
-
-
 def _together(model: nn.Module) -> bool:
-    """Returns whether all ranks save or load at once; a plain model is this process's own affair."""
+    """Returns whether all ranks save or load at once; a plain model is this process's own."""
     return isinstance(model, DistributedModel) and dist.is_initialized()
 
 
 def _check_plain(facts: Mapping[str, Any], where: str = "") -> None:
-    """Refuses what JSON cannot keep as it is."""
+    """Refuses data that JSON does not express."""
     for key, value in facts.items():
         name = f"{where}.{key}" if where else str(key)
         for item in value if isinstance(value, (list, tuple)) else [value]:

@@ -1,7 +1,7 @@
-"""Checks of what a training checkpoint says, before anything is made as large, or set to what, it says.
+"""Checks of a training checkpoint's records, before anything is allocated or set by them.
 
-torch keeps the index of a checkpoint as a pickle. It is read without running what it may hold: only the classes that such an
-index is made of are let through.
+torch keeps the index of a checkpoint as a pickle. It is read without running code in it: only the classes that such an index is
+made of are accepted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 _Plain = bool | str | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | _Number | None
 
 
-class Random(Record, frozen=True):
-    """Where the streams of random ops continue.
+class RandomStreams(Record, frozen=True):
+    """State of the streams of random ops.
 
     Attributes:
         seed: Of all streams.
@@ -42,7 +42,7 @@ class Random(Record, frozen=True):
     step: _Natural
 
 
-class Group(Record, frozen=True):
+class OptimizerGroup(Record, frozen=True):
     """A group of an optimizer.
 
     Attributes:
@@ -54,36 +54,36 @@ class Group(Record, frozen=True):
     parameters: list[str]
 
 
-class Optimizer(Record, frozen=True):
-    """What of one rank's optimizer is no tensor.
+class OptimizerFacts(Record, frozen=True):
+    """The state of one rank's optimizer apart from tensors.
 
     Attributes:
         groups: Parameter groups.
         numbers: State that is no tensor, by parameter and key.
     """
 
-    groups: list[Group] = msgspec.field(default_factory=list)
+    groups: list[OptimizerGroup] = msgspec.field(default_factory=list)
     numbers: dict[str, dict[str, _Plain]] = msgspec.field(default_factory=dict)
 
 
-class Facts(Record, frozen=True):
-    """What ``rlplace.json`` holds.
+class CheckpointFacts(Record, frozen=True):
+    """The content of ``rlplace.json``.
 
     Attributes:
         step: Training steps done.
         torch: Version that wrote it.
         random: Streams of dropout and other random ops; null for a plain model.
         scheduler: State of the learning rate schedule.
-        extra: What the program saved with it.
+        extra: Data of the program.
         optimizers: By rank.
     """
 
     step: _Natural
     torch: Any
-    random: Random | None
+    random: RandomStreams | None
     scheduler: dict[str, Any] | None
     extra: dict[str, Any]
-    optimizers: list[Optimizer]
+    optimizers: list[OptimizerFacts]
 
 
 def check_setting(saved: Any, present: Any, where: str) -> None:
@@ -123,16 +123,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: str) -> Any:
-    """What ``getattr`` stands for in an index: Python 3.11.0 to 3.11.3 pickle members of enums with it."""
+    """Replaces ``getattr`` in an index: Python 3.11.0 to 3.11.3 pickle members of enums with it."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise InputError("names builtins.getattr of something that is no enum, which no checkpoint needs; do not load it")
     return owner[name]
 
 
 def _claimed_bytes(index: Metadata) -> int:
-    """Returns bytes of all tensors; reads every field that loading relies on, because unpickling may make objects
-    without them.
-    """
+    """Sums the bytes of all tensors; reads every field that loading needs, since unpickled objects may lack some."""
     claimed = 0
     for name, item in dict(index.state_dict_metadata).items():
         if not isinstance(name, str):
@@ -147,7 +145,7 @@ def _claimed_bytes(index: Metadata) -> int:
 
 
 class IndexReader(FileSystemReader):
-    """Reads a folder whose tensors may come from anywhere."""
+    """A reader of a checkpoint that may come from anywhere."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(str(path))
@@ -176,12 +174,12 @@ class IndexReader(FileSystemReader):
 
 
 def check_storage(storage: Any, folder: Path, claimed: int = 0) -> None:
-    """Refuses an index whose tensors lie in other folders, or in what is no file: a pipe would be waited for.
+    """Refuses an index whose tensors are in other folders, or in something else than files: reading a pipe would block.
 
     Args:
         storage: Where each tensor is stored.
         folder: The checkpoint's folder.
-        claimed: Bytes of its tensors; they would be allocated before they are missed.
+        claimed: Bytes of its tensors; they would be allocated before a read fails.
 
     Raises:
         InputError: Naming the first such file, or the files hold fewer bytes.

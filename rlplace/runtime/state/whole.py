@@ -1,4 +1,4 @@
-"""What of a model's tensors a process holds, and tensors that processes hold in parts, brought together on one process."""
+"""The tensors of a model that a process holds, and whole tensors gathered from the parts that processes hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_tree(model: nn.Module, owners: Mapping[str, tuple[int, ...]], rank: int,
         model: The whole model. A tensor on the meta device becomes one with undefined values.
         owners: Devices of the plan by first name, for every parameter and buffer.
         rank: Of this process, which is the device of the plan.
-        device: Where its share goes.
+        device: Where the tensors go.
     """
     made, taken = nn.Module(), dict[str, torch.Tensor]()
     for name, tensor in tensors_in(model).items():
@@ -50,12 +50,12 @@ def agree(own: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]
     for name, tensor in own.items():
         if len(owners[name]) > 1:
             holders.setdefault(owners[name], []).append(tensor.detach())
-    for who, tensors in sorted(holders.items()):
-        broadcast_in_buckets(group_of(who), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
+    for ranks, tensors in sorted(holders.items()):
+        broadcast_in_buckets(group_of(ranks), tensors, _BUCKET_BYTES, src=0)  # in buckets by dtype
 
 
 def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
-    """What ``state_dict()`` of the undistributed model would return; every process calls it.
+    """Gathers the ``state_dict()`` of the undistributed model; every process calls it.
 
     Returns:
         On rank 0 all parameters and persistent buffers on the CPU, tied ones as one tensor; nothing on the other ranks.
@@ -67,12 +67,12 @@ def whole_state_dict(model: DistributedModel) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
-    """What of a state is a tensor."""
+    """Returns the tensors of a state."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: bool = False) -> dict[Any, Any]:
-    """Returns the values of all ranks by name; every rank calls it.
+    """Gathers the values of all ranks by name; every rank calls it.
 
     Args:
         own: This rank's: any nesting of tensors and plain data. Of a name that several have, the one of the lowest rank is
@@ -80,15 +80,15 @@ def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: b
         device: Where the backend wants its tensors.
         everywhere: On every rank, tensors on its device. Otherwise on the CPU of rank 0, and empty on the others.
     """
-    told = gather_objects(
+    described = gather_objects(
         pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), dict(own))
     )
     gathered: dict[Any, Any] = {}
     rank = dist.get_rank()
-    for name in sorted({name for one in told for name in one}):
-        source = next((r for r, one in enumerate(told) if one.get(name) is not None), 0)
-        leaves, spec = pytree.tree_flatten(told[source].get(name))
-        # Of a tensor all that hold a part take part.
+    for name in sorted({name for one in described for name in one}):
+        source = next((r for r, one in enumerate(described) if one.get(name) is not None), 0)
+        leaves, spec = pytree.tree_flatten(described[source].get(name))
+        # All processes that hold a part of a tensor take part.
         held = [whole_tensor(leaf) for leaf in pytree.tree_leaves(own[name])] if own.get(name) is not None else leaves
         for at, (leaf, value) in enumerate(zip(leaves, held, strict=True)):
             if isinstance(leaf, torch.Tensor) and (everywhere or rank in (0, source)):
@@ -105,14 +105,14 @@ def gather_values(own: Mapping[Any, Any], device: torch.device, *, everywhere: b
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it."""
+    """Returns the part of a tensor that this process holds."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Returns all of it; every process that has a part calls it.
+    """Gathers a tensor; every process that has a part calls it.
 
-    A weight that packs several is put together axis by axis: before torch 2.13 `full_tensor` does not know such a cut.
+    A weight that packs several is joined axis by axis: before torch 2.13 `full_tensor` does not support such a cut.
     """
     if not isinstance(value, DTensor):
         return value
@@ -128,12 +128,12 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This process's part of a tensor that every process has whole, cut as another one is."""
+    """Returns this process's part of a tensor that every process has whole, cut like a DTensor."""
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def packed(value: Any) -> bool:
-    """Returns whether the tensor axis cuts it in more places than one, as it does weights of queries, keys and values in one.
+    """Returns whether the tensor axis cuts it in several places, as it does a weight of queries, keys and values.
 
     `torch.distributed.checkpoint` takes a process's part for one piece, so such tensors are written and read whole.
     """
@@ -144,7 +144,7 @@ def packed(value: Any) -> bool:
 
 
 def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same, packed ones whole; all processes that have a part of one call it."""
+    """Returns tensors, packed ones whole; all processes that have a part of one call it."""
     return {name: whole_tensor(value) if packed(value) else value for name, value in tensors.items()}
 
 
@@ -164,10 +164,10 @@ def load_packed_whole(tensors: Mapping[str, Any], load: Callable[[dict[str, Any]
 
 
 class ParameterHooks:
-    """Hooks of parameters, which run once a step on the gradient of the whole batch, whatever parts it was computed in.
+    """Hooks of parameters, which run once a step on the gradient of the whole batch.
 
     Args:
-        model: Its parameters lose their hooks, which torch would call with gradients of parts.
+        model: Its parameters lose their hooks, which torch would call with gradients of micro-batches.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,10 +183,10 @@ class ParameterHooks:
                     found.clear()
 
     def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Calls those of gradients with whole ones; every process that has a part of a parameter does.
+        """Calls the hooks of gradients with whole ones; every process that has a part of a parameter does.
 
         Args:
-            parameters: What this process trains, by name.
+            parameters: Trained parameters of this process, by name.
         """
         for name, hooks in self._hooks.items():
             parameter = parameters.get(name)
@@ -199,7 +199,7 @@ class ParameterHooks:
             parameter.grad = own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
 
     def run_after(self, name: str, parameter: nn.Parameter) -> None:
-        """Calls those that run when a gradient has been accumulated, with the parameter as this process holds it."""
+        """Calls the hooks that run after a gradient is accumulated, with this process's part of the parameter."""
         for hook in self._after.get(name, ()):
             hook(parameter)
 

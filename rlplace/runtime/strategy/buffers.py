@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.errors import InputError
 from rlplace.runtime.base.batches import Batch, Pass
-from rlplace.runtime.base.ranks import gather_objects
-from rlplace.runtime.base.values import digest
+from rlplace.runtime.base.ranks import digest, gather_objects
 from rlplace.runtime.torch_adapter import NormBase
 
 

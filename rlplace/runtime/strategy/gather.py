@@ -21,10 +21,9 @@ from rlplace.errors import InputError
 from rlplace.model.axes.dims import base_name
 from rlplace.model.capture.export import lies_in
 from rlplace.model.torch_adapter import pytree
-from rlplace.runtime.base.batches import Batch, repeated, signature_of
-from rlplace.runtime.base.forward_graph import autocast_state
+from rlplace.runtime.base.batches import Batch, autocast_state, repeated, signature_of
 from rlplace.runtime.base.ranks import group_of
-from rlplace.runtime.base.values import samples_of
+from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.capture import Captured, capture
 from rlplace.runtime.strategy.cut import StageGraph, needed_for, stage_graph, stage_module
 from rlplace.runtime.strategy.mesh import Place

@@ -20,8 +20,7 @@ from rlplace.plan.actions import check_chain
 from rlplace.plan.schedule import GPIPE, LOOPED_BFS, SCHEDULES
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.batches import Batch, Pass, cast, signature_of
-from rlplace.runtime.base.forward_graph import autocast_state
+from rlplace.runtime.base.batches import Batch, Pass, autocast_state, cast, signature_of
 from rlplace.runtime.strategy.buffers import Loss, Region, StepBuffers, check_same_writes, forward_autocast
 from rlplace.runtime.strategy.capture import Captured
 from rlplace.runtime.strategy.cut import StageGraph

@@ -25,8 +25,7 @@ from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.counting import Targets, candidates
-from rlplace.runtime.base.steps import loss_of
-from rlplace.runtime.base.values import samples_of
+from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.watching import AlikeDraws, Watch
 from rlplace.runtime.torch_adapter import NormBase

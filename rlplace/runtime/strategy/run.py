@@ -18,8 +18,8 @@ from rlplace.errors import InputError
 from rlplace.model.capture.fake import meta_copy
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
-from rlplace.runtime.base.forward_graph import Loss
 from rlplace.runtime.base.model import Batching
+from rlplace.runtime.base.steps import Loss
 from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.blocks import has_sync_norm, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers

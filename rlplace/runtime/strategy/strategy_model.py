@@ -19,11 +19,9 @@ from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
 from rlplace.runtime.base.conduct import MEAN, SUM
-from rlplace.runtime.base.forward_graph import Loss
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
-from rlplace.runtime.base.steps import loss_of
-from rlplace.runtime.base.values import check_inputs, samples_of, takes_target
+from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, takes_target
 from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss

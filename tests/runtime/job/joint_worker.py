@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from rlplace.model.capture.fake import meta_copy, tensors_in
-from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph, random_key
 from rlplace.runtime.base.ranks import ranks_of
-from rlplace.runtime.placement.engine import Engine
-from rlplace.runtime.placement.placed_model import build_joint
+from rlplace.runtime.placement.forward_graph import flat_inputs, forward_graph, random_key, seeded
+from rlplace.runtime.placement.placed_model import Engine, build_joint
 from rlplace.runtime.state.whole import own_tree
 from tests.runtime.equality import split_plan
 from tests.runtime.job.equal import build as make_model
@@ -75,7 +74,7 @@ class Running:
 def plain_loss(running, model, step):
     """The loss without a plan; random ops draw from the same streams as in every engine."""
     graph = running.built.graph
-    if not graph.random_ops:
+    if not graph.module.graph.find_nodes(op="call_function", target=seeded):
         return loss_of(model(**running.built.inputs), running.built.loss)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     with random_key(7, step):

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.base.forward_graph import forward_graph
+from rlplace.runtime.placement.forward_graph import forward_graph
 
 
 def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="random", seed=0, graph=None, **fields):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from rlplace.runtime.base.forward_graph import Graphs
 from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.state import training_state
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import gather_values

@@ -9,7 +9,7 @@ import torch
 
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.base.values import check_inputs
+from rlplace.runtime.base.steps import check_inputs
 from rlplace.runtime.job.distribute import distribute
 from tests.runtime.job.equal import build
 from tests.runtime.job.launch import run

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from rlplace.errors import InputError
-from rlplace.runtime.base.forward_graph import forward_graph
-from rlplace.runtime.base.values import graph_lines
 from rlplace.runtime.placement.assign import check_same_ops, planned_devices
+from rlplace.runtime.placement.forward_graph import forward_graph, graph_lines
 from tests.runtime import small_models
 from tests.runtime.job.plans import plan_of
 from tests.runtime.small_models import MODELS

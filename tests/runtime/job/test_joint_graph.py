@@ -9,13 +9,12 @@ from torch import fx, nn
 
 import rlplace
 from rlplace.model.capture.fake import tensors_in
-from rlplace.runtime.base.forward_graph import flat_inputs, forward_graph, random_key, seeded
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.placement import emit, wire
-from rlplace.runtime.placement import engine as engines
+from rlplace.runtime.placement import placed_model as engines
 from rlplace.runtime.placement.assign import joint_order, place_joint_graph
-from rlplace.runtime.placement.graph import joint_graph
-from rlplace.runtime.placement.record import base_of, results_of
+from rlplace.runtime.placement.forward_graph import flat_inputs, forward_graph, random_key, seeded
+from rlplace.runtime.placement.joint_graph import base_of, joint_graph, results_of
 from rlplace.runtime.state.whole import own_tree
 from tests.runtime import small_models
 from tests.runtime.job import joint_worker, launch
@@ -109,7 +108,7 @@ def test_masks_are_those_of_the_forward_and_drawn_once():
     model, inputs = Random(), {"x": torch.randn(3, 5, 8)}
     source, joint, held, leaves = trace(model, inputs)
     random = [node for node in joint.graph.nodes if node.target is seeded]
-    assert {node.args[1] for node in random} == set(range(source.random_ops))
+    assert {node.args[1] for node in random} == {0, 1, 2, 3}  # an LSTM draws twice
     assert len(random) == 5  # two between the layers, one after, one in attention, the noise
     assert not any(node.meta["backward"] for node in random)
     for key in [(1, 2), (1, 3)]:

@@ -11,7 +11,8 @@ import torch
 from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.runtime.job.training import check_strategy, synthetic_batch
+from rlplace.runtime.base.steps import synthetic_batch
+from rlplace.runtime.job.distribute import check_strategy
 from tests.runtime.job import timer_worker
 from tests.runtime.job.launch import run, torchrun
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 import rlplace
 from rlplace.errors import InputError
-from rlplace.runtime.base.forward_graph import any_value
-from rlplace.runtime.base.values import digest, micro_batch, takes_target
+from rlplace.runtime.base.ranks import digest
+from rlplace.runtime.base.steps import micro_batch, takes_target
 from rlplace.runtime.export.trainer import see_one_process, use_model
+from rlplace.runtime.placement.forward_graph import any_value
 from tests.runtime import small_models
 from tests.runtime.job import launch
 from tests.runtime.job.plans import plan_of

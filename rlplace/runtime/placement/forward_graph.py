@@ -1,23 +1,21 @@
 """The forward of a model as one graph, from which the joint graph is traced.
 
 It is the exported graph whose op names a plan uses, with three changes. Parameters, buffers and constants are placeholders, so
-that a process holds only those it needs. A loss function outside the model is a node of its own. Random ops draw from streams
-of their own (`randomness`).
-
-Random ops that draw the same numbers wherever they run.
-
-A random op of a distributed model does not continue its device's random stream: which other ops ran there before depends on the
-plan. It draws from a stream of its own, seeded by the step and the number of the op in the model. So every plan of a model, one
-device included, draws the same dropout masks in the same step (on the same kind of device: CPU and CUDA generators differ).
+that a process holds only those it needs. A loss function outside the model is a node of its own. A random op draws from a
+stream of its own, seeded by the step and the number of the op in the model, instead of its device's stream, which depends on
+the ops that ran there before. So every plan of a model, one device included, draws the same dropout masks in the same step (on
+the same kind of device: CPU and CUDA generators differ).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
@@ -44,14 +42,19 @@ from rlplace.model.capture.fake import (
 )
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.plan.device_map import LOSS_OP
-from rlplace.runtime.base.batches import signature_of
+from rlplace.runtime.base.batches import autocast_state, signature_of
+from rlplace.runtime.base.ranks import Ranks, bytes_of, gather_objects
+from rlplace.runtime.base.steps import Loss
 
-_key: tuple[int, int] | None = None  # seed and step of what runs now in this process
+_key: tuple[int, int] | None = None  # seed and step of the present pass in this process
+
+_DEVICE = re.compile(r"\b([a-z]+):\d+\b")
+"""A device, of which only the kind is compared: every process traces for its own."""
 
 
 @contextlib.contextmanager
 def random_key(seed: int, step: int) -> Iterator[None]:
-    """Names the pass over the model that random ops inside belong to.
+    """Sets the pass over the model that random ops inside belong to.
 
     Args:
         seed: The run's seed.
@@ -78,27 +81,13 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
     digest = hashlib.blake2b(repr((*_key, number)).encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, device_type="cuda"):
-        # torch.manual_seed would seed the other devices, too, whose own streams nobody puts back.
+        # torch.manual_seed would seed the other devices, too, whose own streams are not restored here.
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int.from_bytes(digest) >> 1)
         else:
             torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
         return op(*args, **kwargs)
-
-
-def seed_random_ops(graph: fx.Graph) -> int:
-    """Gives every random op of a graph its number; returns how many there are."""
-    count = 0
-    for node in list(graph.nodes):
-        if node.op == "call_function" and is_random(node):
-            node.args = (node.target, count, *node.args)
-            node.target = seeded
-            count += 1
-    return count
-
-
-Loss = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +98,12 @@ class ForwardGraph:
         module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
             value of a loss function outside the model at its end.
         held: First names of the parameters, buffers and constants that the forward reads.
-        outputs: Per item of that tuple the node that makes it; other values stand for themselves.
+        outputs: Per item of that tuple the node that makes it, or a value that is no node.
         out_spec: pytree spec of the model's output.
         loss: Number of the output that is the scalar loss, None when there is none (a model that is only evaluated).
         op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
-        examples: What the placeholders got when it was exported, without values.
+        examples: Arguments of the placeholders when it was exported, without values.
         constants: Values of the held tensors that are no parameters or buffers of the model, by name.
-        random_ops: Number of ops that draw random numbers.
         joint: Its joint graphs by kind of device, where they were traced already.
     """
 
@@ -127,7 +115,6 @@ class ForwardGraph:
     op_of_node: Mapping[str, str]
     examples: tuple[Any, ...]
     constants: Mapping[str, torch.Tensor]
-    random_ops: int
     joint: dict[str, Any] = field(default_factory=dict)
 
 
@@ -147,7 +134,7 @@ def forward_graph(
         kwargs: Keyword inputs.
         loss: Called with the model's output, and `target` unless that is None; returns a scalar. None: the output's ``loss``
             (attribute or key), its first element, or the output itself, where that is a scalar.
-        target: What `loss` gets besides; any nesting of tensors.
+        target: Second argument of `loss`; any nesting of tensors.
 
     Raises:
         InputError: The model cannot be exported, with the reason.
@@ -174,10 +161,12 @@ def forward_graph(
     loss_node = _add_loss(graph, out_spec, loss, target)
     if loss is not None:
         ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
-    random_ops = seed_random_ops(graph)
+    number = count()
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
+        elif node.op == "call_function" and is_random(node):
+            node.args, node.target = (node.target, next(number), *node.args), seeded
     output = graph.output_node()
     if loss is not None:
         output.args = ((*output.args[0], loss_node),)  # type: ignore[arg-type, misc]
@@ -195,24 +184,23 @@ def forward_graph(
             f"the forward of {type(model).__name__} depends on values ({str(error).splitlines()[0]}); a placement of ops needs "
             "one graph: plan a strategy, which runs the model's own modules"
         ) from error
-    number = None if loss_node is None else outputs.index(loss_node)
-    value = None if number is None else values[number]
+    loss_output = None if loss_node is None else outputs.index(loss_node)
+    value = None if loss_output is None else values[loss_output]
     trains = isinstance(value, torch.Tensor) and value.requires_grad and value.dim() < 2 and value.numel() == 1
     return ForwardGraph(
         module=graph_module,
         held=tuple(held),
         outputs=outputs,
         out_spec=out_spec,
-        loss=number if trains else None,
+        loss=loss_output if trains else None,
         op_of_node={node.name: ops[node.name] for node in graph.nodes if node.name in ops},
         examples=examples,
         constants=constants,
-        random_ops=random_ops,
     )
 
 
 def any_value(output: Any, target: Any = None) -> torch.Tensor:
-    """Stands for a loss, where only the shape of the graph matters: a sum of all floating-point results."""
+    """Computes a loss for graphs of which only the shape matters: the sum of all floating-point results."""
     floats = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor) and v.is_floating_point()]
     if not floats:
         raise InputError("distribute: the model returns no floating-point tensor that a loss could read")
@@ -229,9 +217,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
-    """Returns first names of the parameters, buffers and constants that an exported graph reads; each is one placeholder
-    afterwards.
-    """
+    """Makes each parameter, buffer and constant of an exported graph one placeholder; returns the first names of those read."""
     graph, held = program.graph, dict[str, fx.Node]()
     for node in reversed(graph.nodes):
         if is_check(node):
@@ -248,14 +234,14 @@ def _held(program: Any, first_name: Mapping[str, str]) -> list[str]:
 
 def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, FakeTensor) and value.constant is not None:
-        value = value.constant  # export now and then keeps a small literal as a fake that knows its value
+        value = value.constant  # export may keep a small literal as a fake that knows its value
     if isinstance(value, FakeTensor):
         raise InputError(f"distribute: the model keeps a tensor outside its parameters and buffers ({name}); register it")
     return value.detach()
 
 
 class Graphs:
-    """Forward graphs of one model, traced when they are first needed and kept."""
+    """Forward graphs of one model, each traced when it is first needed."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, ForwardGraph] = {}
@@ -269,11 +255,6 @@ class Graphs:
         if key not in self._made:
             self._made[key] = forward_graph(model, args, kwargs, loss=loss, target=target)
         return self._made[key]
-
-
-def autocast_state() -> Hashable:
-    """What autocast does where this is called."""
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> list[Any]:
@@ -299,12 +280,43 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
         with graph.inserting_after(last):
             last = graph.placeholder(f"target_{index}")
         placeholders.append(last)
-    count = len(flat)
 
     def call_loss(*values: Any) -> torch.Tensor:
-        targets = pytree.tree_unflatten(list(values[count:]), target_spec)
-        return loss(pytree.tree_unflatten(list(values[:count]), out_spec), *targets)
+        targets = pytree.tree_unflatten(list(values[len(flat) :]), target_spec)
+        return loss(pytree.tree_unflatten(list(values[: len(flat)]), out_spec), *targets)
 
     with graph.inserting_before(output):
         node = graph.call_function(call_loss, (*flat, *placeholders))
     return node
+
+
+def check_same_graph(graph: ForwardGraph, ranks: Ranks) -> None:
+    """Compares a graph over all processes, by a message of some 20 bytes a node.
+
+    Every process traces the forward for itself and then runs its part of it. Where a forward depends on the process, by its
+    rank, by a random number or by the order of a set, messages have other sizes than their receivers expect, which hangs, or
+    silently aborts a process inside its communication library.
+
+    Raises:
+        InputError: On every process, with the first node that differs.
+    """
+    lines = graph_lines(graph)
+    traced = gather_objects([hashlib.blake2b(line.encode(), digest_size=7).digest() for line in lines])
+    differ = next((number for number, other in enumerate(traced) if other != traced[0]), None)
+    if differ is None:
+        return
+    first = next(number for number, (a, b) in enumerate(zip_longest(traced[0], traced[differ])) if a != b)
+    here = lines[first] if first < len(lines) else "nothing more"
+    raise InputError(
+        f"distribute: ranks 0 and {differ} traced different forwards of the model, from node {first} on (rank "
+        f"{ranks.rank} has there: {here[:160]}); a forward must not depend on the rank, on random numbers or the order of sets"
+    )
+
+
+def graph_lines(graph: ForwardGraph) -> list[str]:
+    """Returns a line for every node, then one for the rest, alike on all processes that trace the same model."""
+    modules = [module for module in graph.module.modules() if isinstance(module, fx.GraphModule)]
+    lines = [_DEVICE.sub(r"\1", str(node.format_node())) for module in modules for node in module.graph.nodes]
+    rest = (graph.held, str(graph.outputs), str(graph.loss), list(graph.op_of_node.items()))
+    values = {name: hashlib.blake2b(bytes_of(value)).hexdigest() for name, value in graph.constants.items()}
+    return [*lines, repr(rest), repr(values)]

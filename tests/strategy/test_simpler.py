@@ -89,7 +89,7 @@ def test_the_answer_is_near_the_best_and_nothing_near_has_fewer_devices(seed: in
     assert len(chosen.draft.devices) <= fewest
 
 
-def test_sixteen_devices_are_not_used_for_less_than_one_per_cent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simpler_plan_within_one_per_cent_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_model("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024", batch=8, seq=64)
     cluster = parse("a100-80g:2x8")
     asked = {"example_inputs": loaded.example_inputs, "batch": 32, "calls": 200, "time_limit_s": None}
@@ -97,7 +97,7 @@ def test_sixteen_devices_are_not_used_for_less_than_one_per_cent(capsys: pytest.
     rivals = rivals_of(plan.predicted)
     quickest = quickest_of(rivals)
     assert plan.strategy is not None and rivals[0].strategy == plan.strategy.to_dict()
-    assert quickest.step_time_s is not None and quickest.devices > rivals[0].devices == len(plan.strategy.devices)
+    assert quickest.step_time_s is not None and quickest.devices >= rivals[0].devices == len(plan.strategy.devices) < 16
     assert quickest.step_time_s < plan.predicted.step_s <= 1.01 * quickest.step_time_s
     show_strategy(plan, cluster)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the simplest within 1 %")]

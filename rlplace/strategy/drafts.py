@@ -113,12 +113,16 @@ class Draft:
         return tuple(device for one in (self, *self.beside) for place in one.places for device in place.devices)
 
     @property
+    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Samples of a micro-batch, and micro-batches, of every replica."""
+        degree = self.data_degree
+        sizes, counts = self.microbatch, self.microbatches
+        return sizes * degree if len(sizes) == 1 else sizes, counts * degree if len(counts) == 1 else counts
+
+    @property
     def batch(self) -> int:
         """Samples of a step, over all replicas of all pipelines."""
-        degree = self.data_degree
-        sizes = self.microbatch * (degree if len(self.microbatch) == 1 else 1)
-        counts = self.microbatches * (degree if len(self.microbatches) == 1 else 1)
-        own = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        own = sum(size * count for size, count in zip(*self.shares, strict=True))
         return own + sum(one.batch for one in self.beside)
 
     def pipeline(self, names: Sequence[str]) -> Pipeline:

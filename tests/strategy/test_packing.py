@@ -13,7 +13,7 @@ from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_P
 from rlplace.cluster.links import Links
 from rlplace.strategy.costs import Cut, Tie
 from rlplace.strategy.drafts import Mesh, plain_draft
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import borders
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
@@ -71,10 +71,10 @@ TABLES = (c.GATHER_TABLE, c.SCATTER_TABLE, c.REDUCE_TABLE, c.EXPERT_GATHER_TABLE
 def contents(packer, draft):
     """A frame with its rows and tables in place of their numbers, which depend on what was asked before."""
     frame = packer.frame(draft)
-    found = {name: getattr(frame, name) for name in FIELDS}
-    found["tables"] = packer.traffic.tables[frame.places[:, TABLES].astype(int)]
-    found["places"] = np.delete(frame.places, TABLES, axis=1)
-    return found | {"rows": packer.costed.rows[frame.row]}
+    found = {name: getattr(frame.arrays, name) for name in FIELDS}
+    found["tables"] = packer.traffic.tables[frame.arrays.places[:, TABLES].astype(int)]
+    found["places"] = np.delete(frame.arrays.places, TABLES, axis=1)
+    return found | {"rows": packer.costed.rows[frame.arrays.row]}
 
 
 def unlike_pairs():
@@ -105,7 +105,7 @@ def test_a_row_is_that_of_the_slowest_replica_and_kind():
         costs, packer = packed(MIXED, ties=(), fixed_s=0.0)
         place = Mesh((0, 2), shard=2, sharding=2)  # whose replicas wait for each other
         frame = packer.frame(plain_draft((0, 6), [place], microbatch=samples))
-        rows = packer.costed.rows[frame.row.item()]
+        rows = packer.costed.rows[frame.arrays.row.item()]
         passes = [costs.passes(kind, Cut(count)) for kind, count in zip((0, 1), samples, strict=True)]
         assert (passes[1].forward_s > passes[0].forward_s).all()
         np.testing.assert_array_equal(rows[:, c.FORWARD], passes[1].forward_s)

@@ -1,18 +1,16 @@
-"""`DraftEvaluator`: step time and memory of drafts on a cluster, as search asks for them by the thousand.
+"""`DraftEvaluator`: step time and memory of drafts on a cluster, for a search that evaluates thousands.
 
-Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update.
-
-The sum waits for the last pipeline's passes, and nothing runs beside it. It is an all-reduce among one device of each place
-with the block (`meshes.tie_groups`), block after block; places without a common block sum at once. The two executors say what
-each pipeline takes for itself; what they have in common stands here once.
+Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update. The sum
+waits for the last pipeline's passes, and nothing runs beside it. It is an all-reduce among one device of each place with the
+block (`meshes.tie_groups`), block after block; places without a common block sum at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,18 +18,18 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Mesh
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import check_draft, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_part
 
 PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
-"""Where the busiest place's step goes: ops; collectives inside blocks; waiting for parameters; waiting for gradients to be
-exchanged, ties and compute slowed meanwhile included; waiting for what other stages send, as far as the way takes; waiting for
-other stages; updates."""
+"""Parts of a step on its busiest place: ops; collectives inside blocks; exposed gathers of parameters; exposed exchange of
+gradients, ties and slower compute meanwhile included; stage transfers, as far as the place waits for them; waiting for other
+stages; updates."""
 
 EXECUTOR = "blocks"
-"""Name of the block executor, who simulated a step, in predictions."""
+"""Value of `Prediction.simulator` for the block executor."""
 
 
 def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
@@ -46,16 +44,16 @@ class StepEvaluation:
 
     Attributes:
         step_time_s: Seconds of a step.
-        passes_s: Seconds until all gradients are exchanged; what follows are updates.
+        passes_s: Seconds until all gradients are exchanged; updates follow.
         feasible: Whether it ends, and every device has room.
-        peak_memory_bytes: For each device of the cluster; 0 for those that the draft leaves out, else with what is reserved.
-        host_bytes: For each host number from 0, what lives in its memory instead of on a device.
+        peak_memory_bytes: For each device of the cluster, reserved bytes included; 0 for devices that are not in use.
+        host_bytes: For each host number from 0, offloaded bytes in its memory.
         over_bytes: Bytes over capacity, summed over devices.
         parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time. Of several pipelines it is
             a place of the slowest.
         bottleneck: The stage with most work on that place; stages of several pipelines count one after the other.
         stage_busy_s: For each stage its ops, collectives and exposed communication in a step, of the slowest lane.
-        executor: Who says so: the block executor, or the op-level simulator.
+        executor: Name of the executor: of blocks, or of ops.
     """
 
     step_time_s: float
@@ -71,20 +69,14 @@ class StepEvaluation:
 
 
 def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCosts, traffic: Traffic) -> StepEvaluation:
-    """Returns step time and memory of all pipelines of a draft.
-
-    Args:
-        draft: Two or more pipelines.
-        alone: What each of them takes.
-        costs: Of the model.
-        traffic: On the cluster.
+    """Returns step time and memory of a draft of several pipelines, from those of each pipeline alone.
 
     Raises:
         InputError: Two pipelines share a device.
     """
     if len(set(draft.devices)) < len(draft.devices):
         raise InputError("draft: two pipelines share a device; give every device to one of them")
-    sum_s = gradient_sum_s(draft.pipelines, costs, traffic)
+    sum_s = _gradient_sum_s(draft.pipelines, costs, traffic)
     passes_s = max(one.passes_s for one in alone) + sum_s
     step_s = passes_s + max(one.step_time_s - one.passes_s for one in alone)
     last = max(range(len(alone)), key=lambda number: alone[number].passes_s)
@@ -106,24 +98,22 @@ def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCost
     )
 
 
-def gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traffic) -> float:
+def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traffic) -> float:
     """Returns seconds in which pipelines sum the gradients of all blocks."""
-    bytes_of = [[_exchanged(place, costs) for place in pipeline.places] for pipeline in pipelines]
-    spent: dict[tuple[int, int], float] = {}  # by pipeline and place
+    bytes_of = [[_exchanged_bytes(place, costs) for place in pipeline.places] for pipeline in pipelines]
+    spent: Counter[tuple[int, int]] = Counter()  # by pipeline and place
     for block in range(len(costs.names)):
         holders = [places_of(pipeline, (block,))[0] for pipeline in pipelines]
         size = max(float(rows[place][block]) for rows, place in zip(bytes_of, holders, strict=True))
         places = [pipeline.places[number] for pipeline, number in zip(pipelines, holders, strict=True)]
         seconds = table_s(traffic.table("all_reduce", tie_groups(places)), size)
         for holder in enumerate(holders):
-            spent[holder] = spent.get(holder, 0.0) + seconds
+            spent[holder] += seconds  # type: ignore[assignment]
     return max(spent.values())
 
 
-def _exchanged(place: Mesh, costs: BlockCosts) -> Floats:
-    """Returns float64 [B], bytes of gradients of which a device of a place has the sum of its pipeline; a tied weight counts
-    once.
-    """
+def _exchanged_bytes(place: Mesh, costs: BlockCosts) -> Floats:
+    """Returns float64 [B], bytes of the summed gradients of a pipeline on a device of a place; a tied weight counts once."""
     held = costs.held(place.tensor, place.expert)
     dense = held.gradient_bytes - held.expert_bytes[1].astype(float)
     for tie in costs.ties:
@@ -133,31 +123,26 @@ def _exchanged(place: Mesh, costs: BlockCosts) -> Floats:
     return found
 
 
-__all__ = ["StepEvaluation", "DraftEvaluator"]
-
-
 def warm_up() -> None:
     """Compiles the kernels of the block executor, or loads them: with empty arrays, so that nothing is evaluated."""
     from rlplace.strategy.executor.kernel import evaluate_packed, moved_s, place_blocks
 
-    def empty(dimensions: int, kind: type = np.float64) -> Any:
-        return np.empty((0,) * dimensions, dtype=kind)
-
-    rows, whole, chosen = empty(3), empty(1, np.int64), np.frombuffer(b"", dtype=np.uint8)
-    moved_s(empty(2), whole, rows, rows)
-    place_blocks(empty(2), empty(1), empty(2), chosen, chosen, whole, empty(2), 0, 0)
-    evaluate_packed(
-        rows, empty(2), whole, empty(2), whole, empty(2, np.int64), empty(2, np.int32), whole, rows, whole, whole, empty(1),
-        whole, whole, whole, chosen, chosen, empty(1), whole, whole, whole, empty(2), empty(1), empty(2), empty(2), empty(1),
-        empty(1),
+    whole, table, rows = np.empty(0, dtype=np.int64), np.empty((0, 0)), np.empty((0, 0, 0))
+    frame = c.FrameArrays(
+        whole, table, whole, np.empty((0, 0), dtype=np.int64), np.empty((0, 3), dtype=np.int32), whole, rows, whole, whole,
+        np.empty(0), whole, whole,
     )  # fmt: skip
+    chosen = c.BlockChoices(whole, *[np.frombuffer(b"", dtype=np.uint8)] * 2)
+    moved_s(table, whole, rows, rows)
+    place_blocks(c.LanePlace(table, np.empty(0), table, 0, 0), chosen, NO_TIES)
+    evaluate_packed(rows, table, *map(tuple, (frame, chosen, NO_TIES, c.StepResult.of(0, 0, 0))))
 
 
 class DraftEvaluator:
-    """The block executor for one model and cluster; it keeps what drafts have in common. One thread at a time.
+    """The block executor for one model and cluster; it caches what drafts share. One thread at a time.
 
     Args:
-        costs: What blocks cost on the kinds of the cluster's devices.
+        costs: Costs of blocks on the kinds of the cluster's devices.
         cluster: Where drafts run.
 
     Attributes:
@@ -169,19 +154,19 @@ class DraftEvaluator:
         self._packer = Packer(costs, cluster, self.traffic)
 
     def score(self, draft: Draft) -> tuple[float, float]:
-        """Returns step time in seconds, and bytes over capacity; `evaluate` says more.
+        """Returns step time in seconds, and bytes over capacity; `evaluate` returns more.
 
         Raises:
             InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
         """
         if draft.beside:
-            said = self.evaluate(draft)
-            return said.step_time_s, said.over_bytes
-        step, over = self._run(draft)[1][0].tolist()
+            evaluation = self.evaluate(draft)
+            return evaluation.step_time_s, evaluation.over_bytes
+        step, over = self._run(draft)[1].step.tolist()
         return step, over
 
     def evaluate(self, draft: Draft) -> StepEvaluation:
-        """Returns step time and memory with everything that a search or a person asks about them; raises as `score` does."""
+        """Returns step time, memory and the parts of the step; raises as `score` does."""
         if draft.beside:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_s) = self._run(draft)
@@ -193,52 +178,39 @@ class DraftEvaluator:
         for place, size in zip(draft.places, on_host.tolist(), strict=True):
             for device in place.devices:
                 hosts[self.cluster.hosts[device]] += size
-        work = answers[:, c.COMPUTE] + answers[:, c.TENSOR]
-        busiest = int(work.argmax())
+        busiest = int((answers[:, c.COMPUTE] + answers[:, c.TENSOR]).argmax())
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
-        busy = stage_s.tolist()
         return StepEvaluation(
             step_time_s=step,
             passes_s=float(answers[:, c.END].max()) if step < math.inf else step,
             feasible=over == 0.0 and step < math.inf,
             peak_memory_bytes=tuple(peaks),
-            host_bytes=tuple(math.ceil(size) for size in hosts),
+            host_bytes=tuple(map(math.ceil, hosts)),
             over_bytes=over,
             parts=dict(zip(PARTS, _spent(answers[busiest], step), strict=True)),
-            bottleneck=max(stages, key=lambda stage: busy[stage]),
-            stage_busy_s=tuple(busy),
+            bottleneck=max(stages, key=lambda stage: stage_s[stage]),
+            stage_busy_s=tuple(stage_s.tolist()),
         )
 
     def parts_of_places(self, draft: Draft) -> Floats:
-        """Returns float64 [P, `PARTS`], where the step goes on every place of a draft of one pipeline; raises as
-        `score` does.
-        """
-        _, (result, answers, *_) = self._run(draft)
-        return np.array([_spent(answer, float(result[0])) for answer in answers])
+        """Returns float64 [P, `PARTS`], parts of the step of one pipeline on every place; raises as `score` does."""
+        result = self._run(draft)[1]
+        return np.array([_spent(answer, float(result.step[0])) for answer in result.answers])
 
-    def _run(self, draft: Draft) -> tuple[Frame, tuple[Floats, ...]]:
+    def _run(self, draft: Draft) -> tuple[Frame, c.StepResult]:
         from rlplace.strategy.executor.kernel import evaluate_packed
 
-        frame = self._packer.frame(draft)
-        ties = self._packer.ties(frame, draft) if self.costs.ties else NO_TIES
-        lanes, places = len(frame.microbatches), len(draft.places)
-        room = np.zeros(2), np.zeros((places, c.ANSWER)), np.zeros((lanes, places)), np.zeros(places), np.zeros(draft.stages)
-        done = evaluate_packed(
-            self._packer.costed.rows, self.traffic.tables, frame.stage_place, frame.places, frame.microbatches, frame.row,
-            frame.actions, frame.action_ptr, frame.ways, frame.way_ptr, frame.way_channels,
-            frame.room_bytes, frame.room_count, frame.room_ptr, np.array(draft.bounds, dtype=np.int64),
-            np.frombuffer(draft.recompute, dtype=np.uint8), np.frombuffer(draft.offload, dtype=np.uint8), ties.seconds,
-            ties.ptr, ties.places, ties.block, ties.again_bytes,
-            *room,
-        )  # fmt: skip
-        if not done:
+        packer = self._packer
+        frame = packer.frame(draft)
+        records = frame.arrays, packer.choices(draft), packer.ties(frame, draft), frame.result
+        if not evaluate_packed(packer.costed.rows, self.traffic.tables, *map(tuple, records)):
             check_draft(draft, self.cluster, len(self.costs.names))
             raise InputError("draft: it cannot be packed")
-        return frame, room
+        return frame, frame.result
 
 
 def _spent(answer: Floats, step_s: float) -> list[float]:
-    """Returns seconds of a place by entry of `PARTS`; what is left of the step is the bubble."""
+    """Returns seconds of a place by entry of `PARTS`; the rest of the step is the bubble."""
     spent = [*answer[: c.END].tolist(), 0.0, float(answer[c.UPDATE_S])]
     spent[PARTS.index("bubble")] = max(0.0, step_s - sum(spent))
     return spent

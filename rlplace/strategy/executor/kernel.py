@@ -1,7 +1,7 @@
 """The block executor: the rules of `rlplace.strategy.executor` on packed arrays, compiled.
 
-`rlplace.strategy.executor.columns` says what the arrays hold, `rlplace.strategy.executor.packing` makes them. The functions
-follow by name those of tests/strategy/reference_executor.py and reference_memory.py, written for clarity alone.
+`rlplace.strategy.executor.arrays` defines the arrays, `rlplace.strategy.executor.packing` fills them. The functions have the
+names of those in `rlplace.strategy.executor.reference`, which is written for clarity alone.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -14,17 +14,17 @@ import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.strategy import costs
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor import passkernels as k
 from rlplace.strategy.executor import rules, traffic
 
 STAMP = stamp_of(c, costs, rules, traffic, k, sys.modules[__name__])
-"""Of all that `evaluate_packed` is compiled from."""
+"""Digest of all sources of `evaluate_packed`."""
 
 
 @inner
 def seconds_of(y, s, kind, first):
-    """Ops, collectives inside blocks, and gathers of an action: as `reference_stages.stage_action`."""
+    """Returns seconds of ops, of collectives inside blocks, and of gathers of an action."""
     if kind == c.DO_F:
         return y[s, k.FORWARD_C], y[s, k.FORWARD_T], y[s, k.FIRST_GATHER_S] if first else 0.0
     if kind == c.DO_W:
@@ -34,7 +34,7 @@ def seconds_of(y, s, kind, first):
 
 @inner
 def next_end(y, actions, a, end, arrived, first, stages, idle_s):
-    """When the next action of a place ends that is idle from `idle_s`; inf while what it waits for has not been sent."""
+    """Returns the end of the next action of a place that is idle from `idle_s`; inf until its input has been sent."""
     if a == end:
         return np.inf
     s, kind, n = actions[a, 0], actions[a, 1], actions[a, 2]
@@ -50,32 +50,26 @@ def next_end(y, actions, a, end, arrived, first, stages, idle_s):
 
 
 @inner
-def pipeline(
-    y, works, busy, leaving, actions, action_ptr, stage_place, rows, row, bounds, ways, way_ptr, way_channels, microbatches
-):
-    """As `reference_executor.pipeline`; returns whether all actions ran. Lanes stand one after the other in rows of stages and
-    places.
+def pipeline(y, works, busy, leaving, rows, frame, bounds):
+    """Runs the actions of all places of all lanes; returns whether all of them could run.
 
     Args:
         y: float64 [L * S, STAGE].
         works: float64 [L * P, ANSWER], to be added to.
         busy: float64 [L * S], to which seconds are added.
         leaving: float64 [.], filled for every action with the bytes of gradients that its place is still sending.
-        actions: int32 [., 3].
-        action_ptr: int64 [L * P + 1].
-        stage_place: int64 [S].
         rows: float64 [rows, B, ROW].
-        row: int64 [L, P].
+        frame: `FrameArrays`.
         bounds: int64 [S + 1].
-        ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
-        way_ptr: int64 [2 S + 1] into `way_channels`.
-        way_channels: int64.
-        microbatches: int64 [L], passes.
     """
-    lanes, places = row.shape
+    lanes, places = frame.row.shape
+    actions, action_ptr, ways, way_ptr, way_channels = (
+        frame.actions, frame.action_ptr, frame.ways, frame.way_ptr, frame.way_channels,
+    )  # fmt: skip
+    stage_place, row = frame.stage_place, frame.row
     stages, most = len(stage_place), 0
     for lane in range(lanes):
-        most = max(most, microbatches[lane])
+        most = max(most, frame.microbatches[lane])
     arrived = np.full((2, lanes * stages, most), -1.0)
     travelled = np.zeros((2, lanes * stages, most))
     channels = 0
@@ -84,7 +78,7 @@ def pipeline(
     channel_free = np.zeros(lanes * channels)
     left = np.empty(lanes * stages, dtype=np.int64)
     for at in range(lanes * stages):
-        left[at] = microbatches[at // stages]
+        left[at] = frame.microbatches[at // stages]
     together, missing = np.zeros(stages), np.full(stages, lanes, dtype=np.int64)  # lanes exchange gradients with one another
     position, ends = action_ptr[:-1].copy(), np.empty(len(works))
     first_gone, last_gone, on_way = action_ptr[:-1].copy(), action_ptr[:-1].copy(), np.zeros(len(works))
@@ -167,57 +161,69 @@ def pipeline(
 
 
 @inner
-def held_bytes(y, peaks, stages, leaving, actions, action_ptr, microbatches):
-    """Fills the most that the passes of each place hold, as `reference_memory.device_bytes`."""
-    left = np.full(stages, microbatches, dtype=np.int64)
-    for p in range(len(peaks)):
-        held, peak = 0.0, 0.0
-        for a in range(action_ptr[p], action_ptr[p + 1]):
-            s, kind = actions[a, 0], actions[a, 1]
-            if kind == c.DO_F:
-                peak = max(peak, held + leaving[a] + y[s, k.FORWARD_PEAK])
-                held += y[s, k.KEEPS]
-            elif kind != c.DO_W:
-                most = y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK]
-                peak = max(peak, held + leaving[a] - y[s, k.KEEPS] + most)
-            if kind == c.DO_I:
-                held += y[s, k.HALVES]
-            if kind == c.DO_W:
-                peak = max(peak, held + leaving[a] + y[s, k.WEIGHT_PEAK])
-                held -= y[s, k.HALVES]
-            if kind == c.DO_B or kind == c.DO_W:
-                held -= y[s, k.KEEPS]
-                left[s] -= 1
-                if left[s] == 0:
-                    peak = max(peak, held + y[s, k.EXCHANGE_PEAK])
-        peaks[p] = peak
+def device_bytes(y, leaving, frame, lane, p):
+    """Returns the peak memory of the passes of a place in one lane; `y` holds the stages of the lane."""
+    at = lane * frame.row.shape[1] + p
+    left = np.full(len(frame.stage_place), frame.microbatches[lane], dtype=np.int64)
+    held, peak = 0.0, 0.0
+    for a in range(frame.action_ptr[at], frame.action_ptr[at + 1]):
+        s, kind = frame.actions[a, 0], frame.actions[a, 1]
+        if kind == c.DO_F:
+            peak = max(peak, held + leaving[a] + y[s, k.FORWARD_PEAK])
+            held += y[s, k.KEEPS]
+        elif kind != c.DO_W:
+            most = y[s, k.BACKWARD_PEAK if kind == c.DO_B else k.HALF_PEAK]
+            peak = max(peak, held + leaving[a] - y[s, k.KEEPS] + most)
+        if kind == c.DO_I:
+            held += y[s, k.HALVES]
+        if kind == c.DO_W:
+            peak = max(peak, held + leaving[a] + y[s, k.WEIGHT_PEAK])
+            held -= y[s, k.HALVES]
+        if kind == c.DO_B or kind == c.DO_W:
+            held -= y[s, k.KEEPS]
+            left[s] -= 1
+            if left[s] == 0:
+                peak = max(peak, held + y[s, k.EXCHANGE_PEAK])
+    return peak
 
 
 @inner
-def _summed(block, sizes, blocks):
-    """float64 [blocks, 3], bytes that tied weights have again, by block."""
+def summed_again(ties, blocks):
+    """Returns float64 [blocks, 3], bytes of tied weights that another block counts, by block."""
     again = np.zeros((blocks, 3))
-    for e in range(len(block)):
+    for e in range(len(ties.block)):
         for column in range(3):
-            again[block[e], column] += sizes[e, column]
+            again[ties.block[e], column] += ties.again_bytes[e, column]
     return again
 
 
+@inner
+def covers(chosen, stages, blocks):
+    """Returns whether the choices cut so many blocks into so many stages, none of them empty."""
+    bounds = chosen.bounds
+    if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[stages] != blocks:
+        return False
+    for s in range(stages):
+        if bounds[s] >= bounds[s + 1]:
+            return False
+    return len(chosen.recompute) == blocks and len(chosen.offload) == blocks
+
+
 def _compile(stamp):
-    """The entries, tied to the sources of what they call."""
+    """Makes the entries, tied to the sources of all that they call."""
 
     @entry
-    def place_blocks(row, place, tables, recompute, offload, again_block, again_bytes, stages, microbatches):
-        """All blocks on a device of a place, float64 [B, BLOCK]: see `evaluate_packed`, of which it has one row and place."""
+    def place_blocks(at, chosen, ties):
+        """Returns float64 [B, BLOCK], all blocks of the model on a device of a place; types as in `evaluate_packed`."""
         stamp  # noqa: B018
-        x, again = np.empty((len(row), k.BLOCK)), _summed(again_block, again_bytes, len(row))
-        for b in range(len(row)):
-            k.place_block(x, b, row, place, tables, recompute[b], offload[b], again[b], stages, microbatches)
+        x, again = np.empty((len(at.row), k.BLOCK)), summed_again(ties, len(at.row))
+        for b in range(len(at.row)):
+            k.place_block(x, b, at, chosen, again)
         return x
 
     @entry
     def moved_s(tables, numbers, size_bytes, calls):
-        """float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, by their tables' numbers [K]."""
+        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, by table [K]."""
         stamp  # noqa: B018
         ways, kinds, blocks = size_bytes.shape
         found = np.zeros((ways, blocks))
@@ -230,94 +236,75 @@ def _compile(stamp):
         return found
 
     @entry
-    def evaluate_packed(
-        rows, tables, stage_place, places, lane_microbatches, row_of, actions, action_ptr, ways, way_ptr, way_channels,
-        room_bytes, room_count, room_ptr, bounds, recompute, offload, tie_s, tie_ptr, tie_places, again_block, again_bytes,
-        result, answers, used, hosts, stage_s,
-    ):  # fmt: skip
-        """Step time and memory of a packed draft.
+    def evaluate_packed(rows, tables, frame, chosen, ties, out):
+        """Computes step time and memory of a packed draft.
 
-        Rows float64 [rows, B, ROW] and tables float64 [T, G]; from `stage_place` to `room_ptr` the arrays of a
-        `packing.Frame`; bounds int64 [S + 1], recompute and offload uint8 [B]; from `tie_s` to `again_bytes` those of
-        `packing.Ties`. The rest is filled: result float64 [2] with step time and bytes over capacity, answers float64
-        [P, ANSWER], used float64 [L, P] with the bytes that devices hold beside reserved ones, hosts float64 [P] with the bytes
-        that each device has in its host's memory, stage_s float64 [S] with busy seconds.
+        Args:
+            rows: float64 [rows, B, ROW].
+            tables: float64 [T, G].
+            frame: Fields of a `FrameArrays`, as a plain tuple, which numba takes apart twice as fast; so are the others.
+            chosen: Of a `BlockChoices`.
+            ties: Of a `PackedTies`.
+            out: Of a `StepResult`, to be filled.
 
         Returns:
-            False when `bounds` do not cut the blocks into these stages.
+            False when `chosen.bounds` do not cut the blocks into these stages.
         """
         stamp  # noqa: B018
-        stages, count, blocks = len(stage_place), len(places), rows.shape[1]
-        if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[stages] != blocks:
+        frame, chosen, ties, out = c.FrameArrays(*frame), c.BlockChoices(*chosen), c.PackedTies(*ties), c.StepResult(*out)
+        stages, (lanes, count), blocks = len(frame.stage_place), frame.row.shape, rows.shape[1]
+        if not covers(chosen, stages, blocks):
             return False
-        if len(recompute) != blocks or len(offload) != blocks:
-            return False
-        for s in range(stages):
-            if bounds[s] >= bounds[s + 1]:
-                return False
-        again = _summed(again_block, again_bytes, blocks)
-        x = np.empty((blocks, k.BLOCK))
-        lanes = len(lane_microbatches)
-        y = np.empty((lanes * stages, k.STAGE))
-        works = np.zeros((lanes * count, c.ANSWER))
-        busy = np.zeros(lanes * stages)
-        peaks = np.zeros(count)
-        leaving = np.zeros(len(actions))
+        bounds, answers, used = chosen.bounds, out.answers, out.used
+        again, x, y = summed_again(ties, blocks), np.empty((blocks, k.BLOCK)), np.empty((lanes * stages, k.STAGE))
+        works, busy, leaving = np.zeros((lanes * count, c.ANSWER)), np.zeros(lanes * stages), np.zeros(len(frame.actions))
         answers[:] = 0.0
-        stage_s[:] = 0.0
-        hosts[:] = 0.0
+        used[:] = 0.0
+        out.stage_s[:] = 0.0
+        out.hosts[:] = 0.0
         over, ended = 0.0, True
         for lane in range(lanes):
-            microbatches, row, first = lane_microbatches[lane], row_of[lane], lane * stages
-            used[lane] = 0.0
+            first = lane * stages
             for s in range(stages):
-                p = stage_place[s]
+                p = frame.stage_place[s]
+                at = c.LanePlace(rows[frame.row[lane, p]], frame.places[p], tables, stages, frame.microbatches[lane])
                 for b in range(bounds[s], bounds[s + 1]):
-                    k.place_block(
-                        x, b, rows[row[p]], places[p], tables, recompute[b], offload[b], again[b], stages, microbatches
-                    )
+                    k.place_block(x, b, at, chosen, again)
                     works[lane * count + p, c.UPDATE_S] += x[b, k.UPDATE]
                     if lane == 0:
-                        hosts[p] += x[b, k.HOST]
-                k.prepare_stage(x, y[first:], s, bounds[s], bounds[s + 1], rows[row[p]], places[p], stages, microbatches)
+                        out.hosts[p] += x[b, k.HOST]
+                k.prepare_stage(x, y[first:], s, bounds[s], bounds[s + 1], at)
                 used[lane, p] += y[first + s, k.STATIC_BYTES]
-            if stages == 1:
-                used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, microbatches, places[0], tables)
+                if stages == 1:
+                    used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, at)
         if stages > 1:
-            ended = pipeline(
-                y, works, busy, leaving, actions, action_ptr, stage_place, rows, row_of, bounds, ways, way_ptr, way_channels,
-                lane_microbatches,
-            )  # fmt: skip
+            ended = pipeline(y, works, busy, leaving, rows, frame, bounds)
         for lane in range(lanes):
-            first = lane * stages
-            if stages > 1:
-                part = action_ptr[lane * count : (lane + 1) * count + 1]
-                held_bytes(y[first:], peaks, stages, leaving, actions, part, lane_microbatches[lane])
-                for p in range(count):
-                    used[lane, p] += peaks[p]
             for s in range(stages):
-                stage_s[s] = max(stage_s[s], busy[first + s])
+                out.stage_s[s] = max(out.stage_s[s], busy[lane * stages + s])
             for p in range(count):
+                if stages > 1:
+                    used[lane, p] += device_bytes(y[lane * stages :], leaving, frame, lane, p)
                 work = works[lane * count + p]
                 end, update = max(answers[p, c.END], work[c.END]), max(answers[p, c.UPDATE_S], work[c.UPDATE_S])
                 if work[c.COMPUTE] + work[c.TENSOR] > answers[p, c.COMPUTE] + answers[p, c.TENSOR]:
                     for column in range(c.ANSWER):
                         answers[p, column] = work[column]
                 answers[p, c.END], answers[p, c.UPDATE_S] = end, update
-                for e in range(room_ptr[lane * count + p], room_ptr[lane * count + p + 1]):
-                    over += max(0.0, used[lane, p] - room_bytes[e]) * room_count[e]
-        for tie in range(len(tie_s)):
+                for e in range(frame.room_ptr[lane * count + p], frame.room_ptr[lane * count + p + 1]):
+                    over += max(0.0, used[lane, p] - frame.room_bytes[e]) * frame.room_count[e]
+        for tie in range(len(ties.seconds)):
             together = 0.0
-            for e in range(tie_ptr[tie], tie_ptr[tie + 1]):
-                together = max(together, answers[tie_places[e], c.END])
-            for e in range(tie_ptr[tie], tie_ptr[tie + 1]):
-                answers[tie_places[e], c.END] = together + tie_s[tie]
-                answers[tie_places[e], c.EXCHANGE] += tie_s[tie]
+            for e in range(ties.ptr[tie], ties.ptr[tie + 1]):
+                together = max(together, answers[ties.places[e], c.END])
+            for e in range(ties.ptr[tie], ties.ptr[tie + 1]):
+                answers[ties.places[e], c.END] = together + ties.seconds[tie]
+                answers[ties.places[e], c.EXCHANGE] += ties.seconds[tie]
         step = 0.0
         for p in range(count):
             step = max(step, answers[p, c.END] + answers[p, c.UPDATE_S])
-        result[0] = step if ended else np.inf
-        result[1] = over
+        out.step[0] = step if ended else np.inf
+        out.step[1] = over
         return True
 
     return place_blocks, moved_s, evaluate_packed

@@ -1,4 +1,4 @@
-"""Which devices do what together: the groups of a mesh, and the lanes of a pipeline.
+"""Groups of devices that communicate: the axes of a mesh, lanes of a pipeline, borders of stages.
 
 A *lane* is a slice of all places that runs micro-batches on its own until gradients are exchanged: a replica where all places
 have one data degree. Places of unlike degrees run as many lanes as their degrees have in common; a place's replicas inside one
@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from itertools import pairwise
+from math import gcd, inf
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
@@ -19,6 +20,9 @@ from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_T
 from rlplace.strategy.drafts import Draft, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
+Pairs = tuple[tuple[int, int], ...]
+Border = tuple[Pairs, float]
+"""Pairs of devices that send at a stage border, and the part of a sender's tensor that each pair carries."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Lane:
 
 
 def tensor_groups(place: Mesh, kind: int) -> Groups:
-    """Returns devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
+    """Returns the devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
     Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
     group; everything else in the tensor group.
@@ -48,47 +52,43 @@ def tensor_groups(place: Mesh, kind: int) -> Groups:
 
 
 def share_groups(place: Mesh) -> Groups:
-    """Returns devices that share parameters: shard x context, at levels 1 to 3."""
+    """Returns the devices that share parameters: shard x context, at levels 1 to 3."""
     return _groups(place, share_degree(place), place.tensor)
 
 
 def expert_share_groups(place: Mesh) -> Groups:
-    """Returns devices that share the weights of the same experts, at levels 1 to 3: what shard x context x tensor has beside
-    expert.
-    """
+    """Returns the devices that share the weights of the same experts, at levels 1 to 3."""
     return _groups(place, expert_share_degree(place), place.expert)
 
 
-def spreads(place: Mesh) -> bool:
-    """Returns whether experts can be spread as a place says."""
-    group = place.shard * place.context * place.tensor
-    return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
-
-
 def copy_groups(place: Mesh) -> Groups:
-    """Returns devices that hold the same weights, or the same share of them: replicate, at level 0 replicate x context."""
-    if place.sharding:
-        return _groups(place, place.replicate, place.shard * place.context * place.tensor)
-    return _groups(place, place.replicate * place.context, place.tensor)
+    """Returns the devices with the same weights, or the same share of them: replicate, at level 0 replicate x context."""
+    return _groups(place, copy_degree(place), place.shard * (place.context if place.sharding else 1) * place.tensor)
 
 
 def share_degree(place: Mesh) -> int:
-    """Returns parts that weights are in: 1 at level 0."""
+    """Returns the number of parts of weights: 1 at level 0."""
     return place.shard * place.context if place.sharding else 1
 
 
 def expert_share_degree(place: Mesh) -> int:
-    """Returns parts that weights of experts are in: 1 at level 0."""
+    """Returns the number of parts of the weights of experts: 1 at level 0."""
     return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
 
 
 def copy_degree(place: Mesh) -> int:
-    """Returns size of `copy_groups`."""
+    """Returns the size of `copy_groups`."""
     return place.replicate if place.sharding else place.replicate * place.context
 
 
+def spreads(place: Mesh) -> bool:
+    """Returns whether experts can be spread over the expert groups of a place."""
+    group = place.shard * place.context * place.tensor
+    return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
+
+
 def _groups(place: Mesh, size: int, stride: int) -> Groups:
-    """Groups of `size` devices that stand `stride` apart."""
+    """Returns groups of `size` devices, `stride` apart."""
     devices, span = place.devices, size * stride
     return tuple(
         devices[start + offset : start + offset + span : stride]
@@ -97,11 +97,14 @@ def _groups(place: Mesh, size: int, stride: int) -> Groups:
     )
 
 
+def room_bytes(cluster: Cluster) -> tuple[float, ...]:
+    """Returns the capacity of every device without its reserved bytes; inf without a limit."""
+    return tuple(inf if d.memory_bytes is None else float(d.memory_bytes - d.reserved_bytes) for d in cluster.devices)
+
+
 def lanes(draft: Draft) -> tuple[Lane, ...]:
     """Returns the lanes of a draft. Levels 2 and 3 make one: every pass of theirs has collectives of all replicas."""
-    degree = draft.data_degree
-    sizes = draft.microbatch * (degree if len(draft.microbatch) == 1 else 1)
-    counts = draft.microbatches * (degree if len(draft.microbatches) == 1 else 1)
+    degree, (sizes, counts) = draft.data_degree, draft.shares
     count = gcd(*(place.data_degree for place in draft.places))
     if any(place.sharding > 1 for place in draft.places):
         count = 1
@@ -118,7 +121,7 @@ def lanes(draft: Draft) -> tuple[Lane, ...]:
 
 
 def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
-    """For each place its actions, in order: stage, kind as in `rlplace.plan.actions`, micro-batch.
+    """Returns the actions of each place in order.
 
     Raises:
         InputError: The schedule cannot run the chain.
@@ -133,12 +136,12 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
     """Refuses what has no meaning for an executor; `Draft.strategy` checks the rest.
 
     Raises:
-        InputError: Says what contradicts itself.
+        InputError: Two fields contradict each other.
     """
     stages, degree = draft.stages, draft.data_degree
     if len(draft.bounds) != stages + 1 or draft.bounds[0] != 0 or draft.bounds[-1] != blocks:
         raise InputError(f"draft: bounds {draft.bounds} do not cut {blocks} blocks into {stages} stages")
-    if any(begin >= end for begin, end in zip(draft.bounds, draft.bounds[1:], strict=False)):
+    if any(begin >= end for begin, end in pairwise(draft.bounds)):
         raise InputError(f"draft: bounds {draft.bounds} leave a stage without blocks; leave the stage out")
     if len(draft.recompute) != blocks or len(draft.offload) != blocks:
         raise InputError(f"draft: recompute and offload need one entry for each of {blocks} blocks")
@@ -165,34 +168,30 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
         raise InputError(f"draft: microbatch and microbatches need one entry, or one for each of {degree} replicas")
 
 
-def place_pairs(sender: Mesh, receiver: Mesh) -> tuple[tuple[tuple[int, int], ...], float]:
-    """Which device sends to which at a stage border, and the part of a sender's tensor that each pair carries.
+def borders(draft: Draft) -> dict[tuple[int, int], Border]:
+    """Returns the borders of neighbouring stages on unlike places, by sender and receiver.
 
     Devices of both places are paired in order. Where the receiver has more replicas, each gets its part of the samples; where
     it has more devices a replica, each gets everything.
     """
-    ends = sender.devices, receiver.devices
-    count = max(map(len, ends))
-    spread = [d if len(d) == count else [d[i * len(d) // count] for i in range(count)] for d in ends]
-    return tuple(zip(*spread, strict=True)), sender.data_degree / max(sender.data_degree, receiver.data_degree)
-
-
-def borders(draft: Draft) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], float]]:
-    """By places whose stages are neighbours, as sender and receiver, what `place_pairs` says of them."""
-    found = {}
-    for one, other in zip(draft.place_of_stage, draft.place_of_stage[1:], strict=False):
+    found: dict[tuple[int, int], Border] = {}
+    for one, other in pairwise(draft.place_of_stage):
         for sender, receiver in ((one, other), (other, one)):
             if sender != receiver and (sender, receiver) not in found:
-                found[sender, receiver] = place_pairs(draft.places[sender], draft.places[receiver])
+                ends = draft.places[sender], draft.places[receiver]
+                count = max(len(end.devices) for end in ends)
+                spread = [[end.devices[i * len(end.devices) // count] for i in range(count)] for end in ends]
+                degrees = [end.data_degree for end in ends]
+                found[sender, receiver] = tuple(zip(*spread, strict=True)), degrees[0] / max(degrees)
     return found
 
 
 def tie_groups(places: Sequence[Mesh]) -> Groups:
-    """Returns devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
+    """Returns the devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
     least = min(len(place.devices) for place in places)
     return tuple(tuple(place.devices[i * len(place.devices) // least] for place in places) for i in range(least))
 
 
 def places_of(draft: Draft, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Returns the places that hold these blocks, each once."""
+    """Returns the places of these blocks, each once."""
     return tuple(dict.fromkeys(draft.place_of_stage[bisect_right(draft.bounds, block) - 1] for block in blocks))

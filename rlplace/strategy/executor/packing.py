@@ -1,4 +1,4 @@
-"""Packs drafts into arrays, and keeps what they have in common: search changes little from one draft to the next."""
+"""Packs drafts into arrays, and caches what they share: a search changes little from one draft to the next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
+from rlplace.strategy.executor.arrays import BlockChoices, FrameArrays, Ints, LanePlace, PackedTies, StepResult
 from rlplace.strategy.executor.meshes import (
+    Lane,
     borders,
     check_draft,
     copy_degree,
@@ -23,6 +25,7 @@ from rlplace.strategy.executor.meshes import (
     expert_share_degree,
     expert_share_groups,
     lanes,
+    room_bytes,
     share_degree,
     share_groups,
     stage_actions,
@@ -32,9 +35,17 @@ from rlplace.strategy.executor.traffic import Traffic, tie_exchanges, tie_part
 Passes = frozenset[tuple[int, int]]
 """Samples and device kinds of the passes that some replicas run."""
 
+KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
+"""Bytes of rows and actions, and number of frames, above which the caches are dropped."""
+
+NO_TIES = PackedTies(
+    np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
+)
+"""Ties of models without tied weights."""
+
 
 class Rows:
-    """Makes rows when they are first asked for, and keeps them.
+    """Rows of costs, made on first use.
 
     Attributes:
         rows: float64 [rows, B, ROW]; grows.
@@ -48,18 +59,12 @@ class Rows:
         self._place: dict[Mesh, list[float]] = {}
         self._tables: dict[Mesh, tuple[int, ...]] = {}
 
-    @property
-    def size_bytes(self) -> int:
-        """What is kept."""
-        return self.rows.nbytes
-
     def place(self, place: Mesh) -> list[float]:
         """Returns float64 [PLACE] of a place."""
         if place not in self._place:
-            traffic = self.traffic
+            traffic, both = self.traffic, ("all_gather", "reduce_scatter")
             row = [0.0] * c.PLACE
             row[c.SHARDING], row[c.SHARE], row[c.COPIES] = place.sharding, share_degree(place), copy_degree(place)
-            both = "all_gather", "reduce_scatter"
             row[c.GATHER_TABLE], row[c.SCATTER_TABLE] = traffic.collectives(both, share_groups(place))
             row[c.EXPERT_SHARE] = expert_share_degree(place)
             if place.expert > 1:
@@ -74,12 +79,12 @@ class Rows:
         return self._place[place]
 
     def passes(self, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> Passes:
-        """What replicas run: samples, and the kind of device."""
+        """Returns the passes of replicas, each with its samples and devices."""
         kind = self._kind
         return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
 
     def number(self, place: Mesh, passes: Passes) -> int:
-        """Returns number of the row of a place whose replicas in a lane have these passes."""
+        """Returns the index of the row of a place whose replicas in a lane have these passes."""
         grouped = place.tensor * place.context * place.expert > 1
         tables = self._tensor_tables(place) if grouped else None
         key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
@@ -93,7 +98,6 @@ class Rows:
         return number
 
     def _tensor_tables(self, place: Mesh) -> tuple[int, ...]:
-        """Returns number of the table of each kind of collective inside blocks."""
         if place not in self._tables:
             self._tables[place] = self.traffic.tables_inside(place)
         return self._tables[place]
@@ -109,42 +113,14 @@ class Rows:
             (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),
             (c.BACKWARD_TENSOR_FULL, backward + forward), (c.WEIGHT, one.weight_s), (c.SENT, one.sent_bytes),
             (c.RETURNED, one.returned_bytes), (c.UPDATE, self.costs.update_s(kind, place.tensor, place.expert)),
-        ):  # fmt: skip
-            row[:, column] = values
-        for column, several in (
             (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
             (c.KEPT, one.kept_bytes), (c.HALVED, one.halved_bytes), (c.WORKING_FORWARD, one.working_bytes[0]),
             (c.WORKING_BACKWARD, one.working_bytes[1]), (c.WORKING_END, one.working_bytes[2]),
             (c.WORKING_GROWING, one.working_bytes[3]),
         ):  # fmt: skip
+            several = np.atleast_2d(values)
             row[:, column : column + len(several)] = several.T
         return row
-
-
-KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
-"""Above one of these, what is kept is forgotten: rows and actions, and frames."""
-
-
-KIND_OF = {letter: number for number, letter in enumerate(c.KINDS)}
-
-
-@dataclass(frozen=True, eq=False)
-class PackedTies:
-    """Tied weights of drafts that hold them on the same places.
-
-    Attributes:
-        seconds: float64 [T], to sum the gradients of each tie that is on several places.
-        ptr: int64 [T + 1] into `places`.
-        places: int64, the places of each.
-        block: int64 [A], blocks whose copy another block of their place counts.
-        again_bytes: float64 [A, 3], of weights, gradients and optimizer state.
-    """
-
-    seconds: Floats
-    ptr: NDArray[np.int64]
-    places: NDArray[np.int64]
-    block: NDArray[np.int64]
-    again_bytes: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,40 +128,20 @@ class Frame:
     """Drafts that differ in cuts, recomputation and offload alone.
 
     Attributes:
-        stage_place: int64 [S].
-        places: float64 [P, PLACE].
-        microbatches: int64 [L], of lanes that differ.
-        row: int64 [L, P], number of the row of costs.
-        actions: int32 [., 3].
-        action_ptr: int64 [L * P + 1].
-        ways: float64 [2, S, WAY], from every stage to the next one and to the one before it.
-        way_ptr: int64 [2 S + 1] into `way_channels`.
-        way_channels: int64, what a hand-over holds.
-        room_bytes: float64 [R], capacity without what is reserved.
-        room_count: int64 [R], devices that have that.
-        room_ptr: int64 [L * P + 1] into both.
+        arrays: Arrays of the kernels.
         devices: For each lane and place its devices.
-        known_ties: `PackedTies` by the places of all tied blocks.
+        result: Where the executor writes; overwritten by the next evaluation of the frame.
+        known_ties: Ties by the places of all tied blocks.
     """
 
-    stage_place: NDArray[np.int64]
-    places: Floats
-    microbatches: NDArray[np.int64]
-    row: NDArray[np.int64]
-    actions: NDArray[np.int32]
-    action_ptr: NDArray[np.int64]
-    ways: Floats
-    way_ptr: NDArray[np.int64]
-    way_channels: NDArray[np.int64]
-    room_bytes: Floats
-    room_count: NDArray[np.int64]
-    room_ptr: NDArray[np.int64]
+    arrays: FrameArrays
     devices: tuple[tuple[int, ...], ...]
+    result: StepResult
     known_ties: dict[tuple[tuple[int, ...], ...], PackedTies] = field(default_factory=dict)
 
 
 class Packer:
-    """Makes frames.
+    """Packed drafts of one model on one cluster.
 
     Attributes:
         costed: Rows of costs, which frames refer to.
@@ -193,18 +149,15 @@ class Packer:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
-        self._room = [
-            np.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
-            for device in cluster.devices
-        ]
+        self._room = room_bytes(cluster)
         self._forget()
 
     def _forget(self) -> None:
         self.costed = Rows(self.costs, self.cluster, self.traffic)
         self._frames: dict[object, Frame] = {}
-        self._actions: dict[object, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        self._actions: dict[object, tuple[NDArray[np.int32], Ints]] = {}
         self._action_bytes = 0
-        self._ways: dict[object, tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._ways: dict[object, tuple[Floats, Ints, Ints]] = {}
 
     def frame(self, draft: Draft) -> Frame:
         """Returns the frame of a draft.
@@ -216,18 +169,32 @@ class Packer:
         frame = self._frames.get(key)
         if frame is None:
             check_draft(draft, self.cluster, len(self.costs.names))
-            if self.costed.size_bytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
+            if self.costed.rows.nbytes + self._action_bytes > KEPT_BYTES or len(self._frames) >= KEPT_FRAMES:
                 self._forget()
             frame = self._frames[key] = self._make(draft)
         return frame
 
     def ties(self, frame: Frame, draft: Draft) -> PackedTies:
         """Returns the ties of a draft."""
+        if not self.costs.ties:
+            return NO_TIES
         bounds, at = draft.bounds, draft.place_of_stage
         held = tuple([tuple([at[bisect_right(bounds, block) - 1] for block in tie.blocks]) for tie in self.costs.ties])
         if held not in frame.known_ties:
             frame.known_ties[held] = self._tie(draft, held)
         return frame.known_ties[held]
+
+    @staticmethod
+    def choices(draft: Draft) -> BlockChoices:
+        """Returns the choices of a draft, unchecked."""
+        chosen = np.frombuffer(draft.recompute, dtype=np.uint8), np.frombuffer(draft.offload, dtype=np.uint8)
+        return BlockChoices(np.array(draft.bounds, dtype=np.int64), *chosen)
+
+    def lane_place(self, draft: Draft, lane: Lane, place: int) -> LanePlace:
+        """Returns a place of a draft in one lane."""
+        mesh, costed = draft.places[place], self.costed
+        row = costed.rows[costed.number(mesh, costed.passes(lane.replicas[place]))]
+        return LanePlace(row, np.array(costed.place(mesh)), self.traffic.tables, draft.stages, lane.microbatches)
 
     def _make(self, draft: Draft) -> Frame:
         costed, places = self.costed, draft.places
@@ -240,27 +207,20 @@ class Packer:
                     own += devices_of
         counts = tuple([key[0] for key in differ])
         actions, action_ptr = self._actions_of(draft, counts)
-        devices: list[tuple[int, ...]] = [tuple(own) for lane in differ.values() for own in lane]
-        ways, way_ptr, way_channels = self._ways_of(draft)
-        room_bytes, room_count, room_ptr = self._rooms(devices)
-        return Frame(
-            stage_place=np.array(draft.place_of_stage, dtype=np.int64),
-            places=np.array(list(map(costed.place, places))),
-            microbatches=np.array(counts, dtype=np.int64),
-            row=np.array([list(map(costed.number, places, passes)) for _, passes in differ], dtype=np.int64),
-            actions=actions,
-            action_ptr=action_ptr,
-            ways=ways,
-            way_ptr=way_ptr,
-            way_channels=way_channels,
-            room_bytes=room_bytes,
-            room_count=room_count,
-            room_ptr=room_ptr,
-            devices=tuple(devices),
-        )
+        devices = tuple([tuple(own) for lane in differ.values() for own in lane])
+        rooms = [Counter([self._room[device] for device in own]) for own in devices]
+        sizes, count = zip(*[pair for room in rooms for pair in room.items()], strict=True)
+        arrays = FrameArrays(
+            np.array(draft.place_of_stage, dtype=np.int64), np.array(list(map(costed.place, places))),
+            np.array(counts, dtype=np.int64),
+            np.array([list(map(costed.number, places, passes)) for _, passes in differ], dtype=np.int64),
+            actions, action_ptr, *self._ways_of(draft), np.array(sizes), np.array(count, dtype=np.int64),
+            _starts(rooms),
+        )  # fmt: skip
+        return Frame(arrays, devices, StepResult.of(len(differ), len(places), draft.stages))
 
-    def _ways_of(self, draft: Draft) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        """Returns how stages hand over, as in `Frame`: `ways`, `way_ptr` and `way_channels`."""
+    def _ways_of(self, draft: Draft) -> tuple[Floats, Ints, Ints]:
+        """Returns the stage transfers of a draft: `ways`, `way_ptr` and `way_channels` of its frame."""
         key = tuple([(place.devices, place.data_degree) for place in draft.places]), draft.place_of_stage
         if key not in self._ways:
             known = self.traffic.ways(borders(draft))
@@ -274,18 +234,12 @@ class Packer:
             self._ways[key] = ways, _starts(channels), flat
         return self._ways[key]
 
-    def _rooms(self, devices: Sequence[tuple[int, ...]]) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        """Returns how many of the devices of each place and lane have how much room, as in `Frame`."""
-        rooms = [Counter([self._room[device] for device in own]) for own in devices]
-        flat = [pair for room in rooms for pair in room.items()]
-        return np.array([size for size, _ in flat]), np.array([count for _, count in flat], dtype=np.int64), _starts(rooms)
-
-    def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Returns actions of all places with each of these numbers of micro-batches, and where each of them begins."""
+    def _actions_of(self, draft: Draft, counts: tuple[int, ...]) -> tuple[NDArray[np.int32], Ints]:
+        """Returns the actions of all places for each number of micro-batches, and the first of each."""
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
             rows = [row for count in counts for row in stage_actions(draft, count)]
-            flat = np.array([(stage, KIND_OF[letter], n) for row in rows for stage, letter, n in row], dtype=np.int32)
+            flat = np.array([(stage, c.KINDS.index(kind), n) for row in rows for stage, kind, n in row], dtype=np.int32)
             self._actions[key] = flat, _starts(rows)
             self._action_bytes += flat.nbytes
         return self._actions[key]
@@ -308,12 +262,6 @@ class Packer:
         )
 
 
-def _starts(parts: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where each part begins when they stand one after another, and where the last one ends."""
+def _starts(parts: Sequence[Sized]) -> Ints:
+    """Returns int64 [N + 1], offsets of parts one after another, and the end of the last one."""
     return np.array([0, *accumulate(map(len, parts))], dtype=np.int64)
-
-
-NO_TIES = PackedTies(
-    np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
-)
-"""Of models without tied weights."""

@@ -1,6 +1,6 @@
 """Compiled parts of `rlplace.strategy.executor.kernel`: blocks on their places, their passes, and a step of one stage.
 
-The functions follow by name those of tests/strategy: `reference_blocks`, `reference_stages` and `reference_memory`.
+`x` is float64 [B, BLOCK], the blocks on a place; `y` is float64 [S, STAGE], the micro-batches of each stage.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rlplace.compiled import inner
 from rlplace.strategy.costs import FULL
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor import rules, traffic
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, FULL_OFFLOAD, ONCE, SLOWDOWN, WHOLE
 
@@ -20,16 +20,15 @@ slowed_s = inner(rules.slowed_s)
 wider = inner(rules.wider)
 hidden_buckets = inner(rules.hidden_buckets)
 
-# A block on its place in one lane, float64 [B, BLOCK].
+# A block on its place in one lane, float64 [B, BLOCK]; the first eight are columns of `arrays.BACKWARD` and following.
 (
-    HOW, FORWARD, FORWARD_TENSOR, BACKWARD, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, AGAIN, UPDATE, GATHER, REDUCE, COPIES,
-    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, KEPT, WORKING_FORWARD, WORKING_BACKWARD,
-    HALVED, REMADE, WORKING_END, WORKING_GROWING,
+    BACKWARD, AGAIN, KEPT, HALVED, WORKING_FORWARD, WORKING_BACKWARD, WORKING_END, WORKING_GROWING,
+    HOW, FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, UPDATE, GATHER, REDUCE, COPIES,
+    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, REMADE,
 ) = range(25)  # fmt: skip
-BLOCK = 25
+BLOCK, CHOSEN = 25, 8
 
-# What a stage's micro-batches take, float64 [S, STAGE].
-# The last seven are seconds of ops and of collectives of its actions.
+# Seconds and bytes of a stage's micro-batches, float64 [S, STAGE]; the last seven are ops and collectives of its actions.
 (
     KEEPS, HALVES, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, WEIGHT_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S,
     FIRST_GATHER_S, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
@@ -38,34 +37,28 @@ STAGE = 17
 
 
 @inner
-def place_block(x, b, row, place, tables, recompute, offload, again, stages, microbatches):
-    """Fills ``x[b]``: see `reference_blocks.place_blocks` and `reference_blocks.static_bytes`."""
+def place_block(x, b, at, chosen, again):
+    """Fills ``x[b]`` for a block on `at`, a `LanePlace`; `again` is float64 [B, 3], bytes that another block counts."""
+    row, place, tables = at.row[b], at.place, at.tables
+    recompute, offload = chosen.recompute[b], chosen.offload[b]
     share, expert_share, copies = place[c.SHARE], place[c.EXPERT_SHARE], place[c.COPIES]
-    weights = max(0.0, row[b, c.WEIGHTS] - again[0])
-    gradients = max(0.0, row[b, c.GRADIENTS] - again[1])
-    optimizer = max(0.0, row[b, c.OPTIMIZER] - again[2])
-    own_weights, own_gradients = row[b, c.EXPERT_WEIGHTS], row[b, c.EXPERT_GRADIENTS]  # of experts
+    weights = max(0.0, row[c.WEIGHTS] - again[b, 0])
+    gradients = max(0.0, row[c.GRADIENTS] - again[b, 1])
+    optimizer = max(0.0, row[c.OPTIMIZER] - again[b, 2])
+    own_weights, own_gradients, own_optimizer = row[c.EXPERT_WEIGHTS], row[c.EXPERT_GRADIENTS], row[c.EXPERT_OPTIMIZER]
     shared_weights = (weights - own_weights) / share + own_weights / expert_share
     shared_gradients = (gradients - own_gradients) / share + own_gradients / expert_share
-    own_optimizer = row[b, c.EXPERT_OPTIMIZER]
     shared_optimizer = (optimizer - own_optimizer) / share + own_optimizer / expert_share
-    how = keeping(int(place[c.SHARDING]), offload, stages, int(copies))
+    how = keeping(int(place[c.SHARDING]), offload, at.stages, int(copies))
     exchanged = gradients * place[c.ITEM]
     full = recompute == FULL
-    x[b, HOW] = how
-    x[b, FORWARD], x[b, FORWARD_TENSOR] = row[b, c.FORWARD], row[b, c.FORWARD_TENSOR]
-    x[b, BACKWARD] = row[b, c.BACKWARD + recompute]
-    x[b, BACKWARD_TENSOR] = row[b, c.BACKWARD_TENSOR_FULL if full else c.BACKWARD_TENSOR]
-    x[b, WEIGHT], x[b, AGAIN] = row[b, c.WEIGHT], row[b, c.AGAIN + recompute]
-    x[b, WEIGHT_TENSOR] = row[b, c.FORWARD_TENSOR] if full else 0.0
-    x[b, KEPT] = row[b, c.KEPT + recompute]
-    x[b, WORKING_FORWARD] = row[b, c.WORKING_FORWARD + recompute]
-    x[b, WORKING_BACKWARD] = row[b, c.WORKING_BACKWARD + recompute]
-    x[b, WORKING_END] = row[b, c.WORKING_END + recompute]
-    x[b, WORKING_GROWING] = row[b, c.WORKING_GROWING + recompute]
-    x[b, HALVED] = row[b, c.HALVED + recompute]
-    remade = max(0.0, row[b, c.WORKING_BACKWARD + recompute] - row[b, c.WORKING_BACKWARD])
-    x[b, REMADE] = remade + (row[b, c.WORKING_FORWARD] if full else 0.0)
+    for column in range(CHOSEN):
+        x[b, column] = row[c.BACKWARD + 3 * column + recompute]
+    x[b, HOW], x[b, FORWARD], x[b, FORWARD_TENSOR], x[b, WEIGHT] = how, row[c.FORWARD], row[c.FORWARD_TENSOR], row[c.WEIGHT]
+    x[b, BACKWARD_TENSOR] = row[c.BACKWARD_TENSOR_FULL if full else c.BACKWARD_TENSOR]
+    x[b, WEIGHT_TENSOR] = row[c.FORWARD_TENSOR] if full else 0.0
+    remade = max(0.0, row[c.WORKING_BACKWARD + recompute] - row[c.WORKING_BACKWARD])
+    x[b, REMADE] = remade + (row[c.WORKING_FORWARD] if full else 0.0)
     x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
     gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
     if how == WHOLE:
@@ -88,12 +81,12 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
         if offload != FULL_OFFLOAD:
             x[b, UPDATE] += (shared_gradients + shared_weights) / host
     else:
-        x[b, UPDATE] = row[b, c.UPDATE] * (shared_weights / row[b, c.WEIGHTS] if row[b, c.WEIGHTS] > 0.0 else 1.0 / share)
+        x[b, UPDATE] = row[c.UPDATE] * (shared_weights / row[c.WEIGHTS] if row[c.WEIGHTS] > 0.0 else 1.0 / share)
     static = 0.0 if offload else shared_optimizer
     static += 0.0 if offload == FULL_OFFLOAD else shared_weights
     if how == ONCE or how == EACH_BACKWARD:
         static += weights
-    if how == WHOLE or (how == ONCE and (microbatches > 1 or stages > 1)):
+    if how == WHOLE or (how == ONCE and (at.microbatches > 1 or at.stages > 1)):
         static += gradients
     elif offload != FULL_OFFLOAD:
         static += shared_gradients
@@ -107,7 +100,7 @@ def place_block(x, b, row, place, tables, recompute, offload, again, stages, mic
 
 @inner
 def forward_s(x, begin, end, first, place):
-    """As `reference_stages.forward_s`."""
+    """Returns seconds of a forward through blocks `begin` to `end` - 1."""
     seconds = 0.0
     for b in range(begin - 1, end):
         gather = 0.0
@@ -125,17 +118,17 @@ def forward_s(x, begin, end, first, place):
 
 @inner
 def reduces(x, b, last):
-    """Whether a block's gradient is reduced in a backward."""
+    """Returns whether a block's gradient is reduced in a backward."""
     how = x[b, HOW]
     return how == EACH_BACKWARD or how == EACH_PASS or (last and how == ONCE)
 
 
 @inner
-def backward_s(x, begin, end, last, place, tables):
-    """As `reference_stages.backward_s`."""
-    table = tables[int(place[c.REDUCE_TABLE])]
+def backward_s(x, count, last, at):
+    """Returns seconds of a backward through all blocks of a single stage."""
+    place, table = at.place, at.tables[int(at.place[c.REDUCE_TABLE])]
     total, compute = 0.0, 0.0
-    for b in range(end - 1, begin - 1, -1):
+    for b in range(count - 1, -1, -1):
         total += x[b, BUCKETS] if last else 0.0
         compute += x[b, BACKWARD]
     slower, bucket = 1.0, 0.0
@@ -143,13 +136,13 @@ def backward_s(x, begin, end, last, place, tables):
         bucket = table_s(table, BUCKET)
         under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
         slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
-    time = x[end - 1, GATHER] if x[end - 1, HOW] == EACH_PASS else 0.0
+    time = x[count - 1, GATHER] if x[count - 1, HOW] == EACH_PASS else 0.0
     sent, filled, limit = 0.0, 0.0, FIRST_BUCKET
     reduced, following = 0.0, 0.0
-    for b in range(end - 1, begin - 1, -1):
+    for b in range(count - 1, -1, -1):
         start, own, tensor = time, x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR]
         waits = reduced
-        if b > begin and x[b - 1, HOW] == EACH_PASS:
+        if b > 0 and x[b - 1, HOW] == EACH_PASS:
             waits += x[b - 1, GATHER]
         held_up = at_once_s(place[c.MEETS_BLOCKS], own, tensor, waits + following)
         times = wider(waits + following, held_up)
@@ -180,9 +173,9 @@ def backward_s(x, begin, end, last, place, tables):
 
 
 @inner
-def prepare_stage(x, y, s, begin, end, row, place, stages, microbatches):
-    """Fills ``y[s]``: see `reference_memory._pass_bytes` and `reference_stages.stage_action`."""
-    single = stages == 1
+def prepare_stage(x, y, s, begin, end, at):
+    """Fills ``y[s]`` for blocks `begin` to `end` - 1."""
+    row, stages, single = at.row, at.stages, at.stages == 1
     kept, forward, backward, exchange, static = 0.0, 0.0, 0.0, 0.0, 0.0
     half, halved, weight = 0.0, 0.0, 0.0
     for k in range(FORWARD_C, STAGE):
@@ -195,7 +188,7 @@ def prepare_stage(x, y, s, begin, end, row, place, stages, microbatches):
         after = x[b + 1, WEIGHTS] if b + 1 < end and x[b + 1, HOW] == EACH_PASS else 0.0
         before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
         forward = max(forward, first + 2.0 * here, kept + x[b, WORKING_FORWARD] + here + after)
-        passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and microbatches == 1)
+        passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and at.microbatches == 1)
         moving = here + before
         buffer = x[b + 1, BUFFER] if single and b + 1 < end else 0.0
         working = x[b, WORKING_END] if b + 1 == end and s < stages - 1 else x[b, WORKING_BACKWARD]
@@ -223,26 +216,26 @@ def prepare_stage(x, y, s, begin, end, row, place, stages, microbatches):
     y[s, KEEPS], y[s, FORWARD_PEAK], y[s, EXCHANGE_PEAK] = kept, forward, exchange
     y[s, BACKWARD_PEAK], y[s, HALF_PEAK] = backward, kept + half
     y[s, HALVES], y[s, WEIGHT_PEAK] = halved, weight
-    y[s, STATIC_BYTES] = static + microbatches * (received + returned)
+    y[s, STATIC_BYTES] = static + at.microbatches * (received + returned)
     if not single:
         reduced, copied = 0.0, 0.0
         for b in range(end - 1, begin - 1, -1):
             if x[b, HOW] != WHOLE:
                 reduced += x[b, REDUCE]
-                if place[c.MEETS_COPIES] > 0.0:
+                if at.place[c.MEETS_COPIES] > 0.0:
                     reduced += x[b, COPIES]
                 else:
                     copied = max(copied, reduced) + x[b, COPIES]
         y[s, EXCHANGE_S] = max(reduced, copied)
-        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True, place) - y[s, FORWARD_C] - y[s, FORWARD_T])
+        y[s, FIRST_GATHER_S] = max(0.0, forward_s(x, begin, end, True, at.place) - y[s, FORWARD_C] - y[s, FORWARD_T])
 
 
 @inner
-def single_stage(x, y, work, busy, count, microbatches, place, tables):
-    """As `reference_stages.single_stage`; returns the most that passes hold."""
-    again = microbatches - 1
-    forward = forward_s(x, 0, count, True, place) + again * forward_s(x, 0, count, False, place)
-    backward = backward_s(x, 0, count, True, place, tables) + again * backward_s(x, 0, count, False, place, tables)
+def single_stage(x, y, work, busy, count, at):
+    """Fills the work of a step of one stage; returns the peak memory of its passes."""
+    microbatches, again = at.microbatches, at.microbatches - 1
+    forward = forward_s(x, 0, count, True, at.place) + again * forward_s(x, 0, count, False, at.place)
+    backward = backward_s(x, count, True, at) + again * backward_s(x, count, False, at)
     gathered, reduced = 0.0, 0.0
     for b in range(count):
         gathered += x[b, GATHER] if x[b, HOW] == EACH_PASS else 0.0

@@ -1,7 +1,4 @@
-"""Rules that the block executor's two forms share: numbers, names, and how communication and compute run side by side.
-
-`rlplace.strategy.executor` states every rule. Compiled code runs these functions, too.
-"""
+"""Rules that the compiled and the plain block executor share; `rlplace.strategy.executor` states them all."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ OPTIMIZER_OFFLOAD, FULL_OFFLOAD = 1, 2
 """Indices of `rlplace.strategy.drafts.OFFLOAD`."""
 
 WHOLE, ONCE, EACH_BACKWARD, EACH_PASS = range(4)
-"""How a block's weights are kept: whole; gathered once a step, gradients reduced once a step; likewise, gradients reduced every
-micro-batch; gathered for every forward and backward, gradients reduced every micro-batch. Sharding levels by number, except
-where `keeping` says otherwise."""
+"""Ways to keep a block's weights: whole; gathered once a step, gradients reduced once a step; likewise, gradients reduced every
+micro-batch; gathered for every forward and backward, gradients reduced every micro-batch. Sharding levels by number, but for
+`keeping`."""
 
 SLOWDOWN = COMPUTE_SLOWDOWN - 1.0
 FIRST_BUCKET = float(1 << 20)
@@ -32,35 +29,27 @@ def keeping(sharding: int, offload: int, stages: int, copies: int) -> int:
 
 
 def at_once_s(meets: float, compute_s: float, tensor_s: float, moving_s: float) -> float:
-    """Returns seconds by which collectives inside blocks and what moves beside these blocks hold each other up.
+    """Returns seconds by which collectives inside blocks and communication beside these blocks delay each other.
 
-    Where both use one channel, each gets half of it while both want it: what moves finds collectives inside the blocks on the
-    channel for their part of the blocks' time.
-
-    Args:
-        meets: 1 where they use a channel together, else 0.
-        compute_s: Ops of the blocks.
-        tensor_s: Collectives inside the blocks, which block their ops.
-        moving_s: Communication beside the blocks.
+    Where both use one channel (`meets` is 1, else 0), each gets half of it while both want it: the communication beside the
+    blocks, `moving_s`, finds collectives inside them on the channel for their part of the blocks' time.
     """
     inside_s = compute_s + tensor_s
     return meets * tensor_s * (min(moving_s, inside_s) / inside_s) if inside_s > 0.0 else 0.0
 
 
 def slowed_s(compute_s: float, tensor_s: float, moving_s: float, held_up_s: float) -> float:
-    """Returns seconds of a pass of a block while its neighbours' parameters and gradients move for `moving_s`; see
-    `at_once_s`.
-    """
+    """Returns seconds of a pass of a block beside communication of `moving_s`; see `at_once_s`."""
     return compute_s + tensor_s + held_up_s + SLOWDOWN * min(compute_s, moving_s)
 
 
 def wider(moving_s: float, held_up_s: float) -> float:
-    """Returns factor on communication beside a block; see `at_once_s`."""
+    """Returns the factor on communication beside a block; see `at_once_s`."""
     return 1.0 + held_up_s / moving_s if moving_s > 0.0 else 1.0
 
 
 def hidden_buckets(gradient_bytes: float) -> float:
-    """Full buckets of 25 MiB that are not the last one, when so many bytes fill a first bucket of 1 MiB, then these."""
+    """Returns how many buckets of 25 MiB are full and not the last one, after a first bucket of 1 MiB."""
     rest = gradient_bytes - FIRST_BUCKET
     if rest <= 0.0:
         return 0.0

@@ -1,19 +1,18 @@
-"""What devices take to tell each other something: tables of collectives, hand-overs between places, and the way to the host.
+"""Communication costs: collectives of groups, stage transfers, copies to and from the host.
 
 A collective that runs in several groups of one axis at once takes as long as in the slowest of them, with the bytes on shared
-channels (network cards, buses) counted as often as groups send them. Its time by size stands in a table of `SIZES`, four an
-octave, linear in between: exact where `rlplace.cluster.collectives` is linear, within 1 % at its kinks.
+channels (network cards, buses) counted as often as groups send them. Its time by size is tabulated at `SIZES`, four an octave,
+linear in between: exact where `rlplace.cluster.collectives` is linear, within 1 % at its kinks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
@@ -21,7 +20,9 @@ from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_P
 from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
+    Border,
     Groups,
+    Pairs,
     copy_groups,
     places_of,
     share_degree,
@@ -30,40 +31,16 @@ from rlplace.strategy.executor.meshes import (
     tie_groups,
 )
 
-
-def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Mesh) -> float:
-    """Returns the part of a tied weight that one device of a tensor group holds: that of its smallest block, mostly the
-    weight.
-    """
-    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
-    block = min(tie_blocks, key=lambda number: (whole[number], number))
-    return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
-
-
-def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yields seconds in which the places that hold a tied weight sum its gradients, and these places."""
-    for tie in costs.ties:
-        involved = places_of(draft, tie.blocks)
-        if len(involved) > 1:
-            places = [draft.places[place] for place in involved]
-            item = costs.held(places[0].tensor, places[0].expert).gradient_item
-            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
-            table = traffic.table("all_reduce", tie_groups(places))
-            yield table_s(table, tie.gradient_bytes * item * part), involved
-
-
-Pairs = tuple[tuple[int, int], ...]
-
 FIRST_OCTAVE, OCTAVES = 10, 34
 LAST = FIRST_OCTAVE + OCTAVES
 SIZES = np.array([0.0, *(2.0**octave * (1 + part / 4) for octave in range(FIRST_OCTAVE, LAST) for part in range(4)), 2.0**LAST])
 """float64 [G], bytes of the whole tensor."""
 
 
-def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
-    """Returns seconds of a collective whose times at `SIZES` are `table`; nothing moves in no time.
+def table_s(table: Floats, size_bytes: float) -> float:
+    """Returns seconds of a collective whose times at `SIZES` are `table`, 0 for no bytes; compiled code runs it too.
 
-    Larger messages than the largest of `SIZES` follow the last stretch. Compiled code runs this very function.
+    Larger messages than the largest of `SIZES` follow the last stretch.
     """
     if size_bytes <= 0.0:
         return 0.0
@@ -83,13 +60,13 @@ def table_s(table: NDArray[np.float64], size_bytes: float) -> float:
 
 
 class Way(NamedTuple):
-    """How one place hands tensors over to another.
+    """The way of a stage transfer from one place to another.
 
     Attributes:
-        latency_s: Of one tensor.
-        s_per_byte: Of what each pair of devices carries.
-        part: Of the tensor that each pair carries.
-        channels: What it holds meanwhile; numbers that the ways of one draft share.
+        latency_s: Seconds of an empty tensor.
+        s_per_byte: Seconds per byte that a pair of devices carries.
+        part: Part of the tensor that each pair carries.
+        channels: Channels it occupies meanwhile; numbers that the ways of one draft share.
     """
 
     latency_s: float
@@ -99,97 +76,82 @@ class Way(NamedTuple):
 
 
 class Traffic:
-    """Times of communication on one cluster, made once for each set of groups.
+    """Times of communication on one cluster, computed once for each set of groups.
 
     Attributes:
-        tables: float64 [., G], seconds at `SIZES`, by the numbers that `collective` gives; row 0 is nothing to do. Grows.
+        tables: float64 [T, G], seconds at `SIZES`, by the numbers of `collective`; row 0 is nothing to do. Grows.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.links = cluster, cluster.links
         self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, Groups], int] = {}
-        self._sizes: dict[Groups, NDArray[np.float64]] = {}
+        self._sizes: dict[Groups, Floats] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
+        pairs = zip(cluster.kinds, cluster.hosts, strict=True)
+        self._accelerators = Counter(host for kind, host in pairs if not kind.host_processor)
 
     def collective(self, kind: str, groups: Groups) -> int:
-        """Returns number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
+        """Returns the number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
         if len(groups[0]) < 2:
             return 0
         if (kind, groups) not in self._numbers:
             if groups not in self._sizes:
                 self._sizes[groups] = SIZES * contention(self.links, groups)
             times = [collective_s(self.links, kind, group, self._sizes[groups]) for group in groups]
-            self._numbers[kind, groups] = self._kept(np.max(times, axis=0))
+            table = np.max(times, axis=0)
+            number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
+            if number == len(self.tables):
+                self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+            self.tables[number] = table
         return self._numbers[kind, groups]
 
     def collectives(self, kinds: Iterable[str], groups: Groups) -> list[int]:
-        """`collective` of several kinds in the same groups."""
+        """Returns `collective` of several kinds in the same groups."""
         return [self.collective(kind, groups) for kind in kinds]
 
+    def table(self, kind: str, groups: Groups) -> Floats:
+        """Returns the table of `collective`, float64 [G]."""
+        number = self.collective(kind, groups)
+        return self.tables[number]
+
+    def tables_inside(self, place: Mesh) -> tuple[int, ...]:
+        """Returns the number of the table of each of `COLLECTIVE_KINDS` in the groups that move tensors inside blocks."""
+        return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
+
     def meets(self, place: Mesh) -> tuple[bool, bool]:
-        """Returns whether collectives inside blocks, and sums over copies, use a channel over which a place shares its
-        weights.
-        """
+        """Returns whether collectives inside blocks, and sums over copies, use a channel over which weights are shared."""
         if not place.sharding:
             return False, False
         inside = [group for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL) for group in tensor_groups(place, kind)]
         shares = share_groups(place)
         return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
 
-    def tables_inside(self, place: Mesh) -> tuple[int, ...]:
-        """Returns number of the table of each of `COLLECTIVE_KINDS` in the groups of a place, which move tensors inside
-        blocks.
-        """
-        return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
-
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
-        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls; numbers of their K
-        tables.
-        """
+        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, from K tables."""
         from rlplace.strategy.executor.kernel import moved_s
 
         return cast(Floats, moved_s(self.tables, np.array(tables), size_bytes.copy(), calls.copy()))
 
-    def _kept(self, table: NDArray[np.float64]) -> int:
-        """Returns the number of a table; equal ones have one."""
-        number = self._distinct.setdefault(table.tobytes(), len(self._distinct))
-        if number == len(self.tables):
-            self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
-        self.tables[number] = table
-        return number
-
-    def table(self, kind: str, groups: Groups) -> NDArray[np.float64]:
-        """Returns the table itself."""
-        number = self.collective(kind, groups)
-        return self.tables[number]
-
-    def ways(self, borders: Mapping[tuple[int, int], tuple[Pairs, float]]) -> dict[tuple[int, int], Way]:
-        """Returns how places hand tensors over.
-
-        Args:
-            borders: By sender and receiver the pairs of devices that send, all at once, and the part of the tensor that each
-                pair carries.
-        """
-        users: dict[int, list[tuple[int, int]]] = {}
+    def ways(self, borders: Mapping[tuple[int, int], Border]) -> dict[tuple[int, int], Way]:
+        """Returns the ways of stage transfers by sender and receiver, from `meshes.borders`."""
+        users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for border, (pairs, _) in borders.items():
             for channel in self._sent(pairs)[2]:
-                users.setdefault(channel, []).append(border)
+                users[channel].append(border)
         numbers: dict[tuple[tuple[int, int], ...], int] = {}  # channels that the same borders use are as good as one
         held: dict[tuple[int, int], set[int]] = {border: set() for border in borders}
         for using in users.values():
             number = numbers.setdefault(tuple(using), len(numbers))
             for border in using:
                 held[border].add(number)
-        found = {}
-        for border, (pairs, part) in borders.items():
-            latency, s_per_byte, _ = self._sent(pairs)
-            found[border] = Way(latency, s_per_byte, part, tuple(sorted(held[border])))
-        return found
+        return {
+            border: Way(*self._sent(pairs)[:2], part, tuple(sorted(held[border]))) for border, (pairs, part) in borders.items()
+        }
 
     def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
-        """Latency, seconds per byte of each pair, and channels, when all pairs send at once."""
+        """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:
             latency, channels = max(float(self.links.latency_s[i, j]) for i, j in pairs), self.links.effective_channels
             used = sorted({channel for i, j in pairs for channel in channels[i][j]})
@@ -197,20 +159,32 @@ class Traffic:
         return self._pairs[pairs]
 
     def host_bytes_per_s(self, device: int) -> float:
-        """Rate of one direction between a device and its host when all devices of the host do the same."""
+        """Returns the rate of one direction between a device and its host when all devices of the host copy."""
         kind = self.cluster.kinds[device]
         if kind.host_processor:
             return HOST_MEMORY_BYTES_PER_S
         return min(PCIE_BYTES_PER_S[kind.pcie_generation] / kind.pcie_per_switch, self.host_memory_bytes_per_s(device))
 
     def host_memory_bytes_per_s(self, device: int) -> float:
-        """Returns a device's share of what its host's memory moves; updates in the host run at this rate."""
-        accelerators = self._accelerators[self.cluster.hosts[device]]
+        """Returns a device's share of its host's memory bandwidth, the rate of updates in the host."""
+        accelerators = max(self._accelerators[self.cluster.hosts[device]], 1)
         return HOST_MEMORY_BYTES_PER_S * -(-accelerators // DEVICES_PER_SOCKET) / accelerators
 
-    @cached_property
-    def _accelerators(self) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for kind, host in zip(self.cluster.kinds, self.cluster.hosts, strict=True):
-            counts[host] = counts.get(host, 0) + (not kind.host_processor)
-        return {host: max(count, 1) for host, count in counts.items()}
+
+def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Mesh) -> float:
+    """Returns the part of a tied weight on one device of a tensor group: that of its smallest block, usually the weight."""
+    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
+    block = min(tie_blocks, key=lambda number: (whole[number], number))
+    return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
+
+
+def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yields seconds in which the places of a tied weight sum its gradients, and these places."""
+    for tie in costs.ties:
+        involved = places_of(draft, tie.blocks)
+        if len(involved) > 1:
+            places = [draft.places[place] for place in involved]
+            item = costs.held(places[0].tensor, places[0].expert).gradient_item
+            part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
+            table = traffic.table("all_reduce", tie_groups(places))
+            yield table_s(table, tie.gradient_bytes * item * part), involved

@@ -26,7 +26,7 @@ from rlplace.problem import Problem
 from rlplace.strategy.blocks.op_costs import OpCosts, slowest
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor import columns as c
+from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.placed_blocks import PlacedBlock, placed_blocks, received_bytes

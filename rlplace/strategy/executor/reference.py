@@ -1,7 +1,6 @@
-"""The block executor, plainly: step time of a draft, rule by rule as `rlplace.strategy.executor` states them.
+"""The block executor in plain Python: step time and memory of a draft, as `rlplace.strategy.executor` states the rules.
 
-`rlplace.strategy.executor.kernel` is compiled and agrees to rounding. `reference_blocks` says what blocks take on their places,
-`reference_memory` has the rules for memory.
+This is the definition; `rlplace.strategy.executor.kernel` is compiled and agrees to 1e-12.
 """
 
 from __future__ import annotations
@@ -12,18 +11,24 @@ from collections.abc import Mapping, Sequence
 
 from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
-from rlplace.strategy.costs import BlockCosts
+from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS, BlockCosts
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
+from rlplace.strategy.executor.reference_blocks import (
+    PlaceWork,
+    ReferenceBlock,
+    exchange_s,
+    reference_blocks,
+    single_stage,
+    stage_action,
+)
+from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, ONCE
 from rlplace.strategy.executor.traffic import Traffic, Way, tie_exchanges
-from tests.strategy.reference_blocks import Block, place_blocks
-from tests.strategy.reference_memory import device_bytes, host_bytes
-from tests.strategy.reference_stages import Work, exchange_s, single_stage, stage_action
 
 
 def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> StepEvaluation:
-    """Step time and memory of a draft.
+    """Returns step time and memory of a draft.
 
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
@@ -34,13 +39,13 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
         return side_by_side(draft, alone, costs, traffic)
     check_draft(draft, cluster, len(costs.names))
     places = range(len(draft.places))
-    works: list[Work] = [Work() for _ in places]
+    works: list[PlaceWork] = [PlaceWork() for _ in places]
     ends, updates = [0.0 for _ in places], [[0.0] for _ in places]
     stage_busy = [0.0] * draft.stages
     peaks, hosts = [0.0] * cluster.num_devices, [0.0] * (max(cluster.hosts) + 1)
     ways = traffic.ways(borders(draft))
     together = lanes(draft)
-    rows_of = [[place_blocks(draft, place, lane, costs, cluster, traffic) for place in places] for lane in together]
+    rows_of = [[reference_blocks(draft, place, lane, costs, cluster, traffic) for place in places] for lane in together]
     if draft.stages == 1:
         table = traffic.table("all_reduce", copy_groups(draft.places[0]))
         done = [[single_stage(rows[0], lane.microbatches, table)] for lane, rows in zip(together, rows_of, strict=True)]
@@ -62,7 +67,7 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
             for _, devices in lane.replicas[place]:
                 for device in devices:
                     peaks[device] = cluster.devices[device].reserved_bytes + used
-                    hosts[cluster.hosts[device]] += sum(host_bytes(rows[place][block]) for block in own)
+                    hosts[cluster.hosts[device]] += sum(rows[place][block].host_bytes for block in own)
     for seconds, involved in tie_exchanges(draft, costs, traffic):
         together = max(ends[place] for place in involved) + seconds
         for place in involved:
@@ -89,22 +94,25 @@ def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffi
 
 
 def pipeline(
-    draft: Draft, together: Sequence[Lane], rows: Sequence[Sequence[Sequence[Block]]], ways: Mapping[tuple[int, int], Way]
-) -> tuple[list[list[Work]], list[list[float]], list[list[list[float]]]]:
+    draft: Draft,
+    together: Sequence[Lane],
+    rows: Sequence[Sequence[Sequence[ReferenceBlock]]],
+    ways: Mapping[tuple[int, int], Way],
+) -> tuple[list[list[PlaceWork]], list[list[float]], list[list[list[float]]]]:
     """Runs the actions of all places of all lanes: one at a time on each, as soon as what it reads has come.
 
-    Of all places' next actions the one that ends first is run, so that tensors are sent in order of time. A hand-over waits for
-    its channels, first come, first served. After the last backward of a stage its place waits for the same stage of all lanes,
-    whose gradients are exchanged with its own.
+    Of all places' next actions the one that ends first is run, so that tensors are sent in order of time. A stage transfer
+    waits for its channels, first come, first served. After the last backward of a stage its place waits for the same stage of
+    all lanes, whose gradients are exchanged with its own.
 
     Args:
         draft: Several stages.
         together: Its lanes.
         rows: For each lane and place all blocks.
-        ways: How places hand tensors over.
+        ways: Of stage transfers.
 
     Returns:
-        For each lane what places spend, the seconds of each stage, and for each action of each place the bytes of gradients
+        For each lane the work of places, the seconds of each stage, and for each action of each place the bytes of gradients
         that it is still sending.
     """
     ranges, places = draft.ranges, range(len(draft.places))
@@ -113,7 +121,7 @@ def pipeline(
         for own in rows
     ]
     waiting = [[deque(actions) for actions in stage_actions(draft, lane.microbatches)] for lane in together]
-    works = [[Work() for _ in places] for _ in together]
+    works = [[PlaceWork() for _ in places] for _ in together]
     busy = [[0.0] * draft.stages for _ in together]
     arrived: dict[tuple[int, int, str, int], tuple[float, float]] = {}  # (lane, stage, way, micro-batch): when, how long
     channel_free: dict[tuple[int, int], float] = {}
@@ -124,7 +132,7 @@ def pipeline(
     leaving: list[list[list[float]]] = [[[] for _ in places] for _ in together]
 
     def awaited(lane: int, action: Action) -> tuple[float, float] | None:
-        """When what an action waits for arrives, and how long it travels; None while it has not been sent."""
+        """Returns arrival and travel time of the input of an action; None while it has not been sent."""
         if action.kind == "F" and action.stage > 0:
             return arrived.get((lane, action.stage, "F", action.microbatch))
         if action.kind in "BI" and action.stage < draft.stages - 1:
@@ -191,3 +199,78 @@ def pipeline(
         for own, rest in zip(leaving, waiting, strict=True):
             own[:] = [sent + [0.0] * len(left) for sent, left in zip(own, rest, strict=True)]
     return works, busy, leaving
+
+
+def device_bytes(draft: Draft, place: int, lane: Lane, blocks: Sequence[ReferenceBlock], leaving: Sequence[float]) -> float:
+    """Returns the peak memory of a device of a place, reserved bytes apart.
+
+    `blocks` are all blocks as they are on the place; `leaving` has for each action the bytes that earlier ones still send.
+    """
+    total = 0.0
+    holds: dict[int, tuple[float, ...]] = {}
+    for stage, inside in enumerate(draft.ranges):
+        if draft.place_of_stage[stage] == place:
+            own = blocks[inside.start : inside.stop]
+            total += sum(block.static_bytes(draft.stages, lane.microbatches) for block in own)
+            received = blocks[inside.start - 1].sent_bytes if stage > 0 else 0.0  # in torch a buffer for each micro-batch
+            returned = blocks[inside.stop - 1].returned_bytes if stage < draft.stages - 1 else 0.0
+            total += lane.microbatches * (received + returned)
+            holds[stage] = _pass_bytes(draft, stage, lane.microbatches, blocks)
+    held, peak = 0.0, 0.0
+    left = {stage: lane.microbatches for stage in holds}
+    for (stage, kind, _), sends in zip(stage_actions(draft, lane.microbatches)[place], leaving, strict=True):
+        kept, forward, backward, half, between, weight, exchange = holds[stage]
+        if kind == "F":
+            peak = max(peak, held + sends + forward)
+            held += kept
+        elif kind in "BI":
+            peak = max(peak, held + sends - kept + (backward if kind == "B" else half))
+        if kind == "I":
+            held += between - kept
+        if kind == "W":
+            peak = max(peak, held + sends + weight)
+            held += kept - between
+        if kind in "BW":
+            held -= kept
+            left[stage] -= 1
+            if left[stage] == 0:
+                peak = max(peak, held + exchange)
+    return total + peak
+
+
+def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[ReferenceBlock]) -> tuple[float, ...]:
+    """Returns bytes of a micro-batch on a stage.
+
+    Kept from forward to backward; peaks of forward, backward and the first half of a split one; kept between the halves; peaks
+    that the second half and the exchange add.
+
+    On top of what blocks up to the one that runs have kept comes: what it works with; its parameters and those of the next
+    one, gathered where they are not kept (before it runs a block is there twice, flat and as parameters); its unsharded
+    gradient, with the flat copy of the last block's that is being reduced, and at its end its own. The first half of a split
+    backward frees nothing before it ends, and keeps the gradients that those of weights are made from.
+    """
+    inside = draft.ranges[stage]
+    own = blocks[inside.start : inside.stop]
+    gathered = [0.0, *(block.weight_bytes if block.keeping == EACH_PASS else 0.0 for block in own), 0.0]
+    single = draft.stages == 1
+    buffers = [block.buffer_bytes if single else 0.0 for block in own] + [0.0]
+    kept, forward, backward, half, weight = 0.0, 0.0, 0.0, 0.0, 0.0
+    returned = blocks[inside.start - 1].returned_bytes if stage > 0 else 0.0
+    for index, block in enumerate(own):
+        before, kept = kept, kept + block.kept_bytes
+        here, ahead, behind = gathered[index + 1], gathered[index + 2], gathered[index]
+        forward = max(forward, before + 2 * here, kept + block.working_bytes[FORWARD_PASS] + here + ahead)
+        passing = block.keeping in (EACH_BACKWARD, EACH_PASS) or (block.keeping == ONCE and single and microbatches == 1)
+        gradient = block.gradient_bytes if passing else 0.0
+        at_end = index + 1 == len(own) and stage < draft.stages - 1
+        working = block.working_bytes[STAGE_END if at_end else BACKWARD_PASS]
+        if passing:
+            working = min(working + gradient, block.working_bytes[WITH_GRADIENTS])
+        running = working + here + behind + buffers[index + 1]
+        ends = before + here + behind + gradient + buffers[index]
+        backward = max(backward, kept + 2 * here + buffers[index + 1], kept + running, ends)
+        left = max(0.0, block.halved_bytes - block.kept_bytes)
+        weight = max(weight - left, block.remade_bytes)
+        half = max(half + left, running, left + (returned if index == 0 else 0.0))
+    exchange = 0.0 if single else max(block.buffer_bytes for block in own)
+    return kept, forward, backward, kept + half, sum(block.halved_bytes for block in own), weight, exchange

@@ -1,0 +1,104 @@
+"""Arrays of packed drafts: names of their columns, and records of them as the kernels take them.
+
+Axes: B blocks, S stages, P places (meshes), L lanes that differ, T tables of collectives, G entries of a table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.strategy.costs import Floats
+
+Ints = NDArray[np.int64]
+
+# Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane. The last eight have a column for each
+# entry of `costs.RECOMPUTE`.
+(
+    FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, BACKWARD_TENSOR_FULL, WEIGHT, SENT, RETURNED, WEIGHTS, GRADIENTS, OPTIMIZER,
+    UPDATE, EXPERT_WEIGHTS, EXPERT_GRADIENTS, EXPERT_OPTIMIZER,
+) = range(14)  # fmt: skip
+BACKWARD, AGAIN, KEPT, HALVED, WORKING_FORWARD, WORKING_BACKWARD, WORKING_END, WORKING_GROWING = range(14, 38, 3)
+ROW = 38
+
+# Places, float64 [P, PLACE].
+(
+    SHARDING, SHARE, COPIES, GATHER_TABLE, SCATTER_TABLE, REDUCE_TABLE, HOST_RATE, UPDATE_RATE, ITEM, EXPERT_SHARE,
+    EXPERT_GATHER_TABLE, EXPERT_SCATTER_TABLE, MEETS_BLOCKS, MEETS_COPIES,
+) = range(14)  # fmt: skip
+PLACE = 14
+
+# Actions, int32 [., 3]: stage, kind, micro-batch.
+KINDS = "FBIW"
+DO_F, DO_B, DO_I, DO_W = range(4)
+
+# Stage transfers, float64 [2, S, WAY].
+LATENCY, S_PER_BYTE, PART = range(3)
+WAY = 3
+
+# Results of places, float64 [P, ANSWER]; the first columns are seconds of the lane with most work.
+(COMPUTE, TENSOR, GATHER, EXCHANGE, HAND_OVER, END, UPDATE_S) = range(7)
+ANSWER = 7
+
+
+class FrameArrays(NamedTuple):
+    """Arrays of drafts that differ in cuts, recomputation and offload alone."""
+
+    stage_place: Ints  # int64 [S]
+    places: Floats  # float64 [P, PLACE]
+    microbatches: Ints  # int64 [L]
+    row: Ints  # int64 [L, P], index into the rows of costs
+    actions: NDArray[np.int32]  # int32 [., 3]
+    action_ptr: Ints  # int64 [L * P + 1]
+    ways: Floats  # float64 [2, S, WAY], from every stage to the next one and to the one before it
+    way_ptr: Ints  # int64 [2 S + 1] into `way_channels`
+    way_channels: Ints  # int64, channels that a transfer occupies
+    room_bytes: Floats  # float64 [R], capacity without reserved bytes
+    room_count: Ints  # int64 [R], devices with that capacity
+    room_ptr: Ints  # int64 [L * P + 1] into both
+
+
+class PackedTies(NamedTuple):
+    """Tied weights of drafts that have them on the same places."""
+
+    seconds: Floats  # float64 [X], to sum the gradients of each tie that is on several places
+    ptr: Ints  # int64 [X + 1] into `places`
+    places: Ints  # int64
+    block: Ints  # int64 [A], blocks whose copy another block of their place counts
+    again_bytes: Floats  # float64 [A, 3], of weights, gradients and optimizer state
+
+
+class BlockChoices(NamedTuple):
+    """Fields of a draft that change from one evaluation to the next."""
+
+    bounds: Ints  # int64 [S + 1]
+    recompute: NDArray[np.uint8]  # uint8 [B]
+    offload: NDArray[np.uint8]  # uint8 [B]
+
+
+class LanePlace(NamedTuple):
+    """A place in one lane."""
+
+    row: Floats  # float64 [B, ROW]
+    place: Floats  # float64 [PLACE]
+    tables: Floats  # float64 [T, G]
+    stages: int
+    microbatches: int
+
+
+class StepResult(NamedTuple):
+    """Arrays that `kernel.evaluate_packed` fills."""
+
+    step: Floats  # float64 [2], seconds of a step and bytes over capacity
+    answers: Floats  # float64 [P, ANSWER]
+    used: Floats  # float64 [L, P], bytes on each device beside reserved ones
+    hosts: Floats  # float64 [P], bytes of each device in its host's memory
+    stage_s: Floats  # float64 [S], busy seconds
+
+    @classmethod
+    def of(cls, lanes: int, places: int, stages: int) -> StepResult:
+        """Returns arrays of these axes."""
+        sizes = (2,), (places, ANSWER), (lanes, places), (places,), (stages,)
+        return cls(*map(np.zeros, sizes))

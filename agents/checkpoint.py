@@ -27,7 +27,16 @@ from torch import Tensor
 
 import rlplace
 from rlplace.agents.config import MAX_HIDDEN
-from rlplace.agents.policies import BUILT_IN, KNOWN, Policy, columns_of, policy_class, policy_name
+from rlplace.agents.policies import (
+    BUILT_IN,
+    Policy,
+    candidate_columns,
+    check_environment,
+    columns_of,
+    policy_class,
+    policy_name,
+)
+from rlplace.envs.base import ENVIRONMENTS
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
 
@@ -76,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:
-    """Markdown text.
+    """Returns a model card in Markdown.
 
     Args:
         name: Name of the checkpoint.
@@ -160,7 +169,7 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
         raise InputError(f"{card}: is missing; a checkpoint is a folder of {WEIGHTS}, config.json and card.md")
     with locked(folder, shared=True):  # not while another process is between its files
         config, payload = read_config(folder), read_bytes(path)
-    make = maker(config["policy"], config["settings"], config["features"], folder / "config.json")
+    make = maker(config["policy"], config["settings"], config["features"], config["environment"], folder / "config.json")
     weights = check_sizes(make, path, payload)
     if config.get("weights", digest := hashlib.sha256(payload).hexdigest()) != digest:
         raise InputError(f"{path}: not the weights that config.json was written with; save or copy the checkpoint again")
@@ -175,14 +184,15 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
     fill(module, read_tensors(path), path)
 
 
-def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) -> Callable[[], Policy]:
+def maker(name: str, settings: Any, features: Sequence[str], environment: str, where: Path | str) -> Callable[[], Policy]:
     """Returns a function that makes the policy of these settings; nothing is made yet.
 
     Raises:
-        InputError: The policy is unknown, or the settings are not plain data by name.
+        InputError: The policy is unknown or of another environment, or the settings are not plain data by name.
     """
     try:
         kind = policy_class(name)
+        check_environment(name, environment)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     if not isinstance(settings, dict):
@@ -191,13 +201,15 @@ def maker(name: str, settings: Any, features: Sequence[str], where: Path | str) 
         check_keys(settings, {"hidden", "second"}, ("rounds",)[: BUILT_IN.index(name)], f"{where}: settings")
         for key, value in settings.items():
             whole_number(value, f"{where}: settings.{key}", int(key != "rounds"), MAX_HIDDEN)
-    columns_of(features, KNOWN[kind.environment])
+    columns_of(features, candidate_columns(environment))
 
     def make() -> Policy:
         try:
-            return kind(features=tuple(features), **settings)
+            policy = kind(features=tuple(features), **settings)
         except (TypeError, ValueError) as error:
             raise InputError(f"{where}: policy {name} cannot be made of these settings: {show(str(error), 200)}") from error
+        policy.environment = environment
+        return policy
 
     return make
 
@@ -256,7 +268,7 @@ def load_state(path: Path, network: Policy, optimizer: torch.optim.Optimizer) ->
 
 
 def shipped_checkpoints() -> dict[str, str]:
-    """One-line descriptions of the checkpoints in this installation, by name."""
+    """Returns one-line descriptions of the checkpoints in this installation, by name."""
     index = files("rlplace.checkpoints") / "index.toml"
     if not index.is_file():
         return {}
@@ -284,19 +296,18 @@ def _find(name: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint, checked."""
+    """Reads ``config.json`` of a checkpoint and checks it."""
     path = folder / "config.json"
     config = read_json(path, FORMAT, VERSION)
     if "network" in config:  # version 2
         config.update(policy=BUILT_IN[0], settings=config.pop("network"))
     check_keys(config, _REQUIRED, {"weights"}, str(path))
-    if config["environment"] not in list(KNOWN):
-        raise InputError(
-            f"{path}: environment {show(config['environment'])} is none of {', '.join(KNOWN)}, where agents are trained"
-        )
+    if config["environment"] not in ENVIRONMENTS:
+        where = ", ".join(ENVIRONMENTS)
+        raise InputError(f"{path}: environment {show(config['environment'])} is not in {where}, where agents are trained")
     features = config["features"]
     named = [*map(str, features)] if isinstance(features, list) else []
-    if not named or len(set(named)) < len(named) or not set(named) <= set(KNOWN[config["environment"]]):
+    if not named or len(set(named)) < len(named) or not set(named) <= set(candidate_columns(config["environment"])):
         raise InputError(f"{path}: trained on other features than this version computes; train it again")
     if not isinstance(config["training"], dict):
         raise InputError(f"{path}: training must be an object")

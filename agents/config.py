@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from rlplace.agents.policies import BUILT_IN, policy_class
+from rlplace.agents.policies import BUILT_IN, check_environment, default_policy, policy_class
+from rlplace.envs.base import REFINEMENT
 from rlplace.records import Record, build
 
 MAX_HIDDEN = 4096
@@ -23,25 +24,26 @@ _Positive = Annotated[float, Meta(ge=1e-12, le=10)]
 
 
 class TrainConfig(Record, frozen=True):
-    """All settings of a training, read from ``hyperparams/refinement.toml`` or ``placement.toml``, by the policy's environment.
+    """Settings of a training; the defaults are in ``hyperparams``, a file an environment.
 
     Attributes:
-        cases: Cases that labels are collected from.
-        states, moves: Labelled plans of a case, and moves priced from each; in Placement-v0 simulations of a search whose
-            best plan is imitated.
+        cases: Cases of the data set of pre-training.
+        states, moves: Plans of a case, and moves priced from each; in Placement-v0 their product is the simulations of the
+            search whose best plan is cloned.
         fit_steps: Steps of pre-training; 0 leaves it out.
         steps: PPO decisions in all; 0 leaves PPO out.
-        part: PPO decisions between saves; every part has new cases.
-        part_cases: Cases of a part.
+        part: PPO decisions between saves; every part has new problems.
+        part_cases: Problems of a part.
         envs: Environments side by side. rollout: Decisions per environment between updates.
         batch_size, epochs, learning_rate, gamma, gae_lambda, clip_range, entropy: of PPO; the learning rate falls.
         hidden, second: Sizes of the built-in policies, see `PlacerNetwork` and `GraphNetwork`.
         policy: Name of the policy, see `rlplace.agents.policies`.
+        environment: Id of the environment, with or without ``rlplace/``.
         settings: Other settings of the policy.
         features: Columns of a candidate that the policy reads; none: all of its environment.
         seed: Seed of all random choices.
         device: torch device of PPO, or ``auto``.
-        processes: Number of processes that collect labels; 0: one a core.
+        processes: Number of processes that collect the data set; 0: one a core.
     """
 
     cases: _Count
@@ -64,6 +66,7 @@ class TrainConfig(Record, frozen=True):
     second: _Width
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     policy: str = BUILT_IN[0]
+    environment: str = REFINEMENT
     settings: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     features: tuple[str, ...] = ()
     device: str = "auto"
@@ -76,9 +79,21 @@ class TrainConfig(Record, frozen=True):
 
     @staticmethod
     def load(**changes: Any) -> TrainConfig:
-        """Returns the shipped hyperparameters, with changes (None leaves a value)."""
-        environment = policy_class(changes.get("policy") or BUILT_IN[0]).environment
+        """Returns the shipped hyperparameters of an environment, with changes (None leaves a value).
+
+        Without `environment` it is that of the policy; without `policy` it is the shipped one of the environment.
+        """
+        policy, environment = changes.get("policy"), changes.get("environment")
+        environment = (
+            f"rlplace/{str(environment).removeprefix('rlplace/')}"
+            if environment
+            else policy_class(policy or BUILT_IN[0]).environment
+        )
+        policy = policy or default_policy(environment)
+        check_environment(policy, environment)
         name = f"{environment.removeprefix('rlplace/').partition('-')[0].lower()}.toml"
         text = (files("rlplace.agents") / "hyperparams" / name).read_text(encoding="utf-8")
-        values = {**tomllib.loads(text), **{key: value for key, value in changes.items() if value is not None}}
-        return build(TrainConfig, values, "hyperparameters")
+        given = {key: value for key, value in changes.items() if value is not None}
+        return build(
+            TrainConfig, {**tomllib.loads(text), **given, "policy": policy, "environment": environment}, "hyperparameters"
+        )

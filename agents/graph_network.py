@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlplace.agents.policies import PLACEMENT, Policy, narrowed
-from rlplace.envs.base import greedy_fit
+from rlplace.agents.policies import Policy, narrowed
+from rlplace.envs.base import PLACEMENT, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import EDGE_FEATURES, NUM_NODE_FEATURES, GraphArrays, graph_arrays

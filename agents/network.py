@@ -8,12 +8,13 @@ nothing depends on the number or the order of devices, groups or candidates. B o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rlplace.agents.policies import Looked, Policy
+from rlplace.agents.policies import AnalysedPlan, Policy
+from rlplace.envs.base import ENVIRONMENTS
 from rlplace.envs.observation import NUM_CONTEXT
 
 HEURISTIC = {
@@ -45,6 +46,7 @@ class PlacerNetwork(Policy):
         candidates [B, K, F], candidate_group [B, K], context [B, C] to logits [B, K] and values [B, 1].
     """
 
+    environments: ClassVar[tuple[str, ...]] = ENVIRONMENTS
     mean: Tensor
     scale: Tensor
 
@@ -82,15 +84,15 @@ class PlacerNetwork(Policy):
         self.scale.copy_(scale)
 
     def settings(self) -> dict[str, Any]:
-        """Its sizes."""
+        """Returns its sizes."""
         return dict(self._sizes)
 
     def described(self, candidates: Tensor) -> Tensor:
-        """Second-layer activations [..., K, S] of candidates [..., K, F]."""
+        """Returns the second-layer activations [..., K, S] of candidates [..., K, F]."""
         before = self.first((candidates - self.mean) / self.scale)
         return torch.relu(self.second(torch.relu(before)))
 
-    def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
+    def scores(self, state: AnalysedPlan | None, moves: Tensor) -> Tensor:
         """Returns logits [..., K] of moves [..., K, F]; the plan does not matter."""
         return self._logits(moves, self.described(moves))
 
@@ -114,7 +116,7 @@ class PlacerNetwork(Policy):
         return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
 
     def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`forward` of observations of an environment."""
+        """Scores the candidates of observations of an environment; see `forward`."""
         groups = observation["candidate_group"].long()
         candidates = observation["candidates"].reshape(*groups.shape, len(self.features))
         return self(candidates, groups, observation["context"])

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from rlplace.agents import graph_network, search
 from rlplace.agents.checkpoint import Checkpoint, load_checkpoint
-from rlplace.agents.first_use import compile_ahead
+from rlplace.agents.compile_ahead import compile_ahead
 from rlplace.agents.graph_network import built
-from rlplace.agents.policies import PLACEMENT, Policy
-from rlplace.agents.search import Search
+from rlplace.agents.policies import Policy
+from rlplace.agents.search import GuidedSearch
 from rlplace.budget import Budget
-from rlplace.envs.base import greedy_fit
+from rlplace.envs.base import PLACEMENT, REFINEMENT, greedy_fit
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.placement import get_planner
@@ -121,7 +121,7 @@ class Agent:
             )
             if quickest is not devices:
                 devices, priority = quickest, None
-            looking = Search(instance, self.guide, devices, seed=seed)
+            looking = GuidedSearch(instance, self.guide, devices, seed=seed)
             looking.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
             PlanEvaluator(problem).count(looking.calls)
             used += looking.calls
@@ -196,6 +196,10 @@ def _check_arguments(seed: int, calls: int | None, time_limit_s: float | None) -
 def load_agent(name: str | Path = "default") -> Agent:
     """Loads a trained agent: the name of a shipped checkpoint, or a checkpoint folder."""
     named = load_checkpoint(name)
-    if named.network.environment == PLACEMENT:
+    if named.environment == PLACEMENT:
         return Agent(named, named.network, load_checkpoint("default").network)
+    if named.environment != REFINEMENT:
+        raise InputError(
+            f"agent {show(str(name))} was trained in {named.environment}; agents that place are of {PLACEMENT} or {REFINEMENT}"
+        )
     return Agent(named, load_checkpoint("graph").network, named.network)

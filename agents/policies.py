@@ -1,4 +1,4 @@
-"""`Policy`: what ranks moves of a plan. The agent's search, training and checkpoints know policies by this alone.
+"""`Policy`: scores the actions of an environment. Search, training and checkpoints know policies by this interface alone.
 
 Other packages offer theirs by name, as entry points of the group ``rlplace.policies`` (docs/agent/policies.md).
 """
@@ -6,6 +6,7 @@ Other packages offer theirs by name, as entry points of the group ``rlplace.poli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlplace.envs.base import context_vector
+from rlplace.envs.base import CLUSTER, ENVIRONMENTS, PLACEMENT, REFINEMENT, STRATEGY, context_vector
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
@@ -22,19 +23,34 @@ from rlplace.envs.observation import GraphArrays
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plugins import POLICIES, find, names, wrong
 
-PLACEMENT, REFINEMENT = "rlplace/Placement-v0", "rlplace/Refinement-v0"
-KNOWN = {PLACEMENT: CONSTRUCTION_FEATURES, REFINEMENT: FEATURES}
-"""Environments in which policies are trained, with the columns of their candidates."""
-
 BUILT_IN = ("perceptron", "graph")
-"""Names of the policies that are shipped: `PlacerNetwork` ranks moves, `GraphNetwork` builds plans."""
+"""Names of the shipped policies: `PlacerNetwork` scores candidates one by one, `GraphNetwork` builds plans."""
 
 
-class Looked(NamedTuple):
-    """A plan that was simulated and analysed, with moves that were drawn from it.
+@cache
+def candidate_columns(environment: str) -> tuple[str, ...]:
+    """Returns the names of the columns of a candidate in one of `ENVIRONMENTS`."""
+    if environment == STRATEGY:
+        from rlplace.envs.strategy import StrategyEnv
+
+        return StrategyEnv.FEATURES
+    if environment == CLUSTER:
+        from rlplace.envs.cluster import ClusterEnv
+
+        return ClusterEnv.FEATURES
+    return CONSTRUCTION_FEATURES if environment == PLACEMENT else FEATURES
+
+
+def default_policy(environment: str) -> str:
+    """Returns the name of the shipped policy that is trained in one of `ENVIRONMENTS`."""
+    return BUILT_IN[environment == PLACEMENT]
+
+
+class AnalysedPlan(NamedTuple):
+    """A plan that was simulated and analysed, with moves drawn from it.
 
     Attributes:
-        guide: Its instance, the analysed timeline (`Guide.view`), and the moves: `Guide.move(k)` says which groups go where.
+        guide: Its instance, the analysed timeline (`Guide.view`), and the moves: `Guide.move(k)` returns groups and devices.
         plan: int32 [G], device of each group.
     """
 
@@ -45,46 +61,50 @@ class Looked(NamedTuple):
 class Policy(nn.Module):
     """Base of policies: a torch module that is made by ``cls(features=names, **settings)``.
 
-    A subclass defines `look`, from which everything else follows; `decide` or `scores` may be defined beside it where that is
-    quicker.
+    A subclass defines `look`; `decide` and `scores` have defaults built on it, to be replaced where something faster exists.
 
     Attributes:
         features: Names of the columns of a candidate that it reads: some of the environment's, in any order.
+        environment: Id of the environment in which it is trained; one of `PLACEMENT` builds plans, one of `REFINEMENT` ranks
+            moves.
     """
 
     features: tuple[str, ...]
-    environment: ClassVar[str] = REFINEMENT
-    """Id of the environment in which it is trained; one of `PLACEMENT` builds plans, one of `REFINEMENT` ranks moves."""
+    environment: str = REFINEMENT
+    environments: ClassVar[tuple[str, ...]] = ()
+    """Further environments in which the class may be trained; `environment` of the instance is then set to that id."""
 
     def know(self, graphs: Sequence[GraphArrays]) -> None:
-        """Told in `PLACEMENT` which graphs the numbers ``graph`` of observations stand for, before it is asked."""
+        """Receives, in `PLACEMENT`, the graphs that the numbers ``graph`` of the next observations refer to."""
 
     def settings(self) -> dict[str, Any]:
-        """Plain data: the arguments beside `features` that make such a policy."""
+        """Returns plain data: the arguments beside `features` that make such a policy."""
         return {}
 
     def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What PPO trains: logits [B, K] of all actions and values [B, 1] of states.
+        """Returns logits [B, K] of all actions and values [B, 1] of states, which PPO trains.
 
         Args:
-            observation: A batch of what the environment observes; ``candidates`` float32 [B, K * F] has the columns of
+            observation: A batch of the environment's observations; ``candidates`` float32 [B, K * F] has the columns of
                 `features` alone, in their order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define look(observation)")
 
     def decide(self, observation: Mapping[str, Tensor]) -> Tensor:
-        """What building asks: logits [B, D] of observations of the one problem that it knows, without room for more devices."""
+        """Returns logits [B, D] while plans of the one known problem are built; observations have no padding devices."""
         return self.look(observation)[0]
 
-    def scores(self, state: Looked | None, moves: Tensor) -> Tensor:
-        """What the search asks, once for many moves: their logits [K].
+    def scores(self, state: AnalysedPlan | None, moves: Tensor) -> Tensor:
+        """Returns the logits [K] of moves; the search calls it once for many moves.
 
         Args:
-            state: The plan; None in pre-training, whose labels keep the moves alone (moves then have more axes before K).
+            state: The plan; None in pre-training, whose data sets hold the moves alone (moves then have more axes before K).
             moves: float32 [K, F], the columns of `features`.
         """
         if state is None:
-            raise InputError(f"{type(self).__name__} cannot be pre-trained on labels, which hold no plans; use --fit-steps 0")
+            raise InputError(
+                f"{type(self).__name__} cannot be pre-trained on priced moves, which come without plans; use --fit-steps 0"
+            )
         guide, count = state.guide, len(moves)
         load_s = float(guide.view.load.max()) / guide.instance.ideal_s
         observation = {
@@ -96,7 +116,7 @@ class Policy(nn.Module):
         return self.look({name: value[None] for name, value in observation.items()})[0][0]
 
     def standardise(self, mean: Tensor, scale: Tensor) -> None:
-        """Told once, before pre-training: mean and scale of its features, float32 [F] each."""
+        """Receives mean and scale of its features, float32 [F] each, once before pre-training."""
 
     def save(self, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = "") -> None:
         """Writes a checkpoint, which ``rlplace place --agent FOLDER`` takes; see `rlplace.agents.checkpoint`."""
@@ -120,7 +140,7 @@ class Policy(nn.Module):
 
 
 def columns_of(features: Sequence[str], known: Sequence[str]) -> NDArray[np.int64] | None:
-    """Where a policy's features stand in a table of `known` ones; None where they are the whole table.
+    """Returns the indices of a policy's features in a table of `known` columns; None where they are the whole table.
 
     Raises:
         InputError: A feature is unknown.
@@ -152,7 +172,7 @@ def policy_class(name: str) -> type[Policy]:
     """Returns the class of policies of this name.
 
     Raises:
-        InputError: No built-in policy and no installed package has the name, or what has it is no policy.
+        InputError: No built-in policy and no installed package has the name, or the class of that name is no policy.
     """
     from rlplace.agents.graph_network import GraphNetwork
     from rlplace.agents.network import PlacerNetwork
@@ -165,9 +185,23 @@ def policy_class(name: str) -> type[Policy]:
     found = extension.load()
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise wrong(extension, f"is {found!r:.80}, not a class of rlplace.agents.policies.Policy")
-    if found.environment not in KNOWN:
-        raise wrong(extension, f"names the environment {show(found.environment)}, not one of {', '.join(KNOWN)}")
+    for environment in (found.environment, *found.environments):
+        if environment not in ENVIRONMENTS:
+            raise wrong(extension, f"names the environment {show(environment)}, not one of {', '.join(ENVIRONMENTS)}")
     return found
+
+
+def check_environment(name: str, environment: str) -> None:
+    """Raises InputError where the policy of this name is not trained in the environment."""
+    kind = policy_class(name)
+    if environment not in ENVIRONMENTS:
+        raise unknown_name("environment", environment, ENVIRONMENTS)
+    if environment not in (kind.environment, *kind.environments):
+        raise InputError(
+            f"policy {name} is trained in {kind.environment}, not in {environment}; leave --policy out for "
+            f"{default_policy(environment)}, or name one of your own whose class has environment = '{environment}': an entry "
+            f"point of the group {POLICIES} (docs/agent/policies.md)"
+        )
 
 
 def policy_name(policy: Policy) -> str:

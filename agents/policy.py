@@ -1,28 +1,35 @@
-"""Any `Policy` as one of stock `MaskablePPO`, and of algorithms that know no masks.
+"""Adapters to stable-baselines3: any `Policy` as one of stock `MaskablePPO`, and vector environments as its `VecEnv`.
 
-Only `_build` is overridden: SB3's feature extractor becomes the whole network, whose output is split into logits and value.
+Of SB3's policies only `_build` is overridden: the feature extractor becomes the whole network, whose output is split into
+logits and value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3.common.policies import MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor, nn
 
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import KNOWN, Policy, narrowed
+from rlplace.agents.policies import Policy, candidate_columns, narrowed
+from rlplace.envs.base import ENVIRONMENTS
+from rlplace.envs.vector.base import PlacerVectorEnv
 from rlplace.errors import InputError
 
 
 class PolicyExtractor(BaseFeaturesExtractor):
-    """Runs a `Policy` on a batch of observations; features are the K logits and the value, [B, K + 1]."""
+    """A `Policy` as SB3's feature extractor: its features are the K logits and the value, [B, K + 1]."""
 
     def __init__(
         self, observation_space: spaces.Dict, features: Sequence[str], network: type[Policy], settings: Mapping[str, Any]
@@ -32,8 +39,11 @@ class PolicyExtractor(BaseFeaturesExtractor):
         wide = table[0] // candidates[0]
         super().__init__(observation_space, candidates[0] + 1)
         self.network = network(features=tuple(features), **settings)
-        self._known = next((names for names in KNOWN.values() if len(names) == wide), tuple(features))
-        if len(self._known) != wide or not set(features) <= set(self._known):
+        columns = (
+            known for known in map(candidate_columns, ENVIRONMENTS) if len(known) == wide and set(features) <= set(known)
+        )
+        self._known = next(columns, tuple(features))
+        if len(self._known) != wide:
             raise InputError(
                 f"policy_kwargs['features'] are not of the environment, which describes a candidate by {wide} numbers; pass "
                 "FEATURES of its class, or some of them"
@@ -102,7 +112,7 @@ class _NetworkPolicy:
 
 
 class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
-    """Policy for `MaskablePPO` on either environment.
+    """Policy for `MaskablePPO` in any environment of the package.
 
     Pass ``policy_kwargs={"features": RefinementEnv.FEATURES}``, and ``"network"``, a class of `Policy`, with its ``"settings"``
     where it is another than the shipped one.
@@ -110,4 +120,98 @@ class PlacerPolicy(_NetworkPolicy, MaskableMultiInputActorCriticPolicy):
 
 
 class UnmaskedPlacerPolicy(_NetworkPolicy, MultiInputActorCriticPolicy):
-    """The same for on-policy algorithms without masks (`PPO`, `A2C`, `TRPO`): they must learn what is illegal."""
+    """Policy for on-policy algorithms without masks (`PPO`, `A2C`, `TRPO`), which must learn what is illegal."""
+
+
+class PlacerVecEnv(VecEnv):
+    """N environments that are stepped together, for any algorithm of stable-baselines3 and sb3-contrib, masks included.
+
+    >>> envs = gymnasium.make_vec("rlplace/Refinement-v0", num_envs=64, autoreset_mode="SameStep")      # doctest: +SKIP
+    >>> model = MaskablePPO(PlacerPolicy, PlacerVecEnv(envs), policy_kwargs={"features": RefinementEnv.FEATURES})
+    """
+
+    def __init__(self, envs: Any) -> None:
+        """Wraps a vector environment.
+
+        Args:
+            envs: `gymnasium.make_vec` of rlplace/Placement-v0 or rlplace/Refinement-v0 with ``autoreset_mode="SameStep"``, or
+                `gymnasium.vector.SyncVectorEnv` of others in that mode.
+
+        Raises:
+            InputError: It is another environment, or has another mode.
+        """
+        known = isinstance(envs, PlacerVectorEnv | SyncVectorEnv)
+        if not known or envs.metadata["autoreset_mode"] is not AutoresetMode.SAME_STEP:
+            raise InputError(
+                'PlacerVecEnv wraps gymnasium.make_vec("rlplace/Placement-v0", num_envs=N, autoreset_mode="SameStep") or '
+                f"Refinement-v0, or a SyncVectorEnv in that mode, found {envs!r}"
+            )
+        self.envs = envs
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+        self._actions = np.zeros(self.num_envs, dtype=np.int64)
+
+    def reset(self) -> dict[str, NDArray[Any]]:  # type: ignore[override]
+        """Begins all episodes, with the seeds and options that were set."""
+        seed = None if self._seeds[0] is None else self._seeds
+        observation, infos = self.envs.reset(seed=seed, options=self._options[0] or None)
+        self.reset_infos = self._numbers(infos)
+        self._reset_seeds()
+        self._reset_options()
+        return cast(dict[str, NDArray[Any]], observation)
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Takes the actions of the next step."""
+        self._actions = actions
+
+    def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
+        """Steps; an environment whose episode ended has its last info and ``terminal_observation``."""
+        observation, rewards, terminated, truncated, infos = self.envs.step(self._actions)
+        rows, over = self._numbers(infos), terminated | truncated
+        for e in np.flatnonzero(over).tolist():
+            rows[e] = {
+                **_row(infos["final_info"], e),
+                "terminal_observation": infos["final_obs"][e],
+                "TimeLimit.truncated": bool(truncated[e] and not terminated[e]),
+            }  # fmt: skip
+        return observation, rewards.astype(np.float32), over, rows
+
+    def close(self) -> None:
+        """Ends the threads of the environments."""
+        self.envs.close()
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        """Returns an attribute of each environment."""
+        values = self.envs.get_attr(attr_name)
+        return [values[e] for e in self._chosen(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        """Raises InputError: environments that are stepped together have no attributes of their own."""
+        raise InputError(f"{attr_name} cannot be set: these environments share their attributes; make others")
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
+        """Returns rows of a method of the environments, such as ``action_masks``."""
+        rows = self.envs.call(method_name, *method_args, **method_kwargs)
+        return [rows[e] for e in self._chosen(indices)]
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        """Returns False for each: they have no wrapper of stable-baselines3."""
+        return [False for _ in self._chosen(indices)]
+
+    def _chosen(self, indices: int | Iterable[int] | None) -> Sequence[int]:
+        return range(self.num_envs) if indices is None else [indices] if isinstance(indices, int) else list(indices)
+
+    def _numbers(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the info of each environment between ends of episodes: the number of its problem, where it has one."""
+        if "problem" not in infos:
+            return [{} for _ in range(self.num_envs)]
+        return [{"problem": number} for number in infos["problem"].tolist()]
+
+
+def _row(infos: Mapping[str, Any], e: int) -> dict[str, Any]:
+    """Returns the info of one environment from those of a vector."""
+    found = {}
+    for name, values in infos.items():
+        if name[0] != "_" and infos.get(f"_{name}", values)[e]:
+            value = _row(values, e) if isinstance(values, dict) else values[e]
+            found[name] = value.item() if isinstance(value, np.generic) else value
+    return found

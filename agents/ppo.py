@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,30 +21,35 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecMonitor
 
+from rlplace.agents.behaviour_cloning import quick_plan
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.gather import PlacerVecEnv
-from rlplace.agents.imitation import quick_plan
-from rlplace.agents.policies import PLACEMENT, Policy
-from rlplace.agents.policy import PlacerPolicy
+from rlplace.agents.policies import Policy
+from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv
 from rlplace.agents.problems.sources import CaseSource
-from rlplace.envs.instance import Instance, make_instance, side_by_side
+from rlplace.envs.base import CLUSTER, PLACEMENT, REFINEMENT, STRATEGY
+from rlplace.envs.instance import make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
-from rlplace.envs.vector.base import PlacementVectorEnv, PlacerVectorEnv, RefinementVectorEnv
+from rlplace.envs.vector.base import PlacementVectorEnv, RefinementVectorEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50
 """Cases in a row without a usable one after which a source counts as having none."""
 
+BASELINES = {
+    PLACEMENT: "quick planners", REFINEMENT: "best plan", STRATEGY: "classical search's strategy", CLUSTER: "best candidate",
+}  # fmt: skip
+"""By environment, whose step time the ratios of training are relative to."""
+
 _WORST, _SPREAD = -3.0, 0.01
 
 
 @dataclass(frozen=True)
-class Part:
+class PartResult:
     """Result of a part of PPO.
 
     Attributes:
         decisions: Number of decisions made.
-        ratio: Geometric mean of step time over the best classical plan at the end of its episodes, NaN without any.
+        ratio: Geometric mean of the step time at the end of episodes over that of `BASELINES`, NaN without any.
     """
 
     decisions: int
@@ -75,21 +81,21 @@ class EpisodeBuffer(MaskableDictRolloutBuffer):
         self.returns[unknown] = self.values[unknown]
 
 
-def instances_of(source: CaseSource, first: int, count: int, *, quick: bool = False) -> list[Instance]:
-    """`count` instances from the source's case `first` on, without cases of one device; `quick` compares with `quick_plan`.
+def instances_of(source: CaseSource, first: int, count: int, environment: str) -> list[Any]:
+    """Returns `count` problems of an environment from the source's number `first` on, without those that teach nothing.
 
     Raises:
-        InputError: The source has no usable case.
+        InputError: The source has no usable problem.
     """
-    instances: list[Instance] = []
+    instances: list[Any] = []
     number = misses = 0
     while len(instances) < count and misses < MOST_MISSES and source.count != 0:
         if source.count is not None and number >= max(source.count, count):
             break
         case = source.case((first + number) % source.count if source.count is not None else first + number)
         number += 1
-        instance = make_instance(case.problem, floor=quick_plan(case.problem) if quick else None, compute_floor=not quick)
-        if instance.floor is None or instance.problem.num_devices < 2:
+        instance = _instance_of(case, environment)
+        if instance is None:
             misses += 1
             continue
         misses = 0
@@ -99,17 +105,31 @@ def instances_of(source: CaseSource, first: int, count: int, *, quick: bool = Fa
     return instances
 
 
-def make_model(network: Policy, instances: Sequence[Instance], config: TrainConfig, seed: int) -> MaskablePPO:
+def _instance_of(case: Any, environment: str) -> Any:
+    """Returns a case as the environment takes it; None without a feasible plan, or with one device."""
+    if environment in (STRATEGY, CLUSTER):
+        return case if environment == STRATEGY or case.least_s < np.inf else None
+    quick = environment == PLACEMENT
+    instance = make_instance(case.problem, floor=quick_plan(case.problem) if quick else None, compute_floor=not quick)
+    return instance if instance.floor is not None and instance.problem.num_devices > 1 else None
+
+
+def make_model(network: Policy, instances: Sequence[Any], config: TrainConfig, seed: int) -> MaskablePPO:
     """Returns a `MaskablePPO` whose policy holds a copy of the network."""
-    games: PlacerVectorEnv
+    games: Any
     graphs: list[GraphArrays] = []
-    if network.environment == PLACEMENT:
+    environment = network.environment
+    if environment == PLACEMENT:
         graphs = [graph_arrays(instance) for instance in instances] * 2
         instances = [*instances, *map(side_by_side, instances)]
         games = PlacementVectorEnv(config.envs, problems=instances, autoreset_mode="SameStep")
-    else:
+    elif environment == REFINEMENT:
         games = RefinementVectorEnv(config.envs, problems=instances, start="mixed", keep="better", autoreset_mode="SameStep")
-    envs = VecMonitor(PlacerVecEnv(games), info_keywords=("feasible",))
+    else:
+        options = {"problems": instances, "start": "random"} if environment == STRATEGY else {"scenarios": instances}
+        sync = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": "SameStep"}}
+        games = gymnasium.make_vec(environment, config.envs, **sync, **options)
+    envs = VecMonitor(PlacerVecEnv(games))
     model = MaskablePPO(
         PlacerPolicy,
         envs,
@@ -123,7 +143,7 @@ def make_model(network: Policy, instances: Sequence[Instance], config: TrainConf
         ent_coef=config.entropy,
         seed=seed,
         device=config.device,
-        rollout_buffer_class=EpisodeBuffer if network.environment == PLACEMENT else None,
+        rollout_buffer_class=EpisodeBuffer if environment == PLACEMENT else None,
         policy_kwargs={"network": type(network), "features": network.features, "settings": network.settings()},
     )
     policy = model.policy
@@ -136,20 +156,20 @@ def make_model(network: Policy, instances: Sequence[Instance], config: TrainConf
 def run_part(
     network: Policy,
     moments: dict[str, Any] | None,
-    instances: Sequence[Instance],
+    instances: Sequence[Any],
     config: TrainConfig,
     *,
     number: int,
     decisions: int,
     logs: Path,
     tick: Callable[[int], object],
-) -> tuple[Part, dict[str, Any]]:
-    """Returns one part of PPO; changes the network.
+) -> tuple[PartResult, dict[str, Any]]:
+    """Runs one part of PPO.
 
     Args:
         network: The network, trained in place.
         moments: Adam's state after the part before; None at first.
-        instances: Instances that this part trains on.
+        instances: Problems that this part trains on, see `instances_of`.
         config: Hyperparameters.
         number: Number of the part, from which its seed follows.
         decisions: Decisions to make, rounded up to whole rollouts.
@@ -170,11 +190,11 @@ def run_part(
     assert isinstance(policy, PlacerPolicy)
     network.load_state_dict(policy.network.state_dict())
     ratio = float(np.exp(np.mean(np.log(watcher.ratios)))) if watcher.ratios else float("nan")
-    return Part(model.num_timesteps, ratio), policy.optimizer.state_dict()
+    return PartResult(model.num_timesteps, ratio), policy.optimizer.state_dict()
 
 
 class _Watcher(BaseCallback):
-    """Notes how episodes end."""
+    """Step times at the end of episodes."""
 
     def __init__(self, tick: Callable[[int], object]) -> None:
         super().__init__()
@@ -183,8 +203,8 @@ class _Watcher(BaseCallback):
 
     def _on_step(self) -> bool:
         for info, over in zip(self.locals["infos"], self.locals["dones"], strict=True):
-            if over and "vs_best_baseline" in info:
-                self.ratios.append(info["vs_best_baseline"])
+            if over and (ratio := info.get("vs_best_baseline", info.get("over"))) is not None:
+                self.ratios.append(ratio)
         self._tick(self.training_env.num_envs)
         return True
 

@@ -1,6 +1,6 @@
 """The agent's search: one instance, one network, a budget of simulator calls or seconds.
 
-A `Search` holds the buffers of the compiled parts (`rlplace.agents.guided`) and asks the policy once between the two.
+A `GuidedSearch` holds the buffers of the compiled parts (`rlplace.agents.guided`) and asks the policy once between the two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOT, _COOLING = 1e-3, 0.1  # start temperature relative to the best step time, 
 _PATIENCE = 8  # rounds without a new best plan before the search goes back to the best one and changes it at random
 
 
-class Search:
+class GuidedSearch:
     """A search from a plan.
 
     Attributes:
@@ -115,11 +115,11 @@ class Search:
         """Scores of the first moves of the table by the policy."""
         import torch
 
-        from rlplace.agents.policies import Looked, read_by
+        from rlplace.agents.policies import AnalysedPlan, read_by
 
         with torch.inference_mode():
             moves = read_by(self._policy, self._guide.table[:count])
-            return self._policy.scores(Looked(self._guide, plan), moves).numpy()
+            return self._policy.scores(AnalysedPlan(self._guide, plan), moves).numpy()
 
     def _round(self, calls: int, progress: float, slope: float) -> int:
         """Returns one look at the plan and some tries, `calls` simulations at most; returns the tries."""
@@ -144,7 +144,7 @@ class Search:
         return int(tried)
 
 
-class _Unranked(Search):
+class _Unranked(GuidedSearch):
     """A search without a policy, which needs no torch."""
 
     def _scores(self, plan: NDArray[np.int32], count: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Training a placer: pre-training on labels, then stock `MaskablePPO`.
+"""Training of a policy: pre-training on a data set, then stock `MaskablePPO`.
 
 A run folder is a checkpoint (`rlplace.agents.checkpoint`) with ``optimizer.safetensors``, ``labels/`` and TensorBoard logs,
 rewritten after every part. A run that is cut anywhere and resumed gives the weights that it would have given: what a part does
@@ -33,9 +33,8 @@ from rlplace.agents.checkpoint import (
     versions,
 )
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.gather import check_labels, gather
-from rlplace.agents.lessons import LESSONS, fit
-from rlplace.agents.policies import KNOWN, PLACEMENT, policy_class
+from rlplace.agents.policies import candidate_columns
+from rlplace.agents.pretraining import PRETRAINING, check_dataset, collect_dataset, fit
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.errors import InputError
 from rlplace.files import finite_number
@@ -43,7 +42,7 @@ from rlplace.files import finite_number
 _FIT_PART = 500  # steps of pre-training between saves
 _PPO_CASES = 1_000_000  # the stream's cases from here on are PPO's
 _LAST_RATE = 0.1  # share of PPO's learning rate, which falls linearly, below which it does not fall
-_HELD = 16  # label files that are not fitted, to show progress on
+_HELD = 16  # files of the data set that are not fitted, to show progress on
 
 
 def train(
@@ -58,7 +57,7 @@ def train(
     """Trains and writes a run folder.
 
     Args:
-        source: Source of the cases to train on.
+        source: Source of the problems to train on.
         config: Hyperparameters.
         out: Run folder.
         resume: Continue the run in `out`.
@@ -69,11 +68,11 @@ def train(
         PPO decisions done in all.
 
     Raises:
-        InputError: No case is usable, or the run folder holds labels of other cases.
+        InputError: No problem is usable, the run folder holds data of other problems, or the environment has no pre-training.
         KeyboardInterrupt: After a line that tells how to resume.
     """
     torch.set_num_threads(1)
-    run = _Run(source, config, Path(out), resume, progress_bar, report)
+    run = TrainingRun(source, config, Path(out), resume, progress_bar, report)
     try:
         if not resume:
             run.begin()
@@ -85,7 +84,7 @@ def train(
     return run.decisions
 
 
-class _Run:
+class TrainingRun:
     """One training and its progress."""
 
     def __init__(
@@ -102,8 +101,10 @@ class _Run:
         self.report, self._progress_bar = report, progress_bar
         self._begin_s = time.monotonic()
         torch.manual_seed(config.seed)
-        features = config.features or KNOWN[policy_class(config.policy).environment]
-        make = maker(config.policy, config.settings_of(), features, out)
+        if config.fit_steps and config.environment not in PRETRAINING:
+            raise InputError(f"there is no pre-training in {config.environment}; use --fit-steps 0")
+        features = config.features or candidate_columns(config.environment)
+        make = maker(config.policy, config.settings_of(), features, config.environment, out)
         if resume:  # before anything is as large as a config says
             check_sizes(make, out / "policy.safetensors")
         self.network = make()
@@ -117,30 +118,30 @@ class _Run:
     def begin(self) -> None:
         """Saves the state from which a run resumes that is interrupted before its first part is done."""
         if self.config.fit_steps:
-            check_labels(self.source, self.out / "labels", **self._labelling())
+            check_dataset(self.source, self.out / "labels", **self._dataset())
         (self.out / STATE).unlink(missing_ok=True)  # of an earlier run
         self.save(None)
 
     def pretrain(self) -> None:
-        """Collects labels and fits to them; does nothing where that is done already."""
+        """Collects the data set and fits to it; does nothing where that is done already."""
         config = self.config
         if config.fit_steps <= self.fitted:
             return
-        lesson = LESSONS[self.network.environment]
-        files = gather(
+        pretraining = PRETRAINING[config.environment]
+        files = collect_dataset(
             self.source,
             self.out / "labels",
             cases=config.cases,
             processes=config.processes,
             report=self.report,
-            collect=lesson.collect,
-            **self._labelling(),
+            collect=pretraining.collect,
+            **self._dataset(),
         )
         if not files:
             raise InputError("no labels: no case has two devices and a plan that can run")
         held, fitted = files[: min(_HELD, len(files) // 8)], files[min(_HELD, len(files) // 8) :]
         if self.fitted == 0:
-            lesson.begin(self.network, fitted)
+            pretraining.begin(self.network, fitted)
         optimizer = torch.optim.Adam(self.network.parameters())
         if self._moments is not None:
             optimizer.load_state_dict(self._moments)
@@ -150,16 +151,16 @@ class _Run:
         while self.fitted < config.fit_steps:
             done = min(config.fit_steps, self.fitted + _FIT_PART)
             steps = {"first": self.fitted, "last": done, "steps": config.fit_steps, "seed": config.seed}
-            loss = fit(self.network, optimizer, fitted, lesson, **steps)
+            loss = fit(self.network, optimizer, fitted, pretraining, **steps)
             self.fitted = done
-            self.notes["held"] = lesson.learned(self.network, held) if held else "not measured"
+            self.notes["held"] = pretraining.summary(self.network, held) if held else "not measured"
             self.save(optimizer.state_dict() if done < config.fit_steps else None)
             self.report(f"{done}/{config.fit_steps} steps, loss {loss:.3f}; on cases not fitted: {self.notes['held']}")
 
         self._moments = None
 
-    def _labelling(self) -> dict[str, int]:
-        """Returns the settings that determine the labels of a case."""
+    def _dataset(self) -> dict[str, int]:
+        """Returns the settings that determine the data set of a case."""
         return {"states": self.config.states, "moves": self.config.moves, "seed": self.config.seed * 1_000_000}
 
     def practise(self) -> None:
@@ -169,8 +170,7 @@ class _Run:
         while self.decisions < config.steps:
             begin_s = time.monotonic()
             first = _PPO_CASES + self.parts * config.part_cases if self.source.count is None else self.parts * config.part_cases
-            quick = self.network.environment == PLACEMENT
-            instances = ppo.instances_of(self.source, first, config.part_cases, quick=quick)
+            instances = ppo.instances_of(self.source, first, config.part_cases, config.environment)
             ready_s = time.monotonic()
             rate = config.learning_rate * max(_LAST_RATE, 1.0 - self.decisions / config.steps)
             part, moments = ppo.run_part(
@@ -191,7 +191,7 @@ class _Run:
             speed = part.decisions / max(time.monotonic() - ready_s, 1e-9)
             self.report(
                 f"{self.decisions}/{config.steps} decisions, {speed:.0f} a second after {ready_s - begin_s:.0f} s for the "
-                f"floors; step time {part.ratio:.4f} of the {'quick planners' if quick else 'best plan'} at the end of episodes"
+                f"floors; step time {part.ratio:.4f} of the {ppo.BASELINES[config.environment]} at the end of episodes"
             )
         bar.close()
 

@@ -3,8 +3,8 @@
     python -m benchmarks.moves_dataset --split validation --out data
     MINARI_DATASETS_PATH=data python -c 'import minari; print(minari.load_dataset("rlplace/moves-validation-v0"))'
 
-An episode of Refinement-v0 begins at a plan of the kinds that `rlplace.agents.labels` labels, and goes on by its rule. Equal
-seeds give equal data under equal versions; the program prints a hash of the content.
+An episode of Refinement-v0 begins at a plan of the kinds that `rlplace.agents.move_ranking` labels, and goes on by its rule.
+Equal seeds give equal data under equal versions; the program prints a hash of the content.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents.cases import Case
-from rlplace.agents.labels import choose, starting_plans
+from rlplace.agents.move_ranking import choose, starting_plans
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
 from rlplace.envs.instance import make_instance
 from rlplace.envs.refinement import RefinementEnv
@@ -66,7 +66,7 @@ class Walk:
 
 
 def make_walks(
-    cases: Sequence[Case], *, seed: int, moves: int = MOVES, states: int = STATES
+    cases: Sequence[ProblemCase], *, seed: int, moves: int = MOVES, states: int = STATES
 ) -> tuple[RefinementEnv, list[Walk]]:
     """Walks on every case that has a plan, a few each.
 
@@ -167,7 +167,7 @@ def write_dataset(
                 dataset_id,
                 [buffer_of(EpisodeBuffer, item) for item in walks],
                 env=shown,
-                algorithm_name="descent with exploration (rlplace.agents.labels)",
+                algorithm_name="descent with exploration (rlplace.agents.move_ranking)",
                 author="The rlplace authors",
                 description=about,
                 data_format="hdf5",

@@ -19,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.agents.gather import PlacerVecEnv
+from rlplace.agents.policy import PlacerVecEnv
 from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many

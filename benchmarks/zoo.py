@@ -31,8 +31,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from benchmarks import lns
 from rlplace.agents.checkpoint import versions
-from rlplace.agents.gather import PlacerVecEnv
-from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
+from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
 from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.errors import InfeasibleError

@@ -23,6 +23,11 @@ from rlplace.text import bytes_text, seconds_text
 if TYPE_CHECKING:
     from rlplace.envs.vector.batch import Batch
 
+ENVIRONMENTS = PLACEMENT, REFINEMENT, STRATEGY, CLUSTER = (
+    "rlplace/Placement-v0", "rlplace/Refinement-v0", "rlplace/Strategy-v0", "rlplace/Cluster-v0",
+)  # fmt: skip
+"""Ids of the environments; there are others on splits of problems, and `rlplace/Toy-v0`."""
+
 _ONE = np.zeros(1, dtype=np.int64)
 """The one environment of a single one's batch."""
 

@@ -31,17 +31,16 @@ from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import FinalReward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.errors import InputError
-from rlplace.measure import pool as pools
 from rlplace.measure.belief import Belief, Ran
 from rlplace.measure.log import Run
-from rlplace.measure.pool import Pool, first_pool, pool_of
+from rlplace.measure.pool import CHOICES, Pool, first_pool, pool_of
 from rlplace.measure.session import LOST, gain_of
 from rlplace.measure.truths import NOISE, Truth
 from rlplace.measure.world import Worlds
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import Draft, draft_of_strategy
-from rlplace.strategy.executor.evaluate import StepEvaluation
+from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation
 from rlplace.strategy.search.tries import SearchProblem
 
 
@@ -130,11 +129,11 @@ def default_scenarios() -> tuple[Scenario, ...]:
 
 FEATURES = (
     "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", "ran", "took",
-    *(f"of {name}" for name in pools.FEATURES),
+    *(f"of {name}" for name in CHOICES), *(f"in {part}" for part in PARTS),
 )  # fmt: skip
 """Of a candidate: `rlplace.measure.session.gain_of`; expected log step time over the best that ran; its standard deviation; the
 chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it tells of others;
-whether it has run, and the log of what it took over what the cost model says; its strategy."""
+whether it has run, and the log of its step time over that by the cost model; its strategy, and shares of its step."""
 
 STAGE_FEATURES = ("busy", "blocks", "replicas", "shared", "tensor", "level", "recomputed", "full")
 """Of a stage: its passes over the step by the cost model; share of the blocks; degrees, as logarithms to base 2; sharding level

@@ -210,7 +210,7 @@ def entries() -> dict[str, Dispatcher]:
     return {
         f"{module}.{name}": value
         for module in kernel_modules()
-        if module != "rlplace.agents.first_use"
+        if module != "rlplace.agents.compile_ahead"
         for name, value in vars(import_module(module)).items()
         if isinstance(value, Dispatcher)
         and value.py_func.__module__ == module

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rlplace.agents.cases import is_branchy
+from rlplace.agents.problems.cases import is_branchy, made_by, set_folder
 from rlplace.agents.problems.questions import strategy_questions
-from rlplace.agents.problems.sources import made_by, set_folder
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
 from rlplace.envs.base import PlacerEnv
 from rlplace.envs.instance import Instance, make_instance

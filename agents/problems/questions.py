@@ -1,15 +1,20 @@
-"""Questions of `rlplace/Strategy-v0` by split: captured models and clusters of the splits of placements."""
+"""Questions of `rlplace/Strategy-v0` by split, of models and clusters of the splits of placements; scenarios of Cluster-v0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import cycle
+
+import numpy as np
 
 from rlplace.agents.problems import graphs
 from rlplace.agents.problems.splits import GROUPS, TEST, VALIDATION
 from rlplace.cluster.parse import parse
+from rlplace.envs.cluster import Scenario, default_questions
 from rlplace.errors import unknown_name
+from rlplace.measure.pool import first_pool
+from rlplace.measure.truths import Truth
 from rlplace.runtime.strategy.why_not import judge
 from rlplace.strategy.search.plan import ask
 from rlplace.strategy.search.tries import SearchProblem
@@ -37,7 +42,7 @@ def strategy_questions(split: str) -> tuple[SearchProblem, ...]:
         MissingError: Captures need the transformers extra.
     """
     if split not in DEALT:
-        raise unknown_name("split", split, DEALT)
+        raise unknown_name("set of questions", split, (SMALL, *DEALT))
     families, clusters = DEALT[split]
     recipes = [model for some in families.values() for model in some if not isinstance(model, str)]
     why_not, asked = judge(None)[0], []
@@ -45,3 +50,21 @@ def strategy_questions(split: str) -> tuple[SearchProblem, ...]:
         first, other = (graphs.captured((model, samples, seq)) for samples in CAPTURED)
         asked.append(ask(first, parse(cluster), BATCH, other=other, why_not=why_not))
     return tuple(asked)
+
+
+SMALL = "small"
+"""Name of the three small questions of `default_questions`, which need no split."""
+
+
+def questions_of(name: str) -> tuple[SearchProblem, ...]:
+    """Returns the questions of `SMALL` or of a split."""
+    return default_questions() if name == SMALL else strategy_questions(name)
+
+
+_pool = lru_cache(32)(lambda question: first_pool(question, calls=100))
+
+
+def scenario(question: SearchProblem, seed: int, number: int) -> Scenario:
+    """Returns a scenario on a question, whose truth follows from the seed and the number."""
+    draw = int(np.random.default_rng([seed, number]).integers(1 << 62))
+    return Scenario.of(_pool(question), Truth.drawn(question, draw))

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlplace.agents.cases import Case, is_branchy
+from rlplace.agents.problems.cases import ProblemCase, is_branchy, load_cases, made_by, save_cases, set_folder
 from rlplace.agents.problems.graphs import (
     SEEN_CLUSTERS,
     TEST_CLUSTERS,
@@ -27,7 +27,6 @@ from rlplace.agents.problems.graphs import (
     is_unseen_cluster,
     priced,
 )
-from rlplace.agents.problems.sources import load_cases, made_by, save_cases, set_folder
 from rlplace.agents.problems.training import limit_memory, log_uniform, settle, training_case, vary_hardware
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
@@ -87,12 +86,12 @@ _TEST_SYNTHETIC = ((4, 1), (8, 2), (3, 1), (16, 4), (7, 1), (10, 2), (9, 3), (14
 """Devices and hosts of synthetic cases; some unseen in training."""
 
 
-def validation_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+def validation_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
     """Returns the cases to tune on; see `test_cases`."""
     return _fixed("validation", folder, progress)
 
 
-def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
     """The cases that results are reported on and nothing is tuned on.
 
     Args:
@@ -103,7 +102,7 @@ def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], No
     return _fixed("test", folder, progress)
 
 
-def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[Case]:
+def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
     """Returns the first `TRAIN_CASES` cases of the training stream with seed 0, which has no end; see `test_cases`."""
     return _fixed("train", folder, progress)
 
@@ -111,7 +110,7 @@ def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], N
 test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to collect
 
 
-def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[Case]:
+def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
     """Returns the cases of the closing table of `rlplace train`: the validation split.
 
     Without the transformers extra, its cases that need none, made anew.
@@ -121,7 +120,7 @@ def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[Case
     return build(SPLITS["validation"], needs=("zoo:", "synthetic:"))
 
 
-def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None] | None) -> list[Case]:
+def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None] | None) -> list[ProblemCase]:
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
     by = made_by()
@@ -138,7 +137,7 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     return cases
 
 
-def _made(name: str) -> list[Case]:
+def _made(name: str) -> list[ProblemCase]:
     return [training_case(0, number) for number in range(TRAIN_CASES)] if name == "train" else build(SPLITS[name])
 
 
@@ -169,7 +168,7 @@ SPLITS = {
 }
 
 
-def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
+def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[ProblemCase]:
     """Returns the cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
@@ -177,7 +176,7 @@ def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[Case]:
     memory, varied = _deal(rng, _MEMORY, total), _deal(rng, _VARIED, total)
     half = -(-total // 2)  # captured models meet a cluster that training draws and one that it does not in turn
     clusters = list(zip(_deal(rng, SEEN_CLUSTERS, half), _deal(rng, split.unseen, half), strict=True))
-    cases: list[Case] = []
+    cases: list[ProblemCase] = []
     dealt = [(family, index) for family, count in split.counts.items() for index in range(count)]
     for place, (family, index) in enumerate(dealt):
         if family.startswith(needs):
@@ -204,17 +203,17 @@ def _deal(rng: np.random.Generator, items: tuple[Item, ...], count: int) -> list
     return [full[i] for i in rng.permutation(count).tolist()]
 
 
-def _captured_case(recipe: Recipe, groups: int, text: str, rng: np.random.Generator, *, vary: bool) -> Case:
+def _captured_case(recipe: Recipe, groups: int, text: str, rng: np.random.Generator, *, vary: bool) -> ProblemCase:
     from rlplace.cluster.parse import Cluster
 
     cluster = Cluster.preset(text)
     problem = priced(recipe, cluster, groups, on=text)
     if vary:
         problem = dataclasses.replace(vary_hardware(problem, rng), name=f"{problem.name}, varied")
-    return Case("", "", problem, unseen_cluster=is_unseen_cluster(cluster))
+    return ProblemCase("", "", problem, unseen_cluster=is_unseen_cluster(cluster))
 
 
-def _synthetic_case(shape: str, groups: int, cluster: tuple[int, int], rng: np.random.Generator) -> Case:
+def _synthetic_case(shape: str, groups: int, cluster: tuple[int, int], rng: np.random.Generator) -> ProblemCase:
     devices, hosts = cluster
     problem = random_problem(
         int(rng.integers(2**31)),
@@ -226,4 +225,4 @@ def _synthetic_case(shape: str, groups: int, cluster: tuple[int, int], rng: np.r
         comm_ratio=log_uniform(rng, 0.05, 2.0),
         hosts=hosts,
     )
-    return Case("", "", vary_hardware(problem, rng), unseen_cluster=is_unseen(devices, set(), hosts))
+    return ProblemCase("", "", vary_hardware(problem, rng), unseen_cluster=is_unseen(devices, set(), hosts))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from rlplace.agents.cases import Case, is_branchy
+from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.agents.problems.graphs import FAMILIES, Recipe, draw_cluster, draw_hosts, draw_size, priced, variant
 from rlplace.cluster.links import Links
 from rlplace.envs.instance import group_made_bytes
@@ -152,7 +152,7 @@ def training_case(
     cluster: str | None = None,
     graphs: int = GRAPHS,
     refresh: int = REFRESH,
-) -> Case:
+) -> ProblemCase:
     """Case `number` of the stream with this seed; the same in every process.
 
     Args:
@@ -179,7 +179,7 @@ def training_case(
     shares = rng.choice(MEMORY_SHARES, problem.num_devices) if rng.random() < UNLIKE_MEMORY_SHARE else None
     problem = limit_memory(problem, factor, shares=shares)
     name = f"train-{seed}-{number}"
-    return Case(name, family, dataclasses.replace(problem, name=f"{name} {problem.name}"), is_branchy(problem))
+    return ProblemCase(name, family, dataclasses.replace(problem, name=f"{name} {problem.name}"), is_branchy(problem))
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:

@@ -12,12 +12,12 @@ from typing import Any
 from benchmarks.agent.measure import Job, floor_of, run_row, workers
 from benchmarks.agent.records import Budget, Method
 from benchmarks.agent.store import Store
-from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems import test_cases, validation_cases
+from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 
-Ask = tuple[Case, Method, Budget, int]
+Ask = tuple[ProblemCase, Method, Budget, int]
 """Case, method, budget and seed of a row that is asked for."""
 
 
@@ -26,13 +26,13 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def random_cases(count: int = 6, seed: int = 700_000) -> list[Case]:
+def random_cases(count: int = 6, seed: int = 700_000) -> list[ProblemCase]:
     """Small random graphs, to try the benchmark itself; no result is claimed on them."""
     cases = []
     for number in range(count):
         shape = ("branchy", "chain", "layered")[number % 3]
         problem = random_problem(seed + number, 20 + 5 * number, 2 + number % 3, shape=shape, unlike=number % 2 == 1)
-        cases.append(Case(f"random-{number}", f"random:{shape}", problem, is_branchy(problem), number % 2 == 1))
+        cases.append(ProblemCase(f"random-{number}", f"random:{shape}", problem, is_branchy(problem), number % 2 == 1))
     return cases
 
 
@@ -44,14 +44,14 @@ CLUSTERS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def large_case(name: str, groups: int, shape: int, cluster: int) -> Case:
+def large_case(name: str, groups: int, shape: int, cluster: int) -> ProblemCase:
     """A random graph of three ops a group, on which nothing is tuned; with 20,000 groups a simulation takes 8 to 19 ms."""
     devices, more = CLUSTERS[cluster]
     problem = random_problem(900_000 + shape, groups, devices, shape=SHAPES[shape], width=16, **more)
-    return Case(f"{name}-{SHAPES[shape]}-{devices}", f"synthetic:{SHAPES[shape]}", problem, is_branchy(problem), True)
+    return ProblemCase(f"{name}-{SHAPES[shape]}-{devices}", f"synthetic:{SHAPES[shape]}", problem, is_branchy(problem), True)
 
 
-def large_cases(name: str, groups: int) -> list[Case]:
+def large_cases(name: str, groups: int) -> list[ProblemCase]:
     """Every shape on every cluster."""
     return [large_case(name, groups, shape, cluster) for shape in range(len(SHAPES)) for cluster in range(len(CLUSTERS))]
 
@@ -66,7 +66,7 @@ SETS = {
 }
 
 
-def pick(cases: Sequence[Case], names: str) -> list[Case]:
+def pick(cases: Sequence[ProblemCase], names: str) -> list[ProblemCase]:
     """The cases whose name holds one of the texts in `names` (all when empty)."""
     wanted = split(names)
     kept = [case for case in cases if not wanted or any(text in case.name for text in wanted)]
@@ -80,7 +80,7 @@ def split(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def matrix(cases: Sequence[Case], methods: Sequence[Method], budgets: str, seeds: int, agent_seeds: int) -> list[Ask]:
+def matrix(cases: Sequence[ProblemCase], methods: Sequence[Method], budgets: str, seeds: int, agent_seeds: int) -> list[Ask]:
     """Every method on every case, budget after budget, so that what is cut short is complete for the first ones."""
     return [
         (case, method, budget, seed)

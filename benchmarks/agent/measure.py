@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.agent.methods import place_of
 from benchmarks.agent.race import starts_of
 from benchmarks.agent.records import BenchmarkRow, Budget, CaseInfo, Method
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.placement import get_planner, run_planner
 from rlplace.placement.ask import INFEASIBLE, attempt
 from rlplace.placement.common.groupgraph import group_graph
@@ -48,7 +48,7 @@ class Job:
     seed: int
 
 
-def floor_of(case: Case) -> CaseInfo:
+def floor_of(case: ProblemCase) -> CaseInfo:
     """The case with the plan of `best`."""
     _warm_floor()
     run = attempt(get_planner("best"), case.problem, judge=lambda plan: check(case.problem, plan))

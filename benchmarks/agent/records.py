@@ -57,7 +57,7 @@ class CaseInfo(Record, frozen=True):
     Attributes:
         name, family: Of the case.
         fingerprint: Its problem's fingerprint.
-        branchy: See `rlplace.agents.cases.Case`.
+        branchy: See `rlplace.agents.problems.cases.ProblemCase`.
         unseen: Its cluster has a size or topology that no training problem has.
         floor_s: Step time of `best`; None: it found no plan that fits, and every method makes its own start.
         floor: Its device of every group.

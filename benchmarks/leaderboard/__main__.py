@@ -28,9 +28,8 @@ from benchmarks.leaderboard.ours import PASE
 from benchmarks.leaderboard.page import BASE, page
 from benchmarks.leaderboard.reading import SUBMISSIONS, folders, read_submission
 from benchmarks.leaderboard.records import BUDGETS, Submission
-from rlplace.agents.cases import Case
 from rlplace.agents.problems import save_cases, test_cases
-from rlplace.agents.problems.sources import made_by
+from rlplace.agents.problems.cases import ProblemCase, made_by
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import write_text
 
@@ -87,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check(chosen: Sequence[Path], cases: dict[str, Case]) -> int:
+def _check(chosen: Sequence[Path], cases: dict[str, ProblemCase]) -> int:
     """Checks each, and goes on behind one that is refused."""
     refused = 0
     for folder in chosen:
@@ -100,7 +99,7 @@ def _check(chosen: Sequence[Path], cases: dict[str, Case]) -> int:
     return refused
 
 
-def _table(options: argparse.Namespace, cases: dict[str, Case]) -> None:
+def _table(options: argparse.Namespace, cases: dict[str, ProblemCase]) -> None:
     entries: list[Submission] = []
     for folder in folders(None, options.submissions):
         entries.append(read_submission(folder))
@@ -113,7 +112,7 @@ def _table(options: argparse.Namespace, cases: dict[str, Case]) -> None:
         print(text)
 
 
-def _make(options: argparse.Namespace, cases: dict[str, Case]) -> None:
+def _make(options: argparse.Namespace, cases: dict[str, ProblemCase]) -> None:
     said = {key: getattr(options, key) for key in ("authors", "method", "link", "kind", "hardware")}
     planner = options.planner
     if planner == "pase":  # places no groups; the card says what stands in

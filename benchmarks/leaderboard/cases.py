@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from benchmarks.leaderboard.reading import HERE, unpack
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.errors import InputError
 from rlplace.files import check_header, parse_json, read_bytes, write_bytes
 from rlplace.problem.io import problem_from_dict, problem_to_dict
@@ -31,7 +31,7 @@ class CaseInfo(Record, frozen=True):
     """A case without its problem.
 
     Attributes:
-        name, family, branchy, unseen_cluster: See `rlplace.agents.cases.Case`.
+        name, family, branchy, unseen_cluster: See `rlplace.agents.problems.cases.ProblemCase`.
         problem: Fingerprint of the problem.
     """
 
@@ -42,7 +42,7 @@ class CaseInfo(Record, frozen=True):
     problem: str
 
 
-def freeze(cases: Sequence[Case], made_by: Mapping[str, str], path: Path = FILE) -> None:
+def freeze(cases: Sequence[ProblemCase], made_by: Mapping[str, str], path: Path = FILE) -> None:
     """Writes cases to a file that is the same for the same cases."""
     lines: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, "made_by": dict(made_by)}]
     for case in cases:
@@ -50,7 +50,7 @@ def freeze(cases: Sequence[Case], made_by: Mapping[str, str], path: Path = FILE)
     write_bytes(path, gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
 
 
-def info_of(case: Case) -> CaseInfo:
+def info_of(case: ProblemCase) -> CaseInfo:
     """A case without its problem."""
     return CaseInfo(case.name, case.family, case.branchy, case.unseen_cluster, case.problem.fingerprint)
 
@@ -60,7 +60,7 @@ def board_infos(path: Path = FILE) -> dict[str, CaseInfo]:
     return {info.name: info for info, _ in _lines(path)}
 
 
-def board_cases(path: Path = FILE) -> dict[str, Case]:
+def board_cases(path: Path = FILE) -> dict[str, ProblemCase]:
     """The cases by name, each problem as its fingerprint says.
 
     Raises:
@@ -71,7 +71,7 @@ def board_cases(path: Path = FILE) -> dict[str, Case]:
         problem = problem_from_dict(data)
         if problem.fingerprint != info.problem:
             raise InputError(f"{path}: the problem of {info.name} is not the one of its fingerprint; take the file anew")
-        cases[info.name] = Case(info.name, info.family, problem, info.branchy, info.unseen_cluster)
+        cases[info.name] = ProblemCase(info.name, info.family, problem, info.branchy, info.unseen_cluster)
     return cases
 
 

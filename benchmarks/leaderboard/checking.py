@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.agent.records import Budget
 from benchmarks.leaderboard.records import Row, Submission
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.errors import InputError, unknown_name
 from rlplace.simulator import simulate
 
@@ -20,7 +20,7 @@ LATE = 1.1
 """Claimed seconds over those of the class up to which a run is in time: searches look at the clock between steps."""
 
 
-def check_submission(submission: Submission, cases: Mapping[str, Case]) -> None:
+def check_submission(submission: Submission, cases: Mapping[str, ProblemCase]) -> None:
     """Checks everything that can be checked of a submission.
 
     Args:
@@ -60,7 +60,7 @@ def _check_budget(row: Row, budget: str, where: str) -> None:
         )
 
 
-def _check_plan(row: Row, case: Case, where: str) -> None:
+def _check_plan(row: Row, case: ProblemCase, where: str) -> None:
     problem = case.problem
     if row.problem != problem.fingerprint:
         raise InputError(

@@ -24,8 +24,8 @@ from benchmarks.agent.records import Budget
 from benchmarks.leaderboard.ours import OURS
 from benchmarks.leaderboard.reading import CARD, PLANS
 from benchmarks.leaderboard.records import Card, Row
-from rlplace.agents.cases import Case
 from rlplace.agents.planner import load_agent
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.cost.split import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import check_folder, write_bytes, write_text
@@ -45,7 +45,7 @@ Floors = Mapping[str, Sequence[int] | None]
 """Device of every group in the plan of `best`, by name of the case."""
 
 
-def make(card: Card, place: Placer, cases: Mapping[str, Case], folder: Path, floors: Floors) -> None:
+def make(card: Card, place: Placer, cases: Mapping[str, ProblemCase], folder: Path, floors: Floors) -> None:
     """Places every case and writes the submission.
 
     Args:
@@ -57,7 +57,7 @@ def make(card: Card, place: Placer, cases: Mapping[str, Case], folder: Path, flo
     """
     check_folder(folder)
     budget = None if card.budget == "one shot" else Budget.parse(card.budget)
-    answer(Case("warm-up", "", random_problem(0, 8, 2)), place, budget, card.seeds[0], None)  # compiles
+    answer(ProblemCase("warm-up", "", random_problem(0, 8, 2)), place, budget, card.seeds[0], None)  # compiles
     rows = []
     for number, case in enumerate(cases.values(), start=1):
         rows.append(answer(case, place, budget, card.seeds[0], floors.get(case.name)))
@@ -68,7 +68,7 @@ def make(card: Card, place: Placer, cases: Mapping[str, Case], folder: Path, flo
     write_text(folder / CARD, card_text(card))
 
 
-def answer(case: Case, place: Placer, budget: Budget | None, seed: int, floor: Sequence[int] | None) -> Row:
+def answer(case: ProblemCase, place: Placer, budget: Budget | None, seed: int, floor: Sequence[int] | None) -> Row:
     """The row of one case; a planner that finds no plan says so, whatever else goes wrong ends the making.
 
     Ops run in the default order, whatever priorities a plan has beside its devices.

@@ -144,6 +144,16 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         """Returns bool [N, actions], True where an action is legal; never all False in a row."""
         return self.batch.legal.copy()
 
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Returns the rows of a method of the environments, such as ``action_masks``."""
+        return tuple(getattr(self, name)(*args, **kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Returns an attribute of each environment; all have the same but for the method ``action_masks``."""
+        if name == "action_masks":
+            return tuple(lambda e=e: self.batch.legal[e].copy() for e in range(self.num_envs))
+        return (getattr(self if hasattr(self, name) else self.single, name),) * self.num_envs
+
     def _restart(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
         """Begins the episodes of some environments."""
         for e in rows.tolist():

@@ -17,9 +17,8 @@ import torch
 from sb3_contrib import MaskablePPO
 from torch import Tensor, nn
 
-from rlplace.agents.gather import PlacerVecEnv
 from rlplace.agents.policies import Policy
-from rlplace.agents.policy import PlacerPolicy
+from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv
 from rlplace.envs import make_instance
 from rlplace.problem.generate import random_problem
 

@@ -245,7 +245,7 @@ def check_agent(name: str) -> None:
 
 def compile_first(space: str = "placement") -> None:
     """Compiles the kernels that planning in a space needs on the first use on this machine, and says why that takes time."""
-    from rlplace.agents.first_use import compile_ahead
+    from rlplace.agents.compile_ahead import compile_ahead
 
     if compile_ahead(space):
         say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")

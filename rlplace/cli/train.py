@@ -24,7 +24,8 @@ class TrainOptions(Options):
     """Options of the verb."""
 
     problems: list[str] | None = option(
-        "all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders",
+        "all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders; for "
+        "Strategy-v0 and Cluster-v0 small, train (the default), val, test or branchy",
         None,
         "P",
         nargs="+",
@@ -34,6 +35,7 @@ class TrainOptions(Options):
     fit_steps: int | None = option("steps of pre-training, 0 for none", natural, "N")
     steps: int | None = option("PPO decisions, 0 for none", natural, "N")
     policy: str | None = option("policy to train (perceptron); 'rlplace info' lists others", None, "NAME")
+    environment: str | None = option("Placement-v0, Refinement-v0, Strategy-v0 or Cluster-v0 (that of the policy)", None, "ID")
     out: str | None = option("run folder (runs/agent)", None, "DIR")
     resume: str | None = option("continue the run in this folder", None, "DIR")
     processes: int | None = option("processes that price moves (one a core)", positive, "N")
@@ -48,6 +50,7 @@ def run(options: TrainOptions) -> int:
     from rlplace.agents.problems import cases_of, closing_cases
     from rlplace.agents.train import train
     from rlplace.cli.compare_table import print_summaries
+    from rlplace.envs.base import PLACEMENT, REFINEMENT
     from rlplace.explanation.compare.closing import compare_agent
     from rlplace.files import check_folder
 
@@ -58,13 +61,20 @@ def run(options: TrainOptions) -> int:
     check_folder(out)
     config, problems = _config(options, out)
     compile_first()
-    source = cases_of(problems, seed=config.seed, cluster=options.cluster)
+    source = cases_of(problems, seed=config.seed, cluster=options.cluster, environment=config.environment)
+    places = config.environment in (PLACEMENT, REFINEMENT)
+    if options.test and not places:
+        raise InputError(f"--test: policies of {config.environment} place nothing; leave it out")
     tests = cases_of(options.test) if options.test else None
     if tests is not None and tests.count is None:
         raise InputError(f"--test {tests.name}: has no end; name files or folders of *.problem.json")
     resume, bar = bool(options.resume), sys.stderr.isatty()
     done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
     say(f"{done} decisions done, saved in {out}")
+    if not places:
+        if options.json:
+            print_json({"out": str(out), "steps": done})
+        return 0
     say("comparing on " + ("the given problems" if options.test else "cases of families that it was not trained on"))
     tested = list(tests) if tests is not None else closing_cases(progress=say)
     every, branchy = compare_agent(out, tested, calls=options.calls)
@@ -96,7 +106,7 @@ def _config(options: TrainOptions, out: Path) -> tuple[TrainConfig, list[str]]:
     from rlplace.agents.checkpoint import read_config
     from rlplace.agents.config import TrainConfig
 
-    names = ("cases", "fit_steps", "steps", "policy", "seed", "device", "processes")
+    names = ("cases", "fit_steps", "steps", "policy", "environment", "seed", "device", "processes")
     changes = {name: getattr(options, name) for name in names}
     if not options.resume:
         return TrainConfig.load(**changes), options.problems or []

@@ -1,6 +1,6 @@
 """The table at the end of a training: the agent beside classical planners on given cases."""
 
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.cli.compare_table import print_summaries
 from rlplace.explanation.compare.closing import compare_agent
 from rlplace.problem.generate import random_problem
@@ -11,10 +11,10 @@ def cases():
     problems = [random_problem(seed, num_groups=12, num_devices=2 + seed) for seed in range(2)]
     tight = random_problem(1, num_groups=8, num_devices=2, memory_factor=0.5)
     return [
-        Case("a", "x", problems[0], branchy=True),
-        Case("b", "x", problems[1]),
-        Case("c", "x", memory_tight_pair().problem),
-        Case("none", "x", tight),
+        ProblemCase("a", "x", problems[0], branchy=True),
+        ProblemCase("b", "x", problems[1]),
+        ProblemCase("c", "x", memory_tight_pair().problem),
+        ProblemCase("none", "x", tight),
     ]
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from rlplace.agents import graph_network as constructing
 from rlplace.agents import ppo
-from rlplace.agents.cases import Case
+from rlplace.agents.behaviour_cloning import Demonstration, cloning_loss, collect_demonstration, demonstration_of
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.graph_network import GraphNetwork, built
-from rlplace.agents.imitation import Decisions, collect_decisions, decisions_of, imitation_loss
-from rlplace.agents.lessons import LESSONS, fit
-from rlplace.agents.policies import PLACEMENT
 from rlplace.agents.policy import PolicyExtractor
 from rlplace.agents.ppo import EpisodeBuffer
+from rlplace.agents.pretraining import PRETRAINING, fit
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.envs import PlacementEnv, make_instance
+from rlplace.envs.base import PLACEMENT
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.instance import side_by_side
 from rlplace.envs.observation import graph_arrays
@@ -195,8 +195,8 @@ def test_columns_are_read_by_name_where_it_builds_imitates_and_trains(tmp_path):
     weights["value.0.weight"] = weights["value.0.weight"][:, [*range(12), *(12 + column for column in columns)]]
     fewer.load_state_dict(weights)
     np.testing.assert_array_equal(built(fewer, instance, 4), built(policy, instance, 4))
-    decisions_of(instance, built(policy, instance, 1)[0]).save(tmp_path / "one")
-    losses = [imitation_loss(each, [tmp_path / "one"], np.random.default_rng(0)).item() for each in (policy, fewer)]
+    demonstration_of(instance, built(policy, instance, 1)[0]).save(tmp_path / "one")
+    losses = [cloning_loss(each, [tmp_path / "one"], np.random.default_rng(0)).item() for each in (policy, fewer)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     env, found = PlacementEnv([instance]), []
     seen = {name: torch.as_tensor(value)[None] for name, value in env.reset(seed=0)[0].items()}
@@ -240,38 +240,38 @@ def test_a_graph_of_two_orders_is_encoded_once():
 def test_imitation_ends_at_the_plan(tmp_path):
     instance = instance_of(5, groups=10, devices=2, unlike=True)
     plan = np.arange(10, dtype=np.int32) % 2
-    made = decisions_of(instance, plan)
+    made = demonstration_of(instance, plan)
     assert len(made.device) == 20 and all(plan[group] == device for group, device in zip(made.group, made.device, strict=True))
     made.save(tmp_path / "a")
-    for field in dataclasses.fields(Decisions):
-        assert torch.equal(getattr(Decisions.load(tmp_path / "a"), field.name), getattr(made, field.name))
+    for field in dataclasses.fields(Demonstration):
+        assert torch.equal(getattr(Demonstration.load(tmp_path / "a"), field.name), getattr(made, field.name))
     policy = network(hidden=16)
     optimizer = torch.optim.Adam(policy.parameters())
-    before = imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item()
-    fit(policy, optimizer, [tmp_path / "a"], LESSONS[PLACEMENT], first=0, last=300, steps=300, seed=0)
-    assert imitation_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item() < 0.1 * before
+    before = cloning_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item()
+    fit(policy, optimizer, [tmp_path / "a"], PRETRAINING[PLACEMENT], first=0, last=300, steps=300, seed=0)
+    assert cloning_loss(policy, [tmp_path / "a"], np.random.default_rng(0)).item() < 0.1 * before
     np.testing.assert_array_equal(built(policy, instance, 2), [plan, plan])
 
 
 def test_cases_without_a_plan_have_no_decisions():
-    case = Case("a", "a", random_problem(1, 8, 1), branchy=False)
-    assert collect_decisions(case, states=2, moves=2, seed=0) is None
-    case = Case("a", "a", random_problem(1, 8, 3), branchy=False)
-    found = collect_decisions(case, states=2, moves=8, seed=0)
+    case = ProblemCase("a", "a", random_problem(1, 8, 1), branchy=False)
+    assert collect_demonstration(case, states=2, moves=2, seed=0) is None
+    case = ProblemCase("a", "a", random_problem(1, 8, 3), branchy=False)
+    found = collect_demonstration(case, states=2, moves=8, seed=0)
     assert len(found.device) == 16 and found.legal[torch.arange(16), found.device].all()
 
 
 def test_a_damaged_file_of_decisions(tmp_path):
-    decisions_of(instance_of(1), np.zeros(14, dtype=np.int32)).save(tmp_path / "a")
+    demonstration_of(instance_of(1), np.zeros(14, dtype=np.int32)).save(tmp_path / "a")
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "b").write_bytes(whole[:-9])
     with pytest.raises(InputError, match="safetensors"):
-        Decisions.load(tmp_path / "b")
+        Demonstration.load(tmp_path / "b")
     from safetensors.torch import save_file
 
     save_file({"legal": torch.ones(3, 2)}, tmp_path / "c")
     with pytest.raises(InputError, match="remove it to have it made anew"):
-        Decisions.load(tmp_path / "c")
+        Demonstration.load(tmp_path / "c")
 
 
 def test_advantages_of_episodes_by_hand():

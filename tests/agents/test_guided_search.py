@@ -10,7 +10,7 @@ from numba import njit
 
 from rlplace.agents import guided
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.search import Search
+from rlplace.agents.search import GuidedSearch
 from rlplace.envs import make_instance
 from rlplace.envs.guide.features import FEATURES
 from rlplace.placement.common.evaluate import Score
@@ -31,7 +31,7 @@ def start_of(instance):
 def test_the_best_plan_has_the_best_score(make_network, number):
     """Against the simulator; also where nothing fits at first."""
     instance = instance_of(number, unlike=number % 2 == 1, memory_factor=(None, 1.6, 2.0, 1.2)[number])
-    search = Search(instance, make_network(), start_of(instance), seed=number)
+    search = GuidedSearch(instance, make_network(), start_of(instance), seed=number)
     simulator = Simulator(instance.problem)
     first = Score(*simulator.evaluate(start_of(instance)))
     assert search.best.step_time_s == math.inf and search.calls == 0
@@ -51,7 +51,7 @@ def test_equal_for_a_seed(make_network):
     instance = instance_of(3)
     paths = []
     for seed in (4, 4, 5):
-        search = Search(instance, make_network(), start_of(instance), seed=seed)
+        search = GuidedSearch(instance, make_network(), start_of(instance), seed=seed)
         search.run(calls=60)
         paths.append((search.best_plan.tolist(), search.best, search._plan.tolist(), search._counts.tolist()))
     assert paths[0] == paths[1] != paths[2]
@@ -65,7 +65,7 @@ def test_the_network_guides_it():
         network.linear.weight.data *= sign
         for seed in range(6):
             instance = instance_of(seed, groups=40, devices=4, shape="branchy")
-            search = Search(instance, network, start_of(instance), seed=0)
+            search = GuidedSearch(instance, network, start_of(instance), seed=0)
             search.run(calls=60)
             results.append(math.log(search.best.step_time_s))
     assert np.mean(found[1.0]) < np.mean(found[-1.0]) - 0.02
@@ -75,7 +75,7 @@ def test_the_network_guides_it():
 def test_it_ends_where_nothing_is_left_to_try(make_network, groups, devices):
     """With the best of all plans."""
     instance = instance_of(0, groups=groups, devices=devices, training=False, memory_factor=1.6)
-    search = Search(instance, make_network(), np.zeros(groups, dtype=np.int32), seed=0)
+    search = GuidedSearch(instance, make_network(), np.zeros(groups, dtype=np.int32), seed=0)
     search.run(calls=100_000)
     assert search.calls < 5_000
     everything = np.stack(np.meshgrid(*[np.arange(devices)] * groups), axis=-1).reshape(-1, groups).astype(np.int32)
@@ -92,7 +92,7 @@ def test_hostile_weights_do_no_harm(make_network):
     for value in (3e38, float("nan")):
         network = make_network()
         network.residual.weight.data.fill_(value)
-        search = Search(instance, network, start_of(instance), seed=0)
+        search = GuidedSearch(instance, network, start_of(instance), seed=0)
         search.run(calls=30)
         assert search.calls <= 30
         assert search.best == Score(*Simulator(instance.problem).evaluate(search.best_plan))
@@ -120,7 +120,7 @@ def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
     monkeypatch.setattr(guided, "attempt", njit(guided.attempt.py_func))
     for seed, calls in ((0, 1), (1, 2), (2, 30), (3, 300)):
         instance = instance_of(seed, memory_factor=(None, 1.3)[seed % 2])
-        search = Search(instance, make_network(), start_of(instance), seed=seed)
+        search = GuidedSearch(instance, make_network(), start_of(instance), seed=seed)
         made[0] = 0
         search.run(calls=calls)
         assert made[0] == search.calls == calls

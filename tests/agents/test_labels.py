@@ -1,13 +1,13 @@
-"""Labels: every one is what the simulator says; collected in a file a case, made once, the same ones whoever makes them."""
+"""Priced moves: each is what the simulator says; collected in a file a case, made once, the same whoever makes them."""
 
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from rlplace.agents.cases import Case
-from rlplace.agents.gather import gather
-from rlplace.agents.labels import Labels, collect_labels
+from rlplace.agents.move_ranking import PricedMoves, collect_moves
+from rlplace.agents.pretraining import collect_dataset
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.cluster.links import Links
 from rlplace.envs.guide.features import FEATURES
@@ -53,7 +53,7 @@ def test_every_label_is_what_the_move_does(problem, monkeypatch):
 
     wanted = Guide.price
     monkeypatch.setattr(Guide, "price", price)
-    labels = collect_labels(Case("x", "x", problem), states=12, moves=16, seed=5)
+    labels = collect_moves(ProblemCase("x", "x", problem), states=12, moves=16, seed=5)
     assert labels is not None and 8 <= len(labels.change) == len(priced) <= 12
     assert len({plan.tobytes() for plan, _, _ in priced}) > 5
     for row, (plan, moves, table) in enumerate(priced):
@@ -69,11 +69,11 @@ def test_every_label_is_what_the_move_does(problem, monkeypatch):
 
 
 def test_equal_for_a_seed_and_different_for_another(tmp_path):
-    case = Case("x", "x", random_problem(4, num_groups=12, num_devices=3))
-    one, two, other = (collect_labels(case, states=6, moves=12, seed=seed) for seed in (1, 1, 2))
+    case = ProblemCase("x", "x", random_problem(4, num_groups=12, num_devices=3))
+    one, two, other = (collect_moves(case, states=6, moves=12, seed=seed) for seed in (1, 1, 2))
     one.save(tmp_path / "one.safetensors")
-    loaded = Labels.load(tmp_path / "one.safetensors")
-    for item in fields(Labels):
+    loaded = PricedMoves.load(tmp_path / "one.safetensors")
+    for item in fields(PricedMoves):
         np.testing.assert_array_equal(getattr(one, item.name), getattr(two, item.name))
         np.testing.assert_array_equal(getattr(one, item.name), getattr(loaded, item.name))
         assert getattr(one, item.name).dtype == getattr(loaded, item.name).dtype
@@ -89,8 +89,8 @@ def without_link(problem):
 
 
 def test_moves_that_need_a_missing_link_are_very_bad():
-    labels = collect_labels(
-        Case("x", "x", without_link(random_problem(0, num_groups=8, num_devices=2))), states=8, moves=16, seed=0
+    labels = collect_moves(
+        ProblemCase("x", "x", without_link(random_problem(0, num_groups=8, num_devices=2))), states=8, moves=16, seed=0
     )
     known = labels.change[np.isfinite(labels.change)]
     assert known.max() == pytest.approx(np.log(1e3), rel=1e-6)
@@ -103,7 +103,7 @@ def test_cases_without_labels():
         replace(memory_tight_pair().problem, resident_bytes=np.array([60, 60])),  # a bound rules it out
         build_problem("no link", time_s=[[1, np.nan], [np.nan, 1]], tensors=[], memory_bytes=[None, None]),  # nothing can move
     ):
-        assert collect_labels(Case("x", "x", problem), states=4, moves=8, seed=0) is None
+        assert collect_moves(ProblemCase("x", "x", problem), states=4, moves=8, seed=0) is None
 
 
 def test_a_case_that_fits_nowhere_still_teaches():
@@ -111,7 +111,7 @@ def test_a_case_that_fits_nowhere_still_teaches():
     problem = random_problem(1, num_groups=10, num_devices=2, memory_factor=1.0)
     limit = int(problem.resident_bytes.sum()) // 2 + int(problem.resident_bytes.max())
     problem = replace(problem, devices=tuple(replace(device, memory_bytes=limit) for device in problem.devices))
-    labels = collect_labels(Case("x", "x", problem), states=4, moves=16, seed=0)
+    labels = collect_moves(ProblemCase("x", "x", problem), states=4, moves=16, seed=0)
     if labels is not None:
         assert np.isfinite(labels.change).any()
         assert (labels.features[..., FEATURES.index("plan_overflow")] > 0).any()
@@ -121,9 +121,9 @@ def test_a_case_that_fits_nowhere_still_teaches():
 def test_steps_that_take_no_time():
     """Nothing can be gained, and nothing is divided by zero."""
     problem = build_problem("idle", time_s=[[0.0, 0.0]] * 4, tensors=[], memory_bytes=[None, None])
-    assert collect_labels(Case("x", "x", problem), states=4, moves=8, seed=0) is None
+    assert collect_moves(ProblemCase("x", "x", problem), states=4, moves=8, seed=0) is None
     half = build_problem("half", time_s=[[0.0, 1.0]] * 4, tensors=[], memory_bytes=[None, None])
-    labels = collect_labels(Case("x", "x", half), states=4, moves=8, seed=0)
+    labels = collect_moves(ProblemCase("x", "x", half), states=4, moves=8, seed=0)
     assert labels is None or not np.isnan(labels.change).all(axis=1).any()
 
 
@@ -132,18 +132,18 @@ def stream(seed=0):
 
     def case(number):
         devices = 1 if number % 3 == 2 else 3
-        return Case(f"case-{number}", "x", random_problem(seed + number, num_groups=8, num_devices=devices))
+        return ProblemCase(f"case-{number}", "x", random_problem(seed + number, num_groups=8, num_devices=devices))
 
     return CaseSource("test stream", case, None)
 
 
-def run(folder, *, cases=5, processes=1, report=lambda line: None, source=None, seed=7, collect=collect_labels):
+def run(folder, *, cases=5, processes=1, report=lambda line: None, source=None, seed=7, collect=collect_moves):
     sizes = {"cases": cases, "states": 6, "moves": 8, "seed": seed, "processes": processes}
-    return gather(stream() if source is None else source, folder, **sizes, report=report, collect=collect)
+    return collect_dataset(stream() if source is None else source, folder, **sizes, report=report, collect=collect)
 
 
 def content(paths):
-    return {path.name: Labels.load(path) for path in paths}
+    return {path.name: PricedMoves.load(path) for path in paths}
 
 
 def assert_equal(one, two):
@@ -172,13 +172,13 @@ def test_what_was_cut_goes_on(tmp_path, error):
     def cut(case, **options):
         if case.name == "case-3":
             raise error("cut")
-        return collect_labels(case, **options)
+        return collect_moves(case, **options)
 
     with pytest.raises(error):
         run(tmp_path / "cut", collect=cut)
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 2
     begun = []
-    files = run(tmp_path / "cut", collect=lambda case, **options: begun.append(case.name) or collect_labels(case, **options))
+    files = run(tmp_path / "cut", collect=lambda case, **options: begun.append(case.name) or collect_moves(case, **options))
     assert begun == ["case-3", "case-4"]
     assert_equal(content(files), content(whole))
 
@@ -203,7 +203,10 @@ def test_an_error_in_a_process_is_heard(tmp_path):
 
 
 def test_a_finite_source_gives_its_cases_several_times(tmp_path):
-    cases = [Case("a", "x", random_problem(0, num_groups=8, num_devices=2)), Case("b", "x", random_problem(1, 10, 2))]
+    cases = [
+        ProblemCase("a", "x", random_problem(0, num_groups=8, num_devices=2)),
+        ProblemCase("b", "x", random_problem(1, 10, 2)),
+    ]
     files = run(tmp_path, cases=5, source=CaseSource("given", cases.__getitem__, 2))
     found = list(content(files).values())
     assert len(found) == 5 and len({labels.features.tobytes() for labels in found}) == 5

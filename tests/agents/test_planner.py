@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlplace.agents import planner
-from rlplace.agents.search import Search
+from rlplace.agents.search import GuidedSearch
 from rlplace.cluster.links import Links
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import get_planner, run_planner
@@ -52,7 +52,7 @@ def test_never_worse_than_best_and_feasible(agents, name, seed):
 def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls):
     """Counted where the calls are made, not by what the search says about itself."""
     planner.warm_up()  # once a process, and not to be counted
-    made, around = [], Search._round
+    made, around = [], GuidedSearch._round
 
     def counted_round(self, wanted, *args):
         before = self.calls
@@ -61,7 +61,7 @@ def test_the_budget_of_calls_is_kept_exactly(agents, monkeypatch, name, calls):
         made.append(self.calls - before)
         return tried
 
-    monkeypatch.setattr(Search, "_round", counted_round)
+    monkeypatch.setattr(GuidedSearch, "_round", counted_round)
     problem = random_problem(2, num_groups=16, num_devices=3)
     start = get_planner("best")(problem).device_of_group
     with count_calls() as counter:
@@ -83,7 +83,7 @@ def test_a_quarter_of_the_calls_is_for_built_plans(agents, monkeypatch, calls, a
         return np.array([toy.optimal_device_of_group] * count)  # equal plans are simulated once
 
     monkeypatch.setattr(planner, "built", build)
-    monkeypatch.setattr(Search, "run", lambda self, **_: self._round(1, 0.0, 0.0))
+    monkeypatch.setattr(GuidedSearch, "run", lambda self, **_: self._round(1, 0.0, 0.0))
     monkeypatch.setattr(planner, "get_planner", lambda name: worse_than_the_optimum)
     plan = agents["placement"].place(toy.problem, calls=calls)
     assert counts == [asked] * (asked > 0)
@@ -97,7 +97,7 @@ def test_a_built_plan_that_does_not_fit_is_mended(agents, monkeypatch, calls, me
     """Within the same quarter of the calls; both groups on one device are quicker than the optimum and too large."""
     toy = memory_tight_pair()
     monkeypatch.setattr(planner, "built", lambda policy, instance, count, **_: np.zeros((count, 2), dtype=np.int32))
-    monkeypatch.setattr(Search, "run", lambda self, **_: None)
+    monkeypatch.setattr(GuidedSearch, "run", lambda self, **_: None)
     monkeypatch.setattr(planner, "get_planner", lambda name: worse_than_the_optimum)
     with count_calls() as counter:
         if not mended:

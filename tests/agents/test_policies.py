@@ -17,10 +17,10 @@ from rlplace import plugins as extensions
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import PlacerNetwork
-from rlplace.agents.policies import Looked, Policy, columns_of, policy_class, policy_name, read_by
+from rlplace.agents.policies import AnalysedPlan, Policy, columns_of, policy_class, policy_name, read_by
 from rlplace.agents.policy import PolicyExtractor
 from rlplace.agents.problems import cases_of
-from rlplace.agents.search import Search
+from rlplace.agents.search import GuidedSearch
 from rlplace.agents.train import train
 from rlplace.cli.main import main
 from rlplace.envs import RefinementEnv, make_instance
@@ -80,13 +80,13 @@ def test_its_scores_are_what_the_search_follows(outside):
     guide.look(plan)
     count = guide.draw(plan)
     with torch.no_grad():
-        scores = policy.scores(Looked(guide, plan), read_by(policy, guide.table[:count]))
-        turned = policy.scores(Looked(guide, plan), read_by(policy, guide.table[:count]).flip(0)).flip(0)
+        scores = policy.scores(AnalysedPlan(guide, plan), read_by(policy, guide.table[:count]))
+        turned = policy.scores(AnalysedPlan(guide, plan), read_by(policy, guide.table[:count]).flip(0)).flip(0)
     assert scores.shape == (count,) and torch.allclose(scores, turned, atol=1e-5)
     asked = []
     monkey = type(policy).scores
     policy.scores = lambda state, moves: asked.append(len(moves)) or monkey(policy, state, moves)
-    search = Search(instance, policy, plan, seed=0)
+    search = GuidedSearch(instance, policy, plan, seed=0)
     search.run(calls=120)
     assert 3 <= len(asked) <= 60  # once a look, for many tries
     assert search.calls == 120
@@ -144,7 +144,7 @@ def test_names_lead_to_classes_and_back(outside):
         InputError, match=r"Nameless is known by no name; offer it as an entry point of the group rlplace\.policies"
     ):
         policy_name(Nameless())
-    with pytest.raises(InputError, match="cannot be pre-trained on labels"):
+    with pytest.raises(InputError, match="cannot be pre-trained on priced moves"):
         Nameless().scores(None, torch.zeros(2, len(FEATURES)))
     with pytest.raises(InputError, match="holds a PlacerNetwork, not a AttentionPolicy"):
         outside.AttentionPolicy.load("default")
@@ -153,9 +153,9 @@ def test_names_lead_to_classes_and_back(outside):
 def test_a_policy_of_another_environment_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     extensions.forget()
-    text = "from rlplace.agents.policies import Policy\n\nclass Lost(Policy):\n    environment = 'rlplace/Strategy-v0'\n"
+    text = "from rlplace.agents.policies import Policy\n\nclass Lost(Policy):\n    environment = 'rlplace/Toy-v0'\n"
     plugin_site.install(tmp_path, "lost-policy", "lost_policy", text, {"rlplace.policies": {"lost": "lost_policy:Lost"}})
-    with pytest.raises(InputError, match="names the environment 'rlplace/Strategy-v0', not one of rlplace/Placement-v0"):
+    with pytest.raises(InputError, match="names the environment 'rlplace/Toy-v0', not one of rlplace/Placement-v0"):
         policy_class("lost")
     extensions.forget()
 

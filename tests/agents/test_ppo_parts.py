@@ -9,8 +9,8 @@ import torch
 
 from rlplace.agents import ppo
 from rlplace.agents import train as training
-from rlplace.agents.cases import Case
 from rlplace.agents.graph_network import GraphNetwork
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs import make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
@@ -21,7 +21,9 @@ DECISIONS = 32  # one rollout of two environments
 
 
 def source(count=None):
-    return CaseSource("source", lambda n: Case(f"case-{n}", "x", random_problem(n % 97, num_groups=6, num_devices=2)), count)
+    return CaseSource(
+        "source", lambda n: ProblemCase(f"case-{n}", "x", random_problem(n % 97, num_groups=6, num_devices=2)), count
+    )
 
 
 @pytest.fixture
@@ -57,10 +59,10 @@ def recorded(monkeypatch):
     def run_part(network, moments, instances, config, **options):
         made = torch.optim.Adam(network.parameters()).state_dict()
         parts.append({"rate": config.learning_rate, "given": moments, "made": made, "instances": instances, **options})
-        return ppo.Part(options["decisions"], 1.0), made
+        return ppo.PartResult(options["decisions"], 1.0), made
 
     monkeypatch.setattr(ppo, "run_part", run_part)
-    monkeypatch.setattr(ppo, "instances_of", lambda source, first, count, *, quick=False: (first, count, quick))
+    monkeypatch.setattr(ppo, "instances_of", lambda source, first, count, environment: (first, count))
     monkeypatch.setattr(training, "save_state", lambda *given: None)
     return parts
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlplace.agents import pretrain
-from rlplace.agents.cases import Case
+from rlplace.agents import move_ranking as pretrain
 from rlplace.agents.checkpoint import load_state, save_state
-from rlplace.agents.labels import Labels, collect_labels
-from rlplace.agents.lessons import LESSONS, _window, fit
+from rlplace.agents.move_ranking import PricedMoves, captured_gain, collect_moves, ranking_loss, set_standard
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
-from rlplace.agents.policies import REFINEMENT
-from rlplace.agents.pretrain import captured_gain, ranking_loss, set_standard
+from rlplace.agents.pretraining import PRETRAINING, _window, fit
+from rlplace.agents.problems.cases import ProblemCase
+from rlplace.envs.base import REFINEMENT
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.problem.generate import random_problem
 
@@ -25,14 +24,14 @@ from rlplace.problem.generate import random_problem
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("labels")
     for number in range(10):
-        case = Case("x", "x", random_problem(number, num_groups=10 + number, num_devices=2 + number % 3))
-        collect_labels(case, states=10, moves=20, seed=number).save(folder / f"{number}.safetensors")
+        case = ProblemCase("x", "x", random_problem(number, num_groups=10 + number, num_devices=2 + number % 3))
+        collect_moves(case, states=10, moves=20, seed=number).save(folder / f"{number}.safetensors")
     return sorted(folder.iterdir())
 
 
 def labels_of(features, change):
     features, change = np.asarray(features, dtype=np.float16), np.asarray(change, dtype=np.float32)
-    return Labels(features=features, change=change)
+    return PricedMoves(features=features, change=change)
 
 
 def test_the_loss_is_zero_at_the_target_and_nowhere_else():
@@ -87,7 +86,7 @@ def test_captured_gain_by_hand(tmp_path):
 def test_features_are_standardised(files):
     network = PlacerNetwork(hidden=8, second=4, features=FEATURES)
     set_standard(network, files)
-    rows = np.concatenate([Labels.load(path).features[~np.isnan(Labels.load(path).change)] for path in files]).astype(
+    rows = np.concatenate([PricedMoves.load(path).features[~np.isnan(PricedMoves.load(path).change)] for path in files]).astype(
         np.float32
     )
     table = (rows - network.mean.numpy()) / network.scale.numpy()
@@ -103,9 +102,9 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
 
     whole, optimizer = begin()
     for first in (0, 7, 14):
-        fit(whole, optimizer, files, LESSONS[REFINEMENT], first=first, last=min(first + 7, 20), steps=20, seed=5)
+        fit(whole, optimizer, files, PRETRAINING[REFINEMENT], first=first, last=min(first + 7, 20), steps=20, seed=5)
     cut, optimizer = begin()
-    fit(cut, optimizer, files, LESSONS[REFINEMENT], first=0, last=10, steps=20, seed=5)
+    fit(cut, optimizer, files, PRETRAINING[REFINEMENT], first=0, last=10, steps=20, seed=5)
     save_state(tmp_path / "state.safetensors", cut, optimizer.state_dict(), (10, 0, 0))
     torch.manual_seed(99)
     again = PlacerNetwork(hidden=16, second=8, features=FEATURES)
@@ -113,7 +112,7 @@ def test_a_fit_goes_on_exactly(files, tmp_path):
     moments, progress = load_state(tmp_path / "state.safetensors", again, optimizer)
     assert progress == [10, 0, 0]
     optimizer.load_state_dict(moments)
-    fit(again, optimizer, files, LESSONS[REFINEMENT], first=10, last=20, steps=20, seed=5)
+    fit(again, optimizer, files, PRETRAINING[REFINEMENT], first=10, last=20, steps=20, seed=5)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
     assert not torch.equal(whole.residual.weight, cut.residual.weight)
@@ -124,18 +123,18 @@ def test_a_fit_learns_to_rank(files):
     network = PlacerNetwork(hidden=32, second=16, features=FEATURES)
     set_standard(network, files)
     before = captured_gain(network, files)
-    fit(network, torch.optim.Adam(network.parameters()), files, LESSONS[REFINEMENT], first=0, last=120, steps=120, seed=0)
+    fit(network, torch.optim.Adam(network.parameters()), files, PRETRAINING[REFINEMENT], first=0, last=120, steps=120, seed=0)
     after = captured_gain(network, files)
     assert after[1] > before[1] + 0.1 and after[4] > before[4]
 
 
 def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
     (tmp_path / "a").write_bytes(files[0].read_bytes())
-    one = pretrain._labels(tmp_path / "a")
-    assert pretrain._labels(tmp_path / "a") is one
+    one = pretrain._priced(tmp_path / "a")
+    assert pretrain._priced(tmp_path / "a") is one
     (tmp_path / "a").write_bytes(files[5].read_bytes())
     os.utime(tmp_path / "a", ns=(1, 1))
-    assert not np.array_equal(pretrain._labels(tmp_path / "a").features, one.features)
+    assert not np.array_equal(pretrain._priced(tmp_path / "a").features, one.features)
 
 
 def test_the_window_of_files_is_bounded_and_moves():
@@ -158,7 +157,7 @@ def test_the_shipped_agent_knows_which_moves_gain(tmp_path):
     paths = []
     for number, shape in enumerate(("wavefront", "branchy", "layered", "wavefront", "branchy", "layered")):
         problem = random_problem(900 + number, num_groups=40, num_devices=4, shape=shape, memory_factor=1.6)
-        labels = collect_labels(Case("x", "x", problem), states=24, moves=64, seed=number)
+        labels = collect_moves(ProblemCase("x", "x", problem), states=24, moves=64, seed=number)
         paths.append(tmp_path / f"{number}.safetensors")
         labels.save(paths[-1])
     shipped = load_agent("default").checkpoint.network

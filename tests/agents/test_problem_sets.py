@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlplace.agents import problems
-from rlplace.agents.cases import Case, is_branchy
 from rlplace.agents.problems import graphs, sources, splits, training
+from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.agents.problems.training import limit_memory, settle, vary_hardware
 from rlplace.cluster.parse import Cluster
 from rlplace.errors import InfeasibleError, InputError
@@ -24,7 +24,8 @@ def facts(case):
 
 def small_cases(count=3):
     return [
-        Case(f"small-{i}", "synthetic:chain", random_problem(i, 6, 2, memory_factor=2.0), i == 1, i == 2) for i in range(count)
+        ProblemCase(f"small-{i}", "synthetic:chain", random_problem(i, 6, 2, memory_factor=2.0), i == 1, i == 2)
+        for i in range(count)
     ]
 
 

@@ -8,11 +8,11 @@ import torch
 
 from rlplace.agents import checkpoint, ppo
 from rlplace.agents import train as training
-from rlplace.agents.cases import Case
+from rlplace.agents.behaviour_cloning import Demonstration
 from rlplace.agents.checkpoint import load_checkpoint, read_tensors
 from rlplace.agents.config import TrainConfig
-from rlplace.agents.imitation import Decisions
-from rlplace.agents.labels import Labels
+from rlplace.agents.move_ranking import PricedMoves
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.problems.sources import CaseSource
 from rlplace.agents.train import train
 from rlplace.errors import InputError
@@ -20,7 +20,7 @@ from rlplace.problem.generate import random_problem
 
 
 def given(*problems):
-    cases = [Case(f"case-{n}", "x", problem) for n, problem in enumerate(problems)]
+    cases = [ProblemCase(f"case-{n}", "x", problem) for n, problem in enumerate(problems)]
     return CaseSource("given", cases.__getitem__, len(cases))
 
 
@@ -29,7 +29,9 @@ def small(count=2, devices=2):
 
 
 def stream():
-    return CaseSource("stream", lambda n: Case(f"case-{n}", "x", random_problem(n % 997, num_groups=8, num_devices=2)), None)
+    return CaseSource(
+        "stream", lambda n: ProblemCase(f"case-{n}", "x", random_problem(n % 997, num_groups=8, num_devices=2)), None
+    )
 
 
 def impossible():
@@ -85,7 +87,7 @@ def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, policy):
     assert "labels" in told and "24/20" not in told and "20/20 steps" in told and "96/96 decisions" in told
     done = []
     for module, name, calls in (
-        (Labels if policy == "perceptron" else Decisions, "save", 1),  # while labels are collected
+        (PricedMoves if policy == "perceptron" else Demonstration, "save", 1),  # while labels are collected
         (training, "fit", 0),
         (training, "fit", 1),
         (ppo, "instances_of", 0),  # pre-trained, nothing practised
@@ -194,7 +196,7 @@ def test_a_source_without_use(tmp_path, tiny):
     with pytest.raises(InputError, match="no problem to train on"):
         train(given(useless), tiny(fit_steps=0), tmp_path, report=quiet)
     calls = []
-    endless = CaseSource("useless", lambda n: calls.append(n) or Case("x", "x", useless), None)
+    endless = CaseSource("useless", lambda n: calls.append(n) or ProblemCase("x", "x", useless), None)
     with pytest.raises(InputError, match="no problem to train on"):
         train(endless, tiny(fit_steps=0), tmp_path, report=quiet)
     assert len(calls) == ppo.MOST_MISSES

@@ -20,7 +20,7 @@ from benchmarks.leaderboard.checking import check_submission
 from benchmarks.leaderboard.making import make, new_card, placer
 from benchmarks.leaderboard.page import page, standings
 from benchmarks.leaderboard.reading import PLANS_BYTES, SUBMISSIONS, folders, read_submission
-from rlplace.agents.cases import Case, is_branchy
+from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.errors import InputError
 from rlplace.placement.common.evaluate import count_calls
 from rlplace.problem.generate import random_problem
@@ -32,17 +32,17 @@ SAID = {"authors": "A, B", "method": "A method of the tests.", "link": "https://
 Change = Callable[[list[dict[str, Any]]], object]
 
 
-def few_cases() -> dict[str, Case]:
+def few_cases() -> dict[str, ProblemCase]:
     """Two cases: one with limits that one device does not meet, and one with a fixed group."""
     tight = random_problem(3, 16, 3, memory_factor=1.2)
     fixed = random_problem(4, 12, 2, shape="chain")
     fixed = dataclasses.replace(fixed, group_device=np.array([1, *[-1] * 11], dtype=np.int32))
     problems = {"tiny-tight": tight, "tiny-fixed": fixed}
-    return {name: Case(name, "random", problem, is_branchy(problem)) for name, problem in problems.items()}
+    return {name: ProblemCase(name, "random", problem, is_branchy(problem)) for name, problem in problems.items()}
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProblemCase]:
     path = tmp_path_factory.mktemp("board") / "cases.jsonl.gz"
     freeze(list(few_cases().values()), {"torch": "2"}, path)
     again = path.with_name("again.gz")
@@ -52,7 +52,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture
-def entry(cases: dict[str, Case], tmp_path: Path) -> Path:
+def entry(cases: dict[str, ProblemCase], tmp_path: Path) -> Path:
     card = new_card("mine", "best", "one shot", {}, 0)
     make(card, placer("best", "one shot"), cases, tmp_path / "mine", {})
     return tmp_path / "mine"
@@ -66,13 +66,15 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "plans.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
-def refusal(folder: Path, cases: dict[str, Case]) -> str:
+def refusal(folder: Path, cases: dict[str, ProblemCase]) -> str:
     with pytest.raises(InputError) as caught:
         check_submission(read_submission(folder), cases)
     return str(caught.value)
 
 
-def test_a_right_submission_passes_and_claims_what_the_reference_simulator_says(entry: Path, cases: dict[str, Case]) -> None:
+def test_a_right_submission_passes_and_claims_what_the_reference_simulator_says(
+    entry: Path, cases: dict[str, ProblemCase]
+) -> None:
     submission = read_submission(entry)
     check_submission(submission, cases)
     for name, row in submission.rows.items():
@@ -117,7 +119,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_wrong_row_is_refused_by_its_own_message(name: str, entry: Path, cases: dict[str, Case]) -> None:
+def test_a_wrong_row_is_refused_by_its_own_message(name: str, entry: Path, cases: dict[str, ProblemCase]) -> None:
     change, message = CHANGES[name]
     rows = rows_of(entry)
     change(rows)
@@ -126,7 +128,7 @@ def test_a_wrong_row_is_refused_by_its_own_message(name: str, entry: Path, cases
         check_submission(read_submission(entry), cases)
 
 
-def test_a_case_without_a_plan_is_no_fault(entry: Path, cases: dict[str, Case]) -> None:
+def test_a_case_without_a_plan_is_no_fault(entry: Path, cases: dict[str, ProblemCase]) -> None:
     rows = rows_of(entry)
     del rows[0]["devices"], rows[0]["step_time_s"]
     write_rows(entry, rows)
@@ -200,7 +202,7 @@ def test_hostile_plans_are_refused(payload: bytes, message: str, entry: Path) ->
         read_submission(entry)
 
 
-def test_claims_beyond_the_class_are_refused(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_claims_beyond_the_class_are_refused(cases: dict[str, ProblemCase], tmp_path: Path) -> None:
     make(new_card("search", "annealing", "256 calls", {}, 1), placer("annealing", "256 calls"), cases, tmp_path / "search", {})
     folder = tmp_path / "search"
     check_submission(read_submission(folder), cases)
@@ -213,18 +215,20 @@ def test_claims_beyond_the_class_are_refused(cases: dict[str, Case], tmp_path: P
 
 
 @pytest.mark.parametrize("planner", ["random", "agent", "local_search"])
-def test_searches_of_rlplace_are_counted_without_their_start(planner: str, cases: dict[str, Case], tmp_path: Path) -> None:
+def test_searches_of_rlplace_are_counted_without_their_start(
+    planner: str, cases: dict[str, ProblemCase], tmp_path: Path
+) -> None:
     make(new_card("x", planner, "256 calls", {}, 1), placer(planner, "256 calls"), cases, tmp_path / "x", {})
     check_submission(read_submission(tmp_path / "x"), cases)
     assert all(250 <= row["calls"] <= 256 for row in rows_of(tmp_path / "x"))
 
 
-def test_bipartition_is_projected_on_groups_that_stay_whole(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_bipartition_is_projected_on_groups_that_stay_whole(cases: dict[str, ProblemCase], tmp_path: Path) -> None:
     make(new_card("x", "bipartition", "one shot", {}, 0), placer("bipartition", "one shot"), cases, tmp_path / "x", {})
     check_submission(read_submission(tmp_path / "x"), cases)
 
 
-def test_the_page_says_what_the_submissions_give(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_the_page_says_what_the_submissions_give(cases: dict[str, ProblemCase], tmp_path: Path) -> None:
     entries = []
     for name, planner in (("best", "best"), ("all-round", "round_robin"), ("few", "single")):
         make(new_card(name, planner, "one shot", SAID, 0), placer(planner, "one shot"), cases, tmp_path / name, {})
@@ -243,7 +247,9 @@ def test_the_page_says_what_the_submissions_give(cases: dict[str, Case], tmp_pat
         standings(entries[1:], infos)
 
 
-def test_the_command_checks_and_writes(cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_and_writes(
+    cases: dict[str, ProblemCase], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     board = tmp_path / "cases.jsonl.gz"
     freeze(list(cases.values()), {}, board)
     own = ["--cases", str(board), "--submissions", str(tmp_path / "entries")]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks.moves_dataset import content_hash, hash_of_dataset, make_walks, write_dataset
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 
 CASES = [
-    Case("a", "random", random_problem(1, 14, 3, shape="branchy")),
-    Case("b", "random", random_problem(2, 9, 2, memory_factor=1.5)),
+    ProblemCase("a", "random", random_problem(1, 14, 3, shape="branchy")),
+    ProblemCase("b", "random", random_problem(2, 9, 2, memory_factor=1.5)),
 ]
 
 

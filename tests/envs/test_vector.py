@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 
-from rlplace.agents.gather import PlacerVecEnv
-from rlplace.agents.policy import PlacerPolicy, UnmaskedPlacerPolicy
+from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
 from rlplace.agents.problems.training import limit_memory
 from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.vector import batch

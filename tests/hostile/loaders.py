@@ -287,7 +287,7 @@ def _rows(path: Path, seeds: Path) -> None:
 
 
 def _cases(path: Path, seeds: Path) -> None:
-    from rlplace.agents.problems.sources import load_cases
+    from rlplace.agents.problems.cases import load_cases
 
     for case in load_cases(path.parent)[0]:
         _simulated(case.problem, [max(0, int(d)) for d in case.problem.group_device])
@@ -306,13 +306,13 @@ def _resume(path: Path, seeds: Path) -> None:
     from types import SimpleNamespace
 
     from rlplace.agents.problems.sources import CaseSource
-    from rlplace.agents.train import _Run
+    from rlplace.agents.train import TrainingRun
     from rlplace.cli.train import _config
 
     names = ("cases", "fit_steps", "steps", "policy", "seed", "device", "processes", "problems")
     options: Any = SimpleNamespace(**dict.fromkeys(names), resume=str(path.parent))
     config, _ = _config(options, path.parent)
-    run = _Run(CaseSource("none", lambda number: None, 0), config, path.parent, True, False, str)  # type: ignore[arg-type]
+    run = TrainingRun(CaseSource("none", lambda number: None, 0), config, path.parent, True, False, str)  # type: ignore[arg-type]
     if run._moments is not None:
         import torch
 
@@ -324,9 +324,9 @@ def _resume(path: Path, seeds: Path) -> None:
 
 
 def _labels(path: Path, seeds: Path) -> None:
-    from rlplace.agents.labels import Labels
+    from rlplace.agents.move_ranking import PricedMoves
 
-    labels = Labels.load(path)
+    labels = PricedMoves.load(path)
     _check(labels.features.ndim == 3 and labels.change.shape == labels.features.shape[:2], "shapes")
 
 

@@ -280,12 +280,11 @@ def _agent(folder: Path, problem: Any) -> None:
     import numpy as np
     import torch
 
-    from rlplace.agents.cases import Case
     from rlplace.agents.checkpoint import save_checkpoint, save_state
     from rlplace.agents.config import TrainConfig
-    from rlplace.agents.labels import Labels
+    from rlplace.agents.move_ranking import PricedMoves
     from rlplace.agents.network import PlacerNetwork
-    from rlplace.agents.problems.sources import save_cases
+    from rlplace.agents.problems.cases import ProblemCase, save_cases
     from rlplace.envs.guide.features import FEATURES
 
     agent = folder / "agent"
@@ -308,9 +307,9 @@ def _agent(folder: Path, problem: Any) -> None:
     plain = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({key: value for key, value in plain.items() if key != "weights"}))
     save_state(agent / "optimizer.safetensors", network, optimizer.state_dict(), (1, 2, 1))
-    save_cases([Case("toy", "toy", problem, False)], folder / "cases", made_by={"torch": "2"})
+    save_cases([ProblemCase("toy", "toy", problem, False)], folder / "cases", made_by={"torch": "2"})
     rows = np.zeros((2, 3, len(FEATURES)), dtype=np.float16)
-    Labels(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.safetensors")
+    PricedMoves(rows, np.zeros((2, 3), dtype=np.float32)).save(folder / "labels.safetensors")
     _training(folder)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.labels import Labels
+from rlplace.agents.move_ranking import PricedMoves
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import check_folder, check_output, read_bytes
 from rlplace.runtime.state.untrusted import check_setting, check_storage
@@ -85,7 +85,7 @@ def test_labels_that_are_pickles(tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(pickles(tmp_path)[number])
     with pytest.raises(InputError, match="not a file of labels") as caught:
-        Labels.load(tmp_path / "x.safetensors")
+        PricedMoves.load(tmp_path / "x.safetensors")
     assert str(caught.value).isprintable() and not (tmp_path / "ran").exists()
 
 

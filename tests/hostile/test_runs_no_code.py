@@ -34,7 +34,7 @@ ALLOWED = {
         "rlplace/runtime/strategy/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",
-        "agents/first_use.py",  # names of a literal table
+        "agents/compile_ahead.py",  # names of a literal table
         "agents/problems/sources.py",  # importlib.metadata
         "agents/problems/splits.py",
     },

@@ -25,7 +25,7 @@ import dataclasses, os, sys, time
 import msgspec, torch
 from pathlib import Path
 from rlplace.agents.checkpoint import load_checkpoint, save_checkpoint
-from rlplace.agents.labels import Labels
+from rlplace.agents.move_ranking import PricedMoves
 from rlplace.cluster import Cluster
 from rlplace.explanation.compare import Settings, Store
 from rlplace.plan import PlacementPlan
@@ -36,7 +36,7 @@ seeds, out, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 problem = dataclasses.replace(Problem.load(seeds / "toy.problem.json"), name=f"writer{number}" * 200)
 plan = dataclasses.replace(PlacementPlan.load(seeds / "ordered.plan.json"), seed=number)
 cluster = Cluster.preset(f"l4:{number + 1}")
-labels = Labels.load(seeds / "labels.safetensors")
+labels = PricedMoves.load(seeds / "labels.safetensors")
 network = load_checkpoint(seeds / "agent").network
 with torch.no_grad():
     for value in network.parameters():
@@ -72,7 +72,7 @@ def look(out: Path) -> set[int]:
 
 @pytest.mark.slow
 def test_every_read_is_whole(seeds, tmp_path):
-    from rlplace.agents.labels import Labels
+    from rlplace.agents.move_ranking import PricedMoves
     from rlplace.explanation.compare import Settings, Store
 
     (tmp_path / "rows.jsonl").write_bytes((seeds / "rows.jsonl").read_bytes())
@@ -99,7 +99,7 @@ def test_every_read_is_whole(seeds, tmp_path):
                 writer.kill()
             writer.communicate()
     look(tmp_path)
-    Labels.load(tmp_path / "x.safetensors")
+    PricedMoves.load(tmp_path / "x.safetensors")
     assert seen == {1, 2} and reads > 3
     store = Store(Settings(calls=4), tmp_path / "rows.jsonl", resume=True)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 + 50, "a line of each turn of each writer"

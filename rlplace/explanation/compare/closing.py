@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlplace.agents.cases import Case
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.explanation.compare import run
 from rlplace.explanation.compare.records import Comparison, Settings
 from rlplace.explanation.compare.store import Store
@@ -15,7 +15,7 @@ DEFAULT_PLANNERS = ("single", "round_robin", "balanced", "heft", "m_etf", "metis
 
 def compare_agent(
     agent: str | Path,
-    cases: Sequence[Case],
+    cases: Sequence[ProblemCase],
     *,
     planners: Sequence[str] = DEFAULT_PLANNERS,
     calls: int = 256,

@@ -1,4 +1,7 @@
-"""Pre-training for `rlplace/Placement-v0`: the decisions that build the best plan a search has found, in either order."""
+"""Pre-training for `rlplace/Placement-v0`: cloning of the decisions that build the best plan of a search.
+
+Every plan is built in both orders of the groups. N decisions, D devices, G groups, E edges, F features.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from numpy.typing import NDArray
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from rlplace.agents.cases import Case
 from rlplace.agents.checkpoint import read_tensors
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Policy, narrowed
-from rlplace.agents.search import Search
+from rlplace.agents.problems.cases import ProblemCase
+from rlplace.agents.search import GuidedSearch
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
@@ -37,15 +40,15 @@ _LAST_QUICK = "round_robin"
 
 
 @dataclass(frozen=True, eq=False)
-class Decisions:
-    """How the plan of one case is built: N decisions, D devices, G groups, E edges.
+class Demonstration:
+    """A demonstration: the decisions that build the plan of one case.
 
     Attributes:
         nodes, source, target, values: See `GraphArrays`.
-        candidates: float16 [N, D * F], the devices as the environment shows them.
+        candidates: float16 [N, D * F], features of the devices as the environment observes them.
         group: int32 [N], the group that is placed.
         legal: bool [N, D].
-        device: int64 [N], where the plan has it.
+        device: int64 [N], its device in the plan.
     """
 
     nodes: Tensor
@@ -62,7 +65,7 @@ class Decisions:
         write_bytes(path, save_tensors({field.name: getattr(self, field.name).contiguous() for field in fields(self)}))
 
     @staticmethod
-    def load(path: Path) -> Decisions:
+    def load(path: Path) -> Demonstration:
         """Reads a file of `save`.
 
         Raises:
@@ -71,19 +74,19 @@ class Decisions:
         tensors = read_tensors(path)
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         rows, wide = shapes.get("legal", (0, 0)) if len(shapes.get("legal", ())) == 2 else (0, 0)
-        if set(tensors) != {field.name for field in fields(Decisions)} or not (
+        if set(tensors) != {field.name for field in fields(Demonstration)} or not (
             rows and shapes["candidates"] == (rows, wide * NUM_CONSTRUCTION) and shapes["group"] == shapes["device"] == (rows,)
         ):
             raise InputError(f"{path}: not a file of decisions of this version; remove it to have it made anew")
-        return Decisions(**tensors)
+        return Demonstration(**tensors)
 
 
-def collect_decisions(case: Case, *, states: int, moves: int, seed: int) -> Decisions | None:
-    """Returns the decisions of one case; None when it has one device, or no plan is known that fits.
+def collect_demonstration(case: ProblemCase, *, states: int, moves: int, seed: int) -> Demonstration | None:
+    """Returns the demonstration of one case; None when it has one device, or no plan is known that fits.
 
     Args:
         case: The case.
-        states: Times `moves`, the simulations of the search, whose moves are ranked by hand: nothing here depends on weights.
+        states: Times `moves`, the simulations of the search. An untrained network guides it: nothing depends on weights.
         moves: See `states`.
         seed: Seed of the search.
     """
@@ -91,15 +94,13 @@ def collect_decisions(case: Case, *, states: int, moves: int, seed: int) -> Deci
     if start is None:
         return None
     instance = make_instance(case.problem, floor=start)
-    search = Search(instance, PlacerNetwork(features=FEATURES), start, seed=seed)
+    search = GuidedSearch(instance, PlacerNetwork(features=FEATURES), start, seed=seed)
     search.run(calls=states * moves)
-    return decisions_of(instance, search.best_plan) if search.best.feasible else None
+    return demonstration_of(instance, search.best_plan) if search.best.feasible else None
 
 
 def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
-    """Returns int32 [G], the best plan that fits of the planners that take milliseconds; None where there is none, or one
-    device.
-    """
+    """Returns int32 [G], the best feasible plan of the planners that take milliseconds; None without one or with one device."""
     try:
         check_possible(problem)
     except InfeasibleError:
@@ -113,8 +114,8 @@ def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
     return best.devices if best is not None and best.score.feasible and problem.num_devices > 1 else None
 
 
-def decisions_of(instance: Instance, plan: NDArray[np.int32]) -> Decisions:
-    """Returns the decisions that build a plan that fits: a branch at a time, and branches side by side."""
+def demonstration_of(instance: Instance, plan: NDArray[np.int32]) -> Demonstration:
+    """Returns the decisions that build a feasible plan: a branch at a time, and branches side by side."""
     both = (instance, side_by_side(instance))
     plots, builds = tuple(plots_of(both)), builds_for(2, *instance.allowed.shape)
     builds.instance[:] = (0, 1)
@@ -126,17 +127,15 @@ def decisions_of(instance: Instance, plan: NDArray[np.int32]) -> Decisions:
         found.append((builds.table.astype(np.float16), group, builds.legal.copy(), actions.copy()))
         construct(plots, tuple(builds), rows, actions, False)
     columns = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
-    return Decisions(*map(torch.from_numpy, graph_arrays(instance)), *columns)
+    return Demonstration(*map(torch.from_numpy, graph_arrays(instance)), *columns)
 
 
-@lru_cache(maxsize=WINDOW)
-def _decisions(path: Path) -> Decisions:
-    return Decisions.load(path)
+_load = lru_cache(maxsize=WINDOW)(Demonstration.load)
 
 
-def imitation_loss(network: Policy, files: Sequence[Path], rng: np.random.Generator) -> Tensor:
-    """Cross-entropy of the policy to the decisions of some files, every file as heavy as another."""
-    chosen = [_decisions(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
+def cloning_loss(network: Policy, files: Sequence[Path], rng: np.random.Generator) -> Tensor:
+    """Returns the cross-entropy of the policy to the decisions of a batch of files, each with equal weight."""
+    chosen = [_load(files[i]) for i in rng.choice(len(files), min(CASES, len(files)), replace=False)]
     network.know([GraphArrays(one.nodes, one.source, one.target, one.values) for one in chosen])
     widest = max(one.legal.shape[1] for one in chosen)
     number = torch.cat([torch.full((len(one.group), 1), n) for n, one in enumerate(chosen)])
@@ -150,12 +149,12 @@ def imitation_loss(network: Policy, files: Sequence[Path], rng: np.random.Genera
     logits = network.look(narrowed(seen, network.features, CONSTRUCTION_FEATURES))[0]
     weight = torch.cat([torch.full((len(one.group),), 1.0 / len(one.group)) for one in chosen]) / len(chosen)
     device = torch.cat([one.device for one in chosen])
-    apart = nn.functional.cross_entropy(logits.masked_fill(~legal, -1e9), device, reduction="none")
-    return (weight * apart).sum()
+    entropy = nn.functional.cross_entropy(logits.masked_fill(~legal, -1e9), device, reduction="none")
+    return (weight * entropy).sum()
 
 
-def learned(network: Policy, files: Sequence[Path]) -> str:
-    """What a card says of files that were not fitted."""
+def summary(network: Policy, files: Sequence[Path]) -> str:
+    """Returns the line of a model card about held-out files."""
     with torch.no_grad():
-        likely = float(torch.exp(-imitation_loss(network, files, np.random.default_rng(0))))
+        likely = float(torch.exp(-cloning_loss(network, files, np.random.default_rng(0))))
     return f"a device of the plan has probability {likely:.3f}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from rlplace.agents import first_use, guided, search
+from rlplace.agents import compile_ahead, guided, search
 from rlplace.envs.guide import analysis, draw, features
 from rlplace.placement import balanced, get_planner
 from rlplace.placement.annealing import kernels as annealing
@@ -31,7 +31,7 @@ from rlplace import compiled
 
 compiled.AHEAD = Path("nowhere")  # an installation without kernels
 
-from rlplace.agents.first_use import compile_ahead
+from rlplace.agents.compile_ahead import compile_ahead
 
 started = []
 
@@ -49,30 +49,30 @@ print(compile_ahead(), *started)
 
 @pytest.fixture
 def started(monkeypatch):
-    first_use.compile_ahead.cache_clear()
+    compile_ahead.compile_ahead.cache_clear()
     found = []
-    monkeypatch.setattr(first_use, "_start", found.append)
+    monkeypatch.setattr(compile_ahead, "_start", found.append)
     yield found
-    first_use.compile_ahead.cache_clear()
+    compile_ahead.compile_ahead.cache_clear()
 
 
 def test_what_is_cold_is_started_once(started, monkeypatch):
-    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: kernel.py_func.__name__ == "construct")
-    assert first_use.compile_ahead() and first_use.compile_ahead()
+    monkeypatch.setattr(compile_ahead, "is_compiled", lambda kernel: kernel.py_func.__name__ == "construct")
+    assert compile_ahead.compile_ahead() and compile_ahead.compile_ahead()
     assert started == ["from rlplace.placement.search import warm_up; warm_up()"]
-    assert first_use.compile_ahead(first_use.STRATEGY)
+    assert compile_ahead.compile_ahead(compile_ahead.STRATEGY)
     assert [code.split()[1] for code in started[1:]] == ["rlplace.strategy.executor.evaluate", "rlplace.simulator.api"]
 
 
 def test_nothing_is_started_when_all_is_compiled(started, monkeypatch):
-    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: True)
-    assert not first_use.compile_ahead() and started == []
+    monkeypatch.setattr(compile_ahead, "is_compiled", lambda kernel: True)
+    assert not compile_ahead.compile_ahead() and started == []
 
 
 def test_one_rank_of_a_host_starts_them(started, monkeypatch):
-    monkeypatch.setattr(first_use, "is_compiled", lambda kernel: False)
+    monkeypatch.setattr(compile_ahead, "is_compiled", lambda kernel: False)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert first_use.compile_ahead() and started == []
+    assert compile_ahead.compile_ahead() and started == []
 
 
 def test_helpers_end_with_the_process(tmp_path):

@@ -53,7 +53,7 @@ def print_summaries(comparison: Comparison, title: str) -> None:
 
 
 def legend(comparison: Comparison, reference: str, tie: float) -> str:
-    """What the numbers are; a table without it is worth nothing."""
+    """Explains the numbers of a table: executor, budget, reference and seeds."""
     from rlplace.explanation.compare.run import STRATEGIES
 
     settings = comparison.settings

@@ -143,7 +143,7 @@ def _strategy(plan: PlacementPlan) -> Any:
 
 
 def _said(run: Run) -> str:
-    """What became of a run."""
+    """Describes the result of a run."""
     if run.median_s is None:
         return f"{run.status.replace('_', ' ')} ({run.reason})"
     return f"{ms(run.median_s)} ms, {ms(run.expected_s)} were expected"

@@ -65,7 +65,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _plug_ins() -> list[dict[str, str | None]]:
-    """What installed packages offer, each tried, with the reason where it cannot be used."""
+    """Lists the plug-ins of installed packages, each tried, with the reason where it cannot be used."""
     from rlplace import plugins as extensions
     from rlplace.agents.policies import BUILT_IN, policy_class
     from rlplace.cluster.presets import KINDS, RESERVED, device_kind

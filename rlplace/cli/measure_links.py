@@ -37,7 +37,7 @@ def run(options: MeasureOptions) -> int:
 
 
 def _facts(times: LinkTimes, names: list[str]) -> dict[str, Any]:
-    """What was measured, and the fits, as plain data."""
+    """Returns the measurements, and the fits, as plain data."""
     from rlplace.cluster.machines import TIMED_COLLECTIVES, fit_pairs
 
     latency, bandwidth, error = fit_pairs(times)

@@ -87,7 +87,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
 
 
 def _trace(options: MeasureOptions, rank: int, path: str) -> str | None:
-    """Where this process writes the trace of a plan: of the first one, each process a file of its own."""
+    """Returns the path of this process's trace of a plan: of the first plan only, one file a process."""
     if not options.trace or path != options.plans[0]:
         return None
     return str(options.trace) if rank == 0 else str(Path(options.trace).with_suffix(f".rank{rank}.json"))

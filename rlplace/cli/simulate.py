@@ -91,7 +91,7 @@ def _simulate_strategy(options: SimulateOptions) -> int:
 
 
 def _trace(asked: Asked, path: str) -> None:
-    """Writes a trace of the ops; one device stands for all that do the same."""
+    """Writes a trace of the ops; one device represents all that do the same."""
     from rlplace.simulator.trace import write_trace
     from rlplace.strategy.blocks.op_costs import OpCosts
     from rlplace.strategy.op_level.expand import tasks_of

@@ -42,7 +42,7 @@ def strategy_what_if(
         fits = math.isfinite(step_s)
         anew = partial(_search, question, calls, time_limit_s) if calls else None
         same_s = step_s if fits else None
-        questions.append(what_if.SearchProblem(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
+        questions.append(what_if.Question(change, question.batch, same, same_s, fits, partial(_step_s, question), anew))
     return what_if.answers(questions)
 
 

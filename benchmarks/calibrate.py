@@ -84,7 +84,7 @@ def run(*arguments: str, quiet: bool = False) -> None:
 def report(options: argparse.Namespace, table: Path) -> None:
     import rlplace
     from rlplace.cli.output import print_table
-    from rlplace.cost.measurement import Measurement
+    from rlplace.cost.timings import Measurement
     from rlplace.model.zoo import load_model
 
     cluster = rlplace.Cluster.detect()

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlplace.cost.curve import TILES, Sizes, feature_matrix, roofline_seconds, work_seconds
-from rlplace.cost.table import DIMS, Curve, Residual
+from rlplace.cost.curve import DIMS, TILES, Curve, Residual, Sizes, feature_matrix, roofline_seconds, work_seconds
 from rlplace.measure.fit import OpTiming
 
 _RESULT = tuple(f"{name}_{a}x{b}" for a, b in TILES for name in ("waves", "wave_waste")) + tuple(
@@ -159,7 +158,7 @@ def _doubled(
 
 
 def sizes_of(rows: Sequence[OpTiming]) -> Sizes:
-    """Sizes of timed ops as `rlplace.cost.curve` takes them."""
+    """Sizes of timed ops as `rlplace.cost.table` takes them."""
     sizes = {name: np.array([float(row.dims.get(name, 1)) for row in rows]) for name in DIMS}
     sizes["flops"] = np.array([row.flops for row in rows])
     sizes["bytes"] = np.array([row.size_bytes for row in rows])

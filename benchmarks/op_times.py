@@ -25,10 +25,10 @@ from fit_residual import fit_residual, sizes_of
 
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.curve import Curve, kernel_seconds
 from rlplace.cost.foreign import SHIPPED, shipped_costs
 from rlplace.cost.scaled import CLASSES, datasheet_curve
-from rlplace.cost.table import CostTable, Curve, KindCosts
+from rlplace.cost.table import CostTable, KindCosts
 from rlplace.measure.fit import SATURATIONS, OpTiming, fit_op_curve
 
 SOURCE = "NeuSight (ASPLOS 2025) kernel timings, fp32 with TF32 off, PyTorch 2.1, CUDA 12.1, {device}"

@@ -28,9 +28,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
 from benchmarks import emulated
 from rlplace.cluster.presets import cpu_kind
-from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import CostTable
-from rlplace.cost.timings import rank_correlation
+from rlplace.cost.timings import Measurement, rank_correlation
 from rlplace.errors import InputError
 from rlplace.measure.calibrate import calibrate
 from rlplace.plan.plan import PlacementPlan

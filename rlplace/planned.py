@@ -136,8 +136,8 @@ def rebuild_problem(plan: PlacementPlan, cluster: Cluster) -> Problem:
         plan: Its `source` says how.
         cluster: See `cluster_of_plan`.
     """
+    from rlplace.cost.contract import split_backward
     from rlplace.cost.price import price
-    from rlplace.cost.split import split_backward
 
     source = source_of(plan)
     problem = price(

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from rlplace.cli.output import print_table
 from rlplace.cluster.presets import KINDS, DeviceKind
-from rlplace.cost.curve import kernel_seconds
+from rlplace.cost.curve import DIMS, Curve, kernel_seconds
 from rlplace.cost.foreign import SHIPPED, shipped_costs
-from rlplace.cost.measurement import Measurement
 from rlplace.cost.scaled import CLASSES, datasheet_curve, find_curve, peak_of
-from rlplace.cost.table import DIMS, CostTable, Curve, Key, KindCosts
+from rlplace.cost.table import CostTable, Key, KindCosts
+from rlplace.cost.timings import Measurement
 from rlplace.measure.fit import OpTiming, fit_op_curve
 
 FOLDS, FEWEST, LEAST_UPDATE, LEAST_S, BYTES = 5, 5, 1e7, 1.4e-6, {"bfloat16": 2, "float16": 2}

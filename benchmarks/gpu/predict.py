@@ -20,8 +20,8 @@ from rlplace.cli.output import print_table
 from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.footprint import footprint
-from rlplace.cost.measurement import Measurement
 from rlplace.cost.table import CostTable
+from rlplace.cost.timings import Measurement
 from rlplace.measure.calibrate import calibrate
 from rlplace.model.zoo import load_model
 

@@ -26,7 +26,7 @@ from benchmarks.leaderboard.reading import CARD, PLANS
 from benchmarks.leaderboard.records import Card, Row
 from rlplace.agents.planner import load_agent
 from rlplace.agents.problems.cases import ProblemCase
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import check_folder, write_bytes, write_text
 from rlplace.placement import NEEDS_SPLIT, PLANNERS, get_planner

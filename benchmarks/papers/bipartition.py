@@ -8,7 +8,7 @@ The table divides the layer-wise optimum by that of bi-partition, compute only. 
 from __future__ import annotations
 
 from benchmarks.harness import arguments, markdown
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.placement import run_planner
 from rlplace.placement.published.bipartition.solve import bi_partition, layer_wise
 from rlplace.problem.generate import random_problem

@@ -9,7 +9,7 @@ from msgspec import NODEFAULT
 from rlplace.agents.problems import sources
 from rlplace.cluster import fabric, presets
 from rlplace.cluster import file as cluster_file
-from rlplace.cost import measurement, table, tablefile, timings
+from rlplace.cost import curve, table, timings
 from rlplace.explanation.compare import records as comparison
 from rlplace.measure import log
 from rlplace.plan import file as plan_file
@@ -53,21 +53,21 @@ FORMATS = {
         "predicted.memory[] of a strategy": prediction.HeldMemory,
     },
     "cost": {
-        "": tablefile._Table,
-        "kinds.NAME": tablefile._Kind,
-        "kinds.NAME.curves[]": tablefile._CurveEntry,
-        "kinds.NAME.measured[]": tablefile._ShapesEntry,
-        "kinds.NAME.targets[], with the keys of a curve": tablefile._TargetEntry,
-        "shapes[]": table.MeasuredShape,
-        "residual": table.Residual,
+        "": table._TableRecord,
+        "kinds.NAME": table._KindRecord,
+        "kinds.NAME.curves[]": table._CurveEntry,
+        "kinds.NAME.measured[]": table._ShapesEntry,
+        "kinds.NAME.targets[], with the keys of a curve": table._TargetEntry,
+        "shapes[]": curve.MeasuredShape,
+        "residual": curve.Residual,
     },
     "measurement": {
-        "": measurement.Measurement,
-        "model": measurement.MeasuredModel,
-        "environment": measurement.Environment,
-        "ops[]": measurement.MeasuredOp,
-        "step": measurement.StepTiming,
-        "control": measurement.ControlTiming,
+        "": timings.Measurement,
+        "model": timings.MeasuredModel,
+        "environment": timings.Environment,
+        "ops[]": timings.MeasuredOp,
+        "step": timings.StepTiming,
+        "control": timings.ControlTiming,
     },
     "timings": {"": timings.PlanTimings, "plans[]": timings.PlanTiming, "plans[].places[]": timings.PlaceTiming},
     "runs": {"run": log.Run, "ended": log.Ended},
@@ -88,7 +88,7 @@ FORMATS = {
 }
 """By format the records of its files, by the place in a file where each stands."""
 
-_SEPARATE = {log.Run: log.Ended, tablefile._TargetEntry: table.Curve}
+_SEPARATE = {log.Run: log.Ended, table._TargetEntry: curve.Curve}
 """Records whose inherited fields have a table of their own."""
 
 

@@ -35,7 +35,7 @@ class CalibrateOptions(Options):
 def run(options: CalibrateOptions) -> int:
     """Runs the verb."""
     from rlplace.cluster.parse import parse
-    from rlplace.cost.measurement import Measurement
+    from rlplace.cost.timings import Measurement
     from rlplace.files import check_output
     from rlplace.measure.calibrate import calibrate
 

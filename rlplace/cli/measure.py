@@ -12,7 +12,7 @@ from rlplace.errors import InputError
 from rlplace.text import ms
 
 if TYPE_CHECKING:
-    from rlplace.cost.measurement import Measurement
+    from rlplace.cost.timings import Measurement
 
 HELP = "time ops, steps or links on real devices"
 EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --out gpt2.measure.json"

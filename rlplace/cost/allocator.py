@@ -20,14 +20,15 @@ expandable segment's address space has no end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.cost.allocator_heap import USED, Block, Heap
+from rlplace.cost.allocator_heap import USED, Heap, MemoryBlock
 from rlplace.errors import InputError, show, unknown_name
 
 MIB = 1 << 20
@@ -57,11 +58,9 @@ class AllocatorOptions:
     garbage_collection_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_split_size_bytes", "max_non_split_rounding_bytes", "large_segment_bytes"):
-            if (getattr(self, name) or 0) > _MAX_BYTES:
-                raise InputError(
-                    f"{name.removesuffix('_bytes')}: must be at most 2^50 bytes, found {show(getattr(self, name))}"
-                )
+        for name in ("max_split_size", "max_non_split_rounding", "large_segment"):
+            if (getattr(self, f"{name}_bytes") or 0) > _MAX_BYTES:
+                raise InputError(f"{name}: must be at most 2^50 bytes, found {show(getattr(self, f'{name}_bytes'))}")
         divisions = self.divisions
         if len(divisions) != _INTERVALS or any(n < 0 or n & (n - 1) or n > _MAX_BYTES for n in divisions):
             raise InputError(
@@ -89,7 +88,7 @@ class AllocatorOptions:
     def parse(text: str) -> AllocatorOptions:
         """Reads the text of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``"expandable_segments:True,max_split_size_mb:128"``."""
         values: dict[str, Any] = {}
-        for part in _split(text):
+        for part in filter(str.strip, re.split(r",(?![^\[]*\])", text)):  # commas outside of brackets
             key, colon, value = part.partition(":")
             key, value = key.strip(), value.strip()
             if not colon or not value:
@@ -104,30 +103,14 @@ class AllocatorOptions:
         return AllocatorOptions(**values)
 
 
-def _split(text: str) -> list[str]:
-    """Returns parts between the commas that are outside of brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part for part in parts if part.strip()]
-
-
 def _truth(text: str) -> bool:
     if text not in ("True", "False", "true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
 
 
-def _mebibytes(text: str) -> int:
-    return int(text) * MIB
-
-
 def _divisions(text: str) -> int | tuple[int, ...]:
-    """``4`` or ``[64:8,128:2,>:1]``: sizes in MiB, ``>`` for all above the last."""
+    """Parses ``4`` or ``[64:8,128:2,>:1]``: sizes in MiB, ``>`` for all above the last."""
     if not text.startswith("["):
         return int(text)
     table, last = [0] * _INTERVALS, -1
@@ -147,9 +130,9 @@ def _divisions(text: str) -> int | tuple[int, ...]:
 
 _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
-    "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
-    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
+    "max_split_size_mb": ("max_split_size_bytes", lambda text: int(text) * MIB),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", lambda text: int(text) * MIB),
+    "large_segment_size_mb": ("large_segment_bytes", lambda text: int(text) * MIB),
     "expandable_segments": ("expandable_segments", _truth),
     "garbage_collection_threshold": ("garbage_collection_threshold", float),
 }
@@ -188,8 +171,8 @@ class Replay:
 
 
 def replay(
-    ids: ArrayLike | Sequence[int],
-    sizes: ArrayLike | Sequence[int],
+    ids: ArrayLike,
+    sizes: ArrayLike,
     *,
     options: AllocatorOptions | None = None,
     capacity_bytes: int | None = None,
@@ -211,7 +194,7 @@ def replay(
         raise InputError(f"replay: expected as many ids as sizes, found shapes {number.shape} and {size.shape}")
     if len(size) and (size.min() < -1 or size.max() > _MAX_BYTES):
         raise InputError("replay: sizes must be -1 (free) or from 0 to 2^50 bytes")
-    live: dict[int, Block | None] = {}  # no block where no memory was asked for
+    live: dict[int, MemoryBlock | None] = {}  # no block where no memory was asked for
     history, failed = [], None
     for event, (key, wanted) in enumerate(zip(number.tolist(), size.tolist(), strict=True)):
         if (key in live) == (wanted >= 0):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _ADDRESS_SPACE = 1 << 54
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A range of addresses.
 
     Attributes:
@@ -42,16 +43,16 @@ class Block:
     size: int
     pool: int
     state: int = FREE
-    previous: Block | None = None
-    next: Block | None = None
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
     born: int = 0
 
     @property
     def whole(self) -> bool:
-        """Whether it is a segment of its own."""
+        """True where the block is a segment of its own."""
         return self.previous is None and self.next is None
 
-    def splice(self, previous: Block | None, next: Block | None) -> None:
+    def splice(self, previous: MemoryBlock | None, next: MemoryBlock | None) -> None:
         """Puts it between two neighbours."""
         if previous is not None:
             previous.next = self
@@ -60,12 +61,8 @@ class Block:
         self.previous, self.next = previous, next
 
 
-def _place(block: Block) -> tuple[int, int]:
-    return block.size, block.address
-
-
-def _address(block: Block) -> int:
-    return block.address
+_place = attrgetter("size", "address")
+_address = attrgetter("address")
 
 
 class Heap:
@@ -81,14 +78,14 @@ class Heap:
 
     def __init__(self, options: AllocatorOptions, capacity_bytes: int | None) -> None:
         self.allocated = self.reserved = self.segments = self.retries = self._next_address = 0
-        self.cached: tuple[list[Block], list[Block]] = ([], [])
-        self._unmapped: tuple[list[Block], list[Block]] = ([], [])  # by address
+        self.cached: tuple[list[MemoryBlock], list[MemoryBlock]] = ([], [])
+        self._unmapped: tuple[list[MemoryBlock], list[MemoryBlock]] = ([], [])  # by address
         self._searches = [0, 0]
         self._options, self._divisions, self._expandable = options, options.divisions, options.expandable_segments
         self._max_split = math.inf if options.max_split_size_bytes is None else options.max_split_size_bytes
         self._capacity = math.inf if capacity_bytes is None else max(0, capacity_bytes)
 
-    def malloc(self, requested: int) -> Block | None:
+    def malloc(self, requested: int) -> MemoryBlock | None:
         """Returns a used block of at least `size` bytes; None: out of memory."""
         size = self._round_size(requested)
         pool = 0 if size <= SMALL_SIZE else 1
@@ -105,7 +102,7 @@ class Heap:
         if block is None:
             return None
         if self._should_split(block, size):
-            rest, block = block, Block(block.address, size, pool)
+            rest, block = block, MemoryBlock(block.address, size, pool)
             block.splice(rest.previous, rest)
             rest.address += size
             rest.size -= size
@@ -114,7 +111,7 @@ class Heap:
         self.allocated += block.size
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Caches a used block."""
         self.allocated -= block.size
         block.state = FREE
@@ -134,15 +131,15 @@ class Heap:
         """Returns position of the first cached block that is not smaller."""
         return bisect_left(self.cached[pool], (size, 0), key=_place)
 
-    def _insert(self, block: Block) -> None:
+    def _insert(self, block: MemoryBlock) -> None:
         insort(self.cached[block.pool], block, key=_place)
         block.state, block.born = FREE, self._searches[block.pool]
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         row = self.cached[block.pool]
         del row[bisect_left(row, _place(block), key=_place)]
 
-    def _try_merge(self, block: Block, other: Block | None, state: int) -> None:
+    def _try_merge(self, block: MemoryBlock, other: MemoryBlock | None, state: int) -> None:
         """Swallows a neighbour that is free (or unmapped, as `state` says)."""
         if other is None or other.state != state:
             return
@@ -157,7 +154,7 @@ class Heap:
             block.splice(block.previous, other.next)
         block.size += other.size
 
-    def _get_free_block(self, pool: int, size: int) -> Block | None:
+    def _get_free_block(self, pool: int, size: int) -> MemoryBlock | None:
         self._searches[pool] += 1
         row, at = self.cached[pool], self._lower_bound(pool, size)
         if at == len(row):
@@ -170,19 +167,19 @@ class Heap:
             return None
         return row.pop(at)
 
-    def _should_split(self, block: Block, size: int) -> bool:
+    def _should_split(self, block: MemoryBlock, size: int) -> bool:
         remaining = block.size - size
         if block.pool == 0 or self._expandable:
             return remaining >= MIN_BLOCK
         return size < self._max_split and remaining > SMALL_SIZE
 
-    def _alloc_block(self, pool: int, size: int) -> Block | None:
+    def _alloc_block(self, pool: int, size: int) -> MemoryBlock | None:
         if self._expandable:
             return self._try_allocate_expandable_block(pool, size)
         segment = -(-size // ROUND_LARGE) * ROUND_LARGE if size >= MIN_LARGE_ALLOC else self._page(pool)
         if self.reserved + segment > self._capacity:
             return None
-        block = Block(self._next_address, segment, pool)
+        block = MemoryBlock(self._next_address, segment, pool)
         self._next_address += segment
         self.reserved += segment
         self.segments += 1
@@ -191,13 +188,13 @@ class Heap:
     def _page(self, pool: int) -> int:
         return SMALL_SEGMENT if pool == 0 else self._options.large_segment_bytes
 
-    def _release_block(self, block: Block) -> None:
+    def _release_block(self, block: MemoryBlock) -> None:
         self._remove(block)
         self.reserved -= block.size
         self.segments -= 1
 
     def _release_available_cached_blocks(self, pool: int, size: int) -> bool:
-        """With a split limit: gives back oversize blocks, but only enough of them for `size`."""
+        """Gives back oversize blocks, but only enough of them for `size`; needs a split limit."""
         limit, row = self._max_split, self.cached[pool]
         if limit == math.inf or self._expandable:
             return False
@@ -222,7 +219,7 @@ class Heap:
                     self._release_block(block)
 
     def _garbage_collect_cached_blocks(self) -> None:
-        """Above the threshold: gives back cached large segments, those unused for longest first."""
+        """Gives back cached large segments above the threshold, those unused for longest first."""
         threshold = self._options.garbage_collection_threshold
         if threshold == 0.0 or self._capacity == math.inf or self._expandable:
             return
@@ -241,7 +238,7 @@ class Heap:
                 self._release_block(block)
             left = [block for block in left if now - block.born < oldest]
 
-    def _map_block(self, block: Block, size: int) -> bool:
+    def _map_block(self, block: MemoryBlock, size: int) -> bool:
         """Puts whole pages behind the front of an unmapped block; it takes in its free neighbours. False: out of memory."""
         page = self._page(block.pool)
         mapped = -(-size // page) * page
@@ -249,7 +246,7 @@ class Heap:
             return False
         self._unmapped[block.pool].remove(block)
         if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, block.pool, UNMAPPED)
+            rest = MemoryBlock(block.address + mapped, block.size - mapped, block.pool, UNMAPPED)
             rest.splice(block, block.next)
             insort(self._unmapped[block.pool], rest, key=_address)
             block.size = mapped
@@ -260,7 +257,7 @@ class Heap:
         self.reserved += mapped
         return True
 
-    def _unmap_block(self, block: Block) -> None:
+    def _unmap_block(self, block: MemoryBlock) -> None:
         """Takes the memory from the whole pages inside a free block."""
         page = self._page(block.pool)
         start, stop = block.address, block.address + block.size
@@ -269,11 +266,11 @@ class Heap:
             return
         self._remove(block)
         if begin > start:
-            before = Block(start, begin - start, block.pool)
+            before = MemoryBlock(start, begin - start, block.pool)
             before.splice(block.previous, block)
             self._insert(before)
         if stop > end:
-            after = Block(end, stop - end, block.pool)
+            after = MemoryBlock(end, stop - end, block.pool)
             after.splice(block, block.next)
             self._insert(after)
         block.address, block.size, block.state = begin, end - begin, UNMAPPED
@@ -282,17 +279,17 @@ class Heap:
         self._try_merge(block, block.next, UNMAPPED)
         insort(self._unmapped[block.pool], block, key=_address)
 
-    def _find_expandable_block(self, pool: int, size: int) -> Block | None:
-        """Lowest place in the segment where free and unmapped neighbours add up to `size`."""
+    def _find_expandable_block(self, pool: int, size: int) -> MemoryBlock | None:
+        """Finds the lowest place in the segment where free and unmapped neighbours add up to `size`."""
         if not self._unmapped[pool]:  # it begins at a whole page
-            self._unmapped[pool].append(Block((pool + 1) * (self._page(pool) << 34), _ADDRESS_SPACE, pool, UNMAPPED))
+            self._unmapped[pool].append(MemoryBlock((pool + 1) * (self._page(pool) << 34), _ADDRESS_SPACE, pool, UNMAPPED))
             self.segments += 1
         for candidate in self._unmapped[pool]:
             first = candidate
             if candidate.previous is not None and candidate.previous.state == FREE:
                 first = candidate.previous
             room = 0
-            block: Block | None = first
+            block: MemoryBlock | None = first
             while room < size and block is not None and block.state != USED:
                 room += block.size
                 block = block.next
@@ -300,7 +297,7 @@ class Heap:
                 return first
         return None
 
-    def _try_allocate_expandable_block(self, pool: int, size: int) -> Block | None:
+    def _try_allocate_expandable_block(self, pool: int, size: int) -> MemoryBlock | None:
         block = self._find_expandable_block(pool, size)
         if block is None:
             return None
@@ -316,6 +313,6 @@ class Heap:
         return block
 
 
-def _expandable_size(block: Block) -> int:
+def _expandable_size(block: MemoryBlock) -> int:
     after = block.next
     return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)

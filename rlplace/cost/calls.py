@@ -5,10 +5,9 @@ A matrix product is a row with its m, n and k. The backward of a product is two 
 its products (bias sums, casts, accumulation) is an element-wise row. Every other op is one row of equal kernels. Views and ops
 that move nothing have no row.
 
-What a compiler saves: point-wise ops, reductions and norms that follow each other run as one kernel.
-
-A value that such an op hands to another such op of the same phase stays in registers: the reader does not load it, and the
-producer does not store it when no other op needs it. Ops that hand on everything they make launch no kernel of their own, and
+`fused_traffic` has what a compiler saves: point-wise ops, reductions and norms that follow each other run as one kernel. A
+value that passes from such an op to another of the same phase stays in registers: the reader does not load it, and the producer
+does not store it when no other op needs it. Ops whose outputs all stay in registers launch no kernel of their own, and
 temporaries inside an op vanish. Matrix products, attention and convolutions are library calls and fuse with nothing. It is the
 default behaviour of torch.compile's code generator, without its recomputation of cheap values in backward.
 """
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cost.curve import DIMS, DIRECTIONS
 from rlplace.cost.scaled import CLASSES
-from rlplace.cost.table import DIMS, DIRECTIONS
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
 
 PRODUCT_CLASSES = ("gemm", "bmm")
@@ -83,9 +82,7 @@ def op_sizes(graph: OpGraph) -> dict[str, NDArray[np.float64]]:
 
 
 def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
-    """Returns float64 [N], kernels that every op launches on an accelerator: 0 for views and what is fused, a share for
-    updates.
-    """
+    """Returns float64 [N], kernels of every op on an accelerator: 0 for views and fused ops, a share for updates."""
     classes = [CLASSES[name] for name in OP_KINDS]
     kind = op_codes(graph.op_kind)
     backward = op_directions(graph) == 1
@@ -206,7 +203,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
 def _alignment(
     graph: OpGraph, k: NDArray[np.float64], n: NDArray[np.float64], product: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Returns Float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their
+    """Returns float64 [N], see `Calls.sizes`: x [m, k], w [n, k] and y [m, n] have rows of k and n, and so have their
     gradients.
     """
     forward = np.where(graph.op_forward >= 0, graph.op_forward, np.arange(graph.num_ops))
@@ -216,7 +213,7 @@ def _alignment(
 
 
 def update_passes(graph: OpGraph) -> float:
-    """What an update moves over what is counted for it, parameter, gradient and state once each (`OPTIMIZERS`).
+    """Returns the bytes that an update moves, in multiples of those counted: parameter, gradient and state once each.
 
     torch runs it as one pass over memory for each line of its formula: torch/optim/adam.py takes 18 tensors (lerp 3, mul 2,
     addcmul 3, sqrt 2, div 2, add 2, addcdiv 4), decay 2 more, and momentum in torch/optim/sgd.py 8.
@@ -238,7 +235,7 @@ def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[st
 
 POINTWISE = ("elementwise", "copy", "random")
 READS_FUSED = (*POINTWISE, "reduction", "norm", "softmax")
-"""Classes that can take a value from the kernel they run in; the point-wise ones, norms and softmax can also hand one on."""
+"""Classes that can take a value from the kernel they run in; the point-wise ones, norms and softmax can also pass one on."""
 WRITES_FUSED = (*POINTWISE, "norm", "softmax")
 
 

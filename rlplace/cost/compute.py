@@ -6,18 +6,21 @@ per kernel (`rlplace.cost.calls`), summed over the kernels of an op; a measured 
 coefficients are in `rlplace/cost/shipped.cost.json`, `rlplace.cost.scaled` and `rlplace/cluster/presets.toml`, errors in
 docs/cost-model/accuracy.md.
 
-Host time: a device op cannot start before the host has issued it.
+On a processor two ops of one class may differ by a factor of three per byte (gelu and an in-place relu), and an op is whatever
+the library makes of it, not a known set of kernels. So a calibration keeps a curve for each target, over the FLOPs and bytes of
+the op graph; it replaces all that the op's class has.
 
-The host walks the ops in execution order and needs an issue time for each; the device starts an op when it has been issued and
-the one before has ended. An op is charged from the end of the one before to its own end, so that the charges of all ops add up
-to the time of the step on one device: a launch-bound run of small ops costs what the host needs, and small ops behind a large
-one cost only their device time, because the host ran ahead.
+Host time: a device op cannot start before the host has issued it. The host walks the ops in execution order and needs an issue
+time for each; the device starts an op when it has been issued and the one before has ended. An op is charged from the end of
+the one before to its own end, so that the charges of all ops add up to the time of the step on one device: a launch-bound run
+of small ops costs what the host needs, and small ops behind a large one cost only their device time, because the host ran
+ahead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +30,45 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
-from rlplace.cost.curve import Sizes, extrapolates
+from rlplace.cost.curve import BASES, DIMS, DIRECTIONS, Curve, Sizes, extrapolates
 from rlplace.cost.foreign import as_costs, modelled_seconds
 from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, precision_of, seconds_on, tf32_classes
-from rlplace.cost.table import BASES, DIRECTIONS, HOST_MODES, CostTable, Curve, KindCosts
-from rlplace.cost.targets import target_times
+from rlplace.cost.table import HOST_MODES, CostTable, Key, KindCosts
 from rlplace.errors import unknown_name
 from rlplace.model.graph.opgraph import OP_KINDS, UPDATE, OpGraph
+
+_VARIANTS = ("dropout", "groups", "depthwise")
+"""Dims that change what the library runs: attention with dropout, grouped convolutions."""
+
+
+def target_names(graph: OpGraph) -> list[str]:
+    """Returns N targets: of the forward op, with ``+`` and each of `_VARIANTS`, also for its backward; the optimizer's name."""
+    optimizer = str(graph.capture.get("optimizer", "adam"))
+    names = []
+    for phase, forward in zip(graph.op_phase.tolist(), graph.op_forward.tolist(), strict=True):
+        if phase == UPDATE or forward < 0:
+            names.append(optimizer)
+            continue
+        dims = graph.op_dims.get(forward, {})
+        variants = [name for name in _VARIANTS if dims.get(name)]
+        names.append("+".join([graph.op_target[forward], *variants]))
+    return names
+
+
+def op_dims_of(graph: OpGraph) -> list[Mapping[str, int]]:
+    """Returns N dims: of the op itself, else of its forward op."""
+    empty: Mapping[str, int] = {}
+    return [
+        graph.op_dims.get(op) or (graph.op_dims.get(forward, empty) if forward >= 0 else empty)
+        for op, forward in enumerate(graph.op_forward.tolist())
+    ]
+
+
+def shape_dims(dims: Mapping[str, int], flops: float, size_bytes: float) -> dict[str, int]:
+    """Returns the key of a measured shape of a target: FLOPs, bytes and the dims that cost tables know."""
+    kept = {name: int(size) for name, size in dims.items() if name in DIMS}
+    return {**kept, "flops": round(flops), "bytes": round(size_bytes)}
+
 
 VERSION = 3
 """Version of the cost model; part of a problem's source, so that a change of formulas shows."""
@@ -91,7 +126,7 @@ def check_host(host: str) -> None:
 
 
 def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str) -> OpTimes:
-    """`explain_times` with a complete table and the graph's calls in that host mode at hand, for pricing several kinds."""
+    """Computes `explain_times` from a complete table and the graph's calls in that host mode."""
     own = table.kinds.get(base_name(kind.name), KindCosts())
     seconds, basis, which, curves = _call_seconds(calls, kind, table, tf32_classes(graph))
     device: NDArray[np.float64] = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops).astype(np.float64)
@@ -104,31 +139,21 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
         for op, measured_s in _measured(graph, kind, own).items():
             device[op], op_basis[op], op_curve[op] = measured_s, BASES.index("measured"), -1
     if own.targets and host == "eager":  # compiled code runs other kernels than those that were timed
-        known = target_times(graph, kind, own)
-        device[known.op] = known.seconds
-        op_basis[known.op] = [
-            BASES.index("measured" if exact else known.curves[number].basis)
-            for exact, number in zip(known.measured.tolist(), known.curve.tolist(), strict=True)
-        ]
-        op_curve[known.op] = np.where(known.measured, -1, known.curve + len(curves))
-        curves = (*curves, *known.curves)
+        for rows, curve, times_s, timed in _by_target(graph, kind, own):
+            device[rows], op_curve[rows] = times_s, np.where(timed, -1, len(curves))
+            op_basis[rows] = np.where(timed, BASES.index("measured"), BASES.index(curve.basis))
+            curves = (*curves, curve)
     device *= own.step_factor
     modelled = modelled_seconds(table, graph, kind)
     if modelled is not None:
-        modelled_ops = ~np.isnan(modelled)
-        device[modelled_ops], op_basis[modelled_ops], op_curve[modelled_ops] = (
-            modelled[modelled_ops],
-            BASES.index("calibrated"),
-            -1,
-        )
+        known = ~np.isnan(modelled)
+        device[known], op_basis[known], op_curve[known] = modelled[known], BASES.index("calibrated"), -1
     issue = issue_times(graph, own, host, kind)
     return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)
 
 
 def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -> NDArray[np.float64]:
-    """Returns float64 [N], host time to issue every op. A host processor issues to itself: its floor holds the dispatch of an
-    op.
-    """
+    """Returns float64 [N], host time to issue every op; 0 on a host processor, whose floor includes the dispatch of an op."""
     if kind.host_processor:
         return np.zeros(graph.num_ops)
     launches = op_launches(graph, host)
@@ -145,9 +170,7 @@ def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -
 
 
 def _layers(graph: OpGraph) -> NDArray[np.int64]:
-    """Returns int64 [N], from 1: the outermost element of a module list that an op runs in; 0 outside of such and for
-    updates.
-    """
+    """Returns int64 [N], from 1: the outermost element of a module list that an op runs in; 0 outside and for updates."""
     numbers: dict[str, int] = {"": 0}
     found = (re.match(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.|$)", path) for path in graph.op_module)
     layers = np.array([numbers.setdefault(match[0] if match else "", len(numbers)) for match in found], dtype=np.int64)
@@ -203,7 +226,7 @@ def _row_seconds(calls: Calls, rows: NDArray[np.int64], curve: Curve, precision:
 
 
 def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, float]:
-    """Measured seconds by op, for the ops whose dims equal those of a measured shape."""
+    """Returns measured seconds by op, for the ops whose dims equal those of a measured shape."""
     sizes = {**op_sizes(graph), "flops": graph.op_flops, "bytes": graph.op_bytes.astype(np.float64)}
     number, direction = op_codes(graph.op_kind), op_directions(graph)
     tf32 = tf32_classes(graph)
@@ -221,6 +244,29 @@ def _measured(graph: OpGraph, kind: DeviceKind, costs: KindCosts) -> dict[int, f
                 if row in table:
                     seconds_of_op[index] = table[row]
     return seconds_of_op
+
+
+def _by_target(
+    graph: OpGraph, kind: DeviceKind, costs: KindCosts
+) -> Iterator[tuple[NDArray[np.int64], Curve, NDArray[np.float64], NDArray[np.bool_]]]:
+    """Yields, by known target, dtype and direction, the ops [K], their curve, seconds [K] and whether the shape was timed."""
+    directions = [DIRECTIONS[number] for number in op_directions(graph).tolist()]
+    sizes, dims = op_sizes(graph), op_dims_of(graph)
+    by_key: dict[Key, list[int]] = {}
+    for op, key in enumerate(zip(target_names(graph), graph.op_dtype, directions, strict=True)):
+        if key in costs.targets:
+            by_key.setdefault(key, []).append(op)
+    for key, ops in by_key.items():
+        entry, rows = costs.targets[key], np.array(ops)
+        precision = precision_of(kind, graph.op_kind[ops[0]], key[1])
+        own = {name: np.maximum(values[rows], 1.0) for name, values in sizes.items()}
+        floor_s = kind.launch_s if entry.curve.floor_s is None else entry.curve.floor_s
+        seconds = floor_s + seconds_on(kind, precision, entry.curve, graph.op_flops[rows], graph.op_bytes[rows], own)
+        table = {frozenset(shape.dims.items()): shape.seconds for shape in entry.measured}
+        shapes = [frozenset(shape_dims(dims[op], graph.op_flops[op], graph.op_bytes[op]).items()) for op in ops if table]
+        timed = np.array([shape in table for shape in shapes] or [False] * len(ops))
+        seconds[timed] = [table[shape] for shape in shapes if shape in table]
+        yield rows, entry.curve, seconds, timed
 
 
 def fold_issue(device_s: NDArray[np.float64], issue_s: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,16 +1,18 @@
-"""Contracts a priced op graph to one task per cluster and phase."""
+"""Problems of fewer or more pieces: one task per cluster and phase; the backward of a group apart from its forward."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError
 from rlplace.model.capture.inputs import OPTIMIZERS
 from rlplace.model.graph.coarsen import Grouping
 from rlplace.plan import PlacementPlan
-from rlplace.problem import PHASES, Problem
+from rlplace.problem import FORWARD, PHASES, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,7 @@ def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
 
 
 def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Task of every op, numbered by first op, and that first op."""
+    """Returns the task of every op, numbered by first op, and that first op."""
     key = grouping.op_cluster.astype(np.int64) * len(PHASES) + ops.op_phase
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -100,7 +102,7 @@ def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArr
 
 
 def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) -> tuple[str, ...]:
-    """``group/phase``; further clusters of one group get "#2", "#3", ... in the order of their first ops."""
+    """Names tasks ``group/phase``; further clusters of one group get "#2", "#3", ... in the order of their first ops."""
     names: list[str] = []
     taken: set[str] = set()
     for group, phase in zip(ops.op_group[first].tolist(), ops.op_phase[first].tolist(), strict=True):
@@ -173,7 +175,7 @@ def inner_temporary_bytes(
     last_use: NDArray[np.int64],
     tensor_bytes: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Temporary bytes of tasks that run their ops one after another.
+    """Computes temporary bytes of tasks that run their ops one after another.
 
     A task holds all tensors that leave it from its start to its end; on top of them it needs its inner peak, as far as that
     exceeds them. Ops run in order of their number within each task.
@@ -213,7 +215,7 @@ def inner_temporary_bytes(
 def foreach_update_bytes(
     problem: Problem, plan: PlacementPlan, optimizer: str, *, master_weights: bool = False
 ) -> NDArray[np.int64]:
-    """What every device holds while torch's foreach update runs: all that is resident, and the copies that the update makes.
+    """Computes the memory of every device while torch's foreach update runs: resident bytes and the copies of the update.
 
     Activations are gone by then. The executor's peaks leave the copies out (an op of one group knows nothing of the others),
     so where this exceeds them a plan needs ``fused=True`` or ``foreach=False``.
@@ -235,3 +237,80 @@ def foreach_update_bytes(
     np.add.at(total, plan.device_of_group, problem.resident_bytes + extra)
     reserved = np.array([device.reserved_bytes for device in problem.devices], dtype=np.int64)
     return np.where(total > 0, total + reserved, 0)
+
+
+def split_backward(problem: Problem) -> Problem:
+    """Gives the forward and the backward + update of every group a group of their own.
+
+    The second group ("NAME.backward") owns the weights with their gradients and optimizer state; the first reads the weights
+    as an owner's tensor. Saved activations are ordinary tensors from the one to the other already. A group whose parts are
+    not given counts all its resident bytes as weights; a group with ops of one side only is not split.
+
+    Args:
+        problem: Any problem whose groups are not split yet.
+
+    Returns:
+        A problem with the same ops; groups keep their order, each followed by its backward group.
+
+    Raises:
+        InputError: A group called "NAME.backward" exists already beside "NAME".
+    """
+    forward = problem.op_phase == FORWARD
+    has_forward, has_other = np.zeros((2, problem.num_groups), dtype=bool)
+    has_forward[problem.op_group[forward]] = True
+    has_other[problem.op_group[~forward]] = True
+    split = has_forward & has_other
+    first = np.arange(problem.num_groups) + np.concatenate([[0], np.cumsum(split)[:-1]])
+    second = first + split  # owns the weights
+    count = problem.num_groups + int(split.sum())
+    origin = np.zeros(count, dtype=np.int64)
+    origin[second], origin[first] = np.arange(problem.num_groups), np.arange(problem.num_groups)
+
+    names, group_ops, group_modules = [], [], []
+    for group, name in enumerate(problem.group_names):
+        names.append(name)
+        group_ops.append(() if problem.group_ops is None else problem.group_ops[group])
+        group_modules.append(() if problem.group_modules is None else problem.group_modules[group])
+        if split[group]:
+            names.append(f"{name}.backward")
+            group_ops.append(())
+            group_modules.append(group_modules[-1])
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"split_backward: group {twice[:80]!r} exists already; the problem is split or uses that name")
+
+    resident, weight, gradient, optimizer = (np.zeros(count, dtype=np.int64) for _ in range(4))
+    resident[second] = problem.resident_bytes
+    for part, whole in (
+        (weight, problem.weight_bytes),
+        (gradient, problem.gradient_bytes),
+        (optimizer, problem.optimizer_bytes),
+    ):
+        part[second] = whole
+        part[first[split & (whole < 0)]] = -1
+    read_bytes = np.where(problem.weight_bytes >= 0, problem.weight_bytes, problem.resident_bytes)
+
+    owner = np.where(problem.tensor_owner >= 0, second[np.maximum(problem.tensor_owner, 0)], -1).astype(np.int32)
+    op_group = np.where(forward, first[problem.op_group], second[problem.op_group]).astype(np.int32)
+    readers = [np.flatnonzero(forward & (problem.op_group == g)) for g in np.flatnonzero(split & (read_bytes > 0))]
+    owned = np.flatnonzero(split & (read_bytes > 0))
+    return dataclasses.replace(
+        problem,
+        group_names=tuple(names),
+        resident_bytes=resident,
+        weight_bytes=weight,
+        gradient_bytes=gradient,
+        optimizer_bytes=optimizer,
+        group_device=problem.group_device[origin],
+        op_group=op_group,
+        tensor_producer=np.concatenate([problem.tensor_producer, np.full(len(owned), -1, dtype=np.int32)]),
+        tensor_owner=np.concatenate([owner, second[owned].astype(np.int32)]),
+        tensor_bytes=np.concatenate([problem.tensor_bytes, read_bytes[owned]]),
+        consumer_ptr=np.concatenate(
+            [problem.consumer_ptr, problem.consumer_ptr[-1] + np.cumsum([len(r) for r in readers], dtype=np.int64)]
+        ),
+        consumers=np.concatenate([problem.consumers, *readers]).astype(np.int32),
+        source={**(problem.source or {}), "split_backward": True},
+        group_ops=None if problem.group_ops is None else tuple(group_ops),
+        group_modules=None if problem.group_modules is None else tuple(group_modules),
+    )

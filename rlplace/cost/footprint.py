@@ -1,4 +1,4 @@
-"""Whether a plan fits: peak memory of every device, part by part, with the allocator's segments around it.
+"""Peak memory of every device, part by part, with the allocator's segments around it; and whether a plan fits.
 
 `footprint` replays two training steps as torch runs them: weights are there from the start; gradients appear in the backward
 and go with ``zero_grad``; optimizer state appears with the first update; activations, temporaries and received copies come and
@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.presets import find_kind
 from rlplace.cost.allocator import AllocatorOptions, replay
-from rlplace.cost.lifetimes import ACTIVATION, GRADIENTS, OPTIMIZER, RECEIVED, WEIGHTS, Holding, Lifetimes, holdings, lifetimes
+from rlplace.cost.lifetimes import (
+    ACTIVATION,
+    GRADIENTS,
+    OPTIMIZER,
+    RECEIVED,
+    WEIGHTS,
+    Holding,
+    StepAllocations,
+    holdings,
+    lifetimes,
+)
 from rlplace.errors import InputError, unknown_name
 from rlplace.model.capture.inputs import KERNELS, OPTIMIZERS
 from rlplace.model.graph.opgraph import OpGraph
@@ -41,7 +51,7 @@ WORKSPACE_BYTES_OF_KIND = {"h100": 32 << 20, "h200": 32 << 20, "mi300x": 128 << 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How the training script runs, as far as memory depends on it.
+    """Options of a training script that its memory depends on.
 
     Attributes:
         allocator: Settings of the caching allocator.
@@ -95,7 +105,7 @@ class Footprint:
     retries: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Returns plain JSON data."""
         return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(self).items()}
 
 
@@ -126,13 +136,13 @@ def footprint(
     held = holdings(problem, graph)
     temporaries = _update_temporaries(problem, graph, options)
     return [
-        _Device(problem, life, [h for h in held if devices[h.group] == index], index, options, temporaries).footprint()
+        _DeviceMemory(problem, life, [h for h in held if devices[h.group] == index], index, options, temporaries).footprint()
         for index in range(problem.num_devices)
     ]
 
 
 def _update_temporaries(problem: Problem, graph: OpGraph | None, options: MemoryOptions) -> float:
-    """Temporary copies of an update, in multiples of the optimizer state of the same parameter."""
+    """Returns temporary copies of an update, in multiples of the optimizer state of the same parameter."""
     capture = graph.capture if graph is not None else (problem.source or {}).get("capture") or {}
     known = OPTIMIZERS.get(str(capture.get("optimizer")))
     if known is None or not known.moments:
@@ -141,13 +151,13 @@ def _update_temporaries(problem: Problem, graph: OpGraph | None, options: Memory
     return known.temporaries(options.optimizer_kernel) / copies
 
 
-class _Device:
+class _DeviceMemory:
     """Builds one device's events, in order, and reads the result."""
 
     def __init__(
         self,
         problem: Problem,
-        life: Lifetimes,
+        life: StepAllocations,
         held: list[Holding],
         index: int,
         options: MemoryOptions,
@@ -243,7 +253,7 @@ class _Device:
         return ends[0]
 
     def _body(self, appear: dict[int, list[int]]) -> list[tuple[int, bool]]:
-        """This device's events of one step: (allocation, whether it starts)."""
+        """Returns the device's events of one step: (allocation, whether it starts)."""
         life = self.life
         mine = life.device == self.index
         number_of: dict[int, int] = {}
@@ -264,7 +274,7 @@ class _Device:
         return body
 
     def _update(self, scratch: list[int]) -> None:
-        """Temporaries of `optimizer.step()`: for all parameters at once, or one by one."""
+        """Adds temporaries of `optimizer.step()`: for all parameters at once, or one by one."""
         if self.options.optimizer_kernel == "foreach":
             for number in scratch:
                 self.take(number)

@@ -84,7 +84,7 @@ class ModelledCosts(CostTable):
         return fingerprint({"table": CostTable(self.kinds).fingerprint, "model": self.name, "version": self.version})
 
     def over(self, base: CostTable) -> CostTable:
-        """Like `CostTable.over`, with the function kept."""
+        """Overlays this table on `base` like `CostTable.over`, with its function."""
         table = super().over(base)
         return ModelledCosts(table.kinds, table.name, table.source, self.model, self.version)
 
@@ -134,9 +134,7 @@ def own_costs(costs: CostTable | str | Path) -> CostTable:
 
 
 def _table_of(extension: Extension) -> CostTable:
-    """Returns the table of an entry: a table, its path, a function without arguments that returns either, or an
-    `OpTimeModel`.
-    """
+    """Returns the table of an entry: a table, its path, a function that makes either, or an `OpTimeModel`."""
     value = extension.load()
     if callable(value) and not isinstance(value, CostTable):
         arguments = _required(value)
@@ -156,7 +154,7 @@ def _table_of(extension: Extension) -> CostTable:
 
 
 def _required(function: Any) -> int:
-    """Positional parameters without a default."""
+    """Counts positional parameters without a default."""
     import inspect
 
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

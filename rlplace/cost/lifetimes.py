@@ -4,9 +4,8 @@ The simulators keep a running sum per device. The allocator, and a table of what
 in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its
 list has the simulator's peak by construction.
 
-Allocations that a device keeps between steps: weights, gradients and optimizer state.
-
-A problem knows them as sums per group. With the captured graph at hand every parameter is an allocation of its own, as in
+`holdings` lists what a device keeps between steps: weights, gradients and optimizer state. A problem knows them as sums per
+group. With the captured graph at hand every parameter is an allocation of its own, as in
 torch, and a gradient is known to appear with the backward op that makes it. Without the graph each part of a group is one
 allocation, and its gradients appear with its first backward op.
 """
@@ -32,7 +31,7 @@ ACTIVATION, BACKWARD_VALUE, TEMPORARY, RECEIVED = range(4)
 
 
 @dataclass(frozen=True, eq=False)
-class Lifetimes:
+class StepAllocations:
     """Allocations of one step beside the resident bytes, none of them empty. Axes: E events in order, A allocations, N ops.
 
     Attributes:
@@ -71,7 +70,7 @@ class Lifetimes:
         return np.cumsum(np.where(here, change, 0))
 
 
-def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[Any]) -> Lifetimes:
+def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[Any]) -> StepAllocations:
     """Lists the allocations of one step.
 
     Args:
@@ -86,17 +85,17 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
     reasons = placement_violations(problem, devices)
     if reasons:
         raise InputError("memory: the step does not complete: " + "; ".join(reasons))
-    run = _Recorder(problem, devices, priority, order)
+    run = _AllocationRun(problem, devices, priority, order)
     run.run()
     if run.done < problem.num_ops:
         raise InputError(f"memory: the step does not complete: {STUCK}")
     events = np.array(run.noted, dtype=[("item", np.int64), ("starts", bool), ("time_s", np.float64)])
     made = np.array(run.allocations, dtype=[("device", np.int32), ("bytes", np.int64), ("kind", np.int8), ("op", np.int64)])
     columns = {name: np.ascontiguousarray(rows[name]) for rows in (events, made) for name in rows.dtype.fields or ()}
-    return Lifetimes(**columns, op_start=np.array(run.op_start), peak_memory_bytes=np.array(run.peak, dtype=np.int64))
+    return StepAllocations(**columns, op_start=np.array(run.op_start), peak_memory_bytes=np.array(run.peak, dtype=np.int64))
 
 
-class _Recorder(ReferenceRun):
+class _AllocationRun(ReferenceRun):
     """The reference simulator, noting what takes memory."""
 
     def __init__(self, problem: Problem, *rest: Any) -> None:

@@ -12,9 +12,8 @@ from rlplace.cluster.parse import Cluster, as_cluster
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import VERSION, OpTimes, check_host, times_with
-from rlplace.cost.contract import PricedOps, contract_tasks
+from rlplace.cost.contract import PricedOps, contract_tasks, split_backward
 from rlplace.cost.foreign import as_costs
-from rlplace.cost.split import split_backward
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
 from rlplace.model.graph.atoms import ModuleTree
@@ -152,9 +151,7 @@ def _priced_ops(
     parameter_group: NDArray[np.int32],
     tensor_owner: NDArray[np.int32],
 ) -> PricedOps:
-    """Returns the captured ops of a problem: tensors that a group holds itself are left out, its own gradients have no
-    bytes.
-    """
+    """Returns the ops of a problem without the tensors that a group holds itself; its own gradients have no bytes."""
     op_group = grouping.op_group
     tensor = graph.edge_tensor
     consumer_group = op_group[graph.consumers]
@@ -225,7 +222,7 @@ def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...
 
 
 def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
-    """Data to price the same problem again, and the fingerprints that check it."""
+    """Returns data to price the same problem again, and the fingerprints that check it."""
     return {
         "name": graph.name,
         "graph": None if graph.source is None else dict(graph.source),

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.presets import KINDS, DeviceKind, DType
-from rlplace.cost.curve import Sizes, kernel_seconds
-from rlplace.cost.table import CostTable, Curve, Key
+from rlplace.cost.curve import Curve, Sizes, kernel_seconds
+from rlplace.cost.table import CostTable, Key
 from rlplace.model.graph.opgraph import OpGraph
 
 
 @dataclass(frozen=True)
 class OpClass:
-    """How an op class uses a device.
+    """Use of a device by an op class.
 
     Attributes:
         matrix: Runs on matrix units: `gemm_efficiency` and the dtype's peak apply; otherwise the float32 vector rate.
@@ -91,7 +91,7 @@ def tf32_classes(graph: OpGraph) -> Collection[str]:
 
 
 def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = TF32_CLASSES) -> str:
-    """Precision of an op's arithmetic: float32 of the classes `tf32` in tf32, dtypes without units in float32."""
+    """Returns the precision of an op's arithmetic: float32 of the classes `tf32` in tf32, dtypes without units in float32."""
     if not CLASSES[op].matrix:
         return "float64" if dtype == "float64" and "float64" in kind.peak_flops else "float32"
     if dtype == "float32" and op in tf32 and "tf32" in kind.peak_flops:
@@ -100,14 +100,14 @@ def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = 
 
 
 def peak_of(kind: DeviceKind, precision: str) -> float:
-    """FLOP/s that `Curve.compute_efficiency` of that precision is a fraction of."""
+    """Returns the FLOP/s that `Curve.compute_efficiency` of that precision is a fraction of."""
     return kind.peak_flops.get(cast(DType, precision), kind.peak_flops["float32"])
 
 
 def seconds_on(
     kind: DeviceKind, precision: str, curve: Curve, flops: ArrayLike, size_bytes: ArrayLike, sizes: Sizes
 ) -> NDArray[np.float64]:
-    """Returns seconds [N] of single calls on a device kind, without launch; see `rlplace.cost.curve.kernel_seconds`."""
+    """Returns seconds [N] of single calls on a device kind, without launch; see `rlplace.cost.table.kernel_seconds`."""
     peak, bandwidth = peak_of(kind, precision), kind.memory_bandwidth_bytes_per_s
     return kernel_seconds(
         curve, flops, size_bytes, sizes, peak_flops=peak, bandwidth_bytes_per_s=bandwidth, processors=kind.processors

@@ -1,44 +1,35 @@
-"""`CostTable`: the coefficients of op times, per device kind, op class, dtype and direction.
+"""`CostTable`: the coefficients of op times, per device kind, op class, dtype and direction; and its file.
 
-A curve is a launch floor and two saturating efficiencies; measured shapes override it, a bounded residual corrects it. Every
-curve states its `basis` and the `source` of its numbers.
+A curve (`rlplace.cost.curve`) gives a time; measured shapes override it. Every curve states its `basis` and the `source` of its
+numbers. Files: ``rlplace.cost`` version 1 (docs/formats.md, section Cost table).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any
 
 from msgspec import Meta
+from msgspec.structs import asdict
 
-from rlplace.errors import InputError, unknown_name
-from rlplace.files import fingerprint, write_json
-from rlplace.records import Record, Whole
+from rlplace.cost.curve import FEATURES, Basis, Curve, Direction, KernelSeconds, MeasuredShape, Precision
+from rlplace.errors import InputError, show, unknown_name
+from rlplace.files import check_header, fingerprint, read_record, write_json
+from rlplace.model.graph.opgraph import OpKind
+from rlplace.records import Record, Text, build, plain
 
-MAX_WEIGHTS = 10_000
+FORMAT = "rlplace.cost"
+VERSION = 1
 
-Basis = Literal["measured", "fitted", "scaled", "calibrated", "extrapolated"]
-"""Basis of a time: this very shape was timed (`measured`); a curve fitted on timings of that device (`fitted`: published
-ones, `calibrated`: a user's own), beyond the sizes that were timed (`extrapolated`); or numbers carried over from a datasheet
-or a related device (`scaled`)."""
+_KEY = ("op", "dtype", "direction")
+_TARGET_KEY = ("target", "dtype", "direction")
+_NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "layer_issue_s", "step_factor")
 
-Direction = Literal["forward", "backward", "update", "backward_weight"]
-"""`backward` of products and convolutions is the gradient of the input; `backward_weight` that of the weight, priced by the
-backward curve where it has none of its own. Other ops, and whole ops that were measured, have one backward."""
-
-Precision = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
-"""Dtypes of curves: what the arithmetic runs in. tf32 is what cuDNN runs float32 convolutions in."""
-
-BASES: tuple[str, ...] = get_args(Basis)
-DIRECTIONS: tuple[str, ...] = get_args(Direction)
 HOST_MODES = ("eager", "compiled")
-
-DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "image", "flops", "bytes")
-"""Names that a measured shape may be told by. All but the last two are sizes in `OpGraph.op_dims`."""
 
 EAGER_ISSUE_S = 25e-6
 """Host time to issue one kernel in eager mode, with what Python, autograd and the optimizer's loop do for it.
@@ -51,116 +42,6 @@ EAGER_VIEW_S = 2e-6
 
 COMPILED_ISSUE_S = 1.5e-6
 """Host time to issue one kernel of a compiled graph or a graph replay; 1 to 2 us is usual."""
-
-_Share = Annotated[float, Meta(ge=1e-6, le=1)]
-_Work = Annotated[float, Meta(ge=0, le=1e18)]
-KernelSeconds = Annotated[float, Meta(ge=0, le=1)]
-_Weight = Annotated[float, Meta(ge=-1e6, le=1e6)]
-
-
-class Residual(Record, frozen=True):
-    """A small network that corrects a curve by a bounded factor.
-
-    The part of a time above the floor is multiplied by ``bound ** tanh(net(x))``, where x are the features, clamped to the
-    range that the network was fitted on and standardised, and net has tanh layers and one linear output. A net with one layer
-    is a linear model.
-
-    Attributes:
-        features: F names, see `rlplace.cost.curve.FEATURES`.
-        mean: F means of the features.
-        scale: F standard deviations of the features.
-        low: F smallest values that were fitted; a shape beyond is corrected like one at the edge.
-        high: F largest values that were fitted.
-        weights: Per layer the matrix, rows are outputs.
-        bias: Per layer the bias.
-        bound: Largest factor, above 1; the smallest is its reciprocal.
-        least_flops: Share of the counted FLOPs that the best algorithm does: a quarter in Winograd convolutions.
-    """
-
-    features: tuple[str, ...]
-    mean: tuple[_Weight, ...]
-    scale: tuple[Annotated[float, Meta(ge=1e-9, le=1e6)], ...]
-    low: tuple[_Weight, ...]
-    high: tuple[_Weight, ...]
-    weights: tuple[tuple[tuple[_Weight, ...], ...], ...]
-    bias: tuple[tuple[_Weight, ...], ...]
-    bound: Annotated[float, Meta(ge=1, le=20)]
-    least_flops: Annotated[float, Meta(gt=0, le=1)] = 1.0
-
-    def __post_init__(self) -> None:
-        width = len(self.features)
-        if not width or any(len(getattr(self, name)) != width for name in ("mean", "scale", "low", "high")):
-            raise InputError("mean, scale, low and high need one number per feature")
-        if not self.weights or len(self.weights) != len(self.bias):
-            raise InputError("needs one bias per layer of weights")
-        for layer, (matrix, bias) in enumerate(zip(self.weights, self.bias, strict=True)):
-            if not matrix or any(len(row) != width for row in matrix) or len(bias) != len(matrix):
-                raise InputError(f"layer {layer} does not fit the {width} values before it")
-            width = len(matrix)
-        if width != 1:
-            raise InputError(f"the last layer must have one output, it has {width}")
-        count = sum(len(row) + 1 for matrix in self.weights for row in matrix)
-        if count > MAX_WEIGHTS:
-            raise InputError(f"{count} weights, the limit is {MAX_WEIGHTS}")
-        if any(low > high for low, high in zip(self.low, self.high, strict=True)):
-            raise InputError("a low is above its high")
-
-
-class Curve(Record, frozen=True):
-    """Time of one kernel against its work.
-
-    ``t = floor + max(flops / (e peak g(flops)), bytes / (e_b bandwidth g_b(bytes)))`` with
-    ``g(x) = (x / (x + half)) ** saturation``.
-
-    Attributes:
-        compute_efficiency: Largest fraction of the device's peak for that dtype, in (0, 1].
-        compute_half_flops: FLOPs of a call at which x / (x + half) is one half.
-        bandwidth_efficiency: Largest fraction of the device's memory bandwidth, in (0, 1].
-        bandwidth_half_bytes: The same for bytes.
-        floor_s: Time of the smallest kernel inside a step; None takes the device kind's `launch_s`.
-        saturation: Exponent of g, in (0, 1].
-        overhead_s: What the measuring method added to every time that the curve was fitted on (launch and synchronisation
-            of a single call); not part of any prediction.
-        basis: One of `BASES`.
-        source: For display: data, software, method.
-        residual: Optional correction.
-        unaligned: Of products whose rows in memory are not all multiples of 8 elements: factors on the compute term for
-            multiples of 4, of 2, and for odd ones; empty for none.
-    """
-
-    compute_efficiency: _Share
-    compute_half_flops: _Work
-    bandwidth_efficiency: _Share
-    bandwidth_half_bytes: _Work
-    floor_s: KernelSeconds | None = None
-    saturation: _Share = 1.0
-    overhead_s: KernelSeconds = 0.0
-    basis: Basis = "scaled"
-    source: str = ""
-    residual: Residual | None = None
-    unaligned: tuple[Annotated[float, Meta(ge=1, le=100)], ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.unaligned) not in (0, 3):
-            raise InputError(f"curve: unaligned has {len(self.unaligned)} factors; give three, for multiples of 4, 2 and 1")
-
-
-class MeasuredShape(Record, frozen=True):
-    """The time of one op of one shape; overrides the curve for ops of equal dims.
-
-    Attributes:
-        dims: Sizes by name, names from `DIMS`; an op matches when all of them are equal.
-        seconds: Device time of the whole op (all its kernels), launch included, measuring overhead removed.
-    """
-
-    dims: Annotated[Mapping[str, Whole], Meta(min_length=1)]
-    seconds: Annotated[float, Meta(ge=0, le=1e6)]
-
-    def __post_init__(self) -> None:
-        for name in self.dims:
-            if name not in DIMS:
-                raise unknown_name("dim", name, DIMS)
-
 
 Key = tuple[str, str, str]
 """Op class (`rlplace.model.graph.opgraph.OP_KINDS`), dtype (`PRECISIONS`), direction (`DIRECTIONS`)."""
@@ -186,7 +67,7 @@ class KindCosts:
     Attributes:
         curves: Curves by key.
         measured: Timed shapes by key.
-        targets: Whole ops by (target, dtype, direction), with targets as `rlplace.cost.targets.target_names` has them; an entry
+        targets: Whole ops by (target, dtype, direction), with targets as `rlplace.cost.compute.target_names` has them; an entry
             replaces curves and measured shapes of the op's class.
         eager_issue_s: Host time to issue one kernel in eager mode.
         eager_view_s: Host time of an op that launches nothing, in eager mode.
@@ -220,19 +101,25 @@ class CostTable:
     source: str = ""
 
     def __post_init__(self) -> None:
-        from rlplace.cost.tablefile import check_table
-
-        check_table(self)
+        """Checks a table built in Python like one from a file."""
+        try:
+            data = {"kinds": {name: _kind_to_dict(costs) for name, costs in self.kinds.items()}}
+        except ValueError:
+            raise InputError("cost table: a key must be an op class or target, a dtype and a direction") from None
+        for name, kind in build(_TableRecord, data, "cost table").kinds.items():
+            for entry in (*kind.curves, *kind.targets):
+                for feature in () if entry.residual is None else entry.residual.features:
+                    if feature not in FEATURES:
+                        unknown = unknown_name("feature", feature, FEATURES)
+                        raise InputError(f"cost table: kinds[{show(name)}]: residual: {unknown}")
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON without `name` and `source`."""
-        from rlplace.cost.tablefile import table_to_dict
-
-        return fingerprint(table_to_dict(self))
+        return fingerprint(self.to_dict())
 
     def over(self, base: CostTable) -> CostTable:
-        """This table where it has an entry, `base` elsewhere; entries are single curves and lists of measured shapes.
+        """Overlays this table on `base`, entry by entry; entries are single curves and lists of measured shapes.
 
         Issue times and the step factor of a kind come from this table as soon as it names the kind.
         """
@@ -247,15 +134,165 @@ class CostTable:
             )
         return CostTable(kinds, name=self.name, source=self.source)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the table as plain JSON data; defaults are left out, entries are sorted, so equal tables give equal text."""
+        kinds = {name: _kind_to_dict(self.kinds[name]) for name in sorted(self.kinds)}
+        source = {"source": self.source} if self.source else {}
+        return {"format": FORMAT, "version": VERSION, "name": self.name, **source, "kinds": kinds}
+
     def save(self, path: str | Path) -> None:
         """Writes ``*.cost.json``, atomically."""
-        from rlplace.cost.tablefile import table_to_dict
+        write_json(path, self.to_dict())
 
-        write_json(path, table_to_dict(self))
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> CostTable:
+        """Builds a cost table from parsed JSON, with the same checks as `load`."""
+        return _table(check_header(data, FORMAT, VERSION, where="cost table"), "costs")
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
-        """Reads and checks a cost file; see docs/formats.md."""
-        from rlplace.cost.tablefile import load_table
+        """Reads and checks a cost file; see docs/formats.md.
 
-        return load_table(path)
+        Raises:
+            InputError: The file is missing, malformed, newer than this code, or holds impossible numbers.
+        """
+        name = Path(path).name.removesuffix(".json").removesuffix(".cost")
+        return read_record(path, FORMAT, VERSION, lambda data: _table(data, name))
+
+
+class _CurveEntry(Curve, frozen=True, kw_only=True):
+    """A curve with its key, as it stands in a file.
+
+    Attributes:
+        op: Op class.
+        dtype: Precision; memory-bound classes have float32.
+        direction: Part of the step; `backward_weight` is priced by `backward` where it is missing.
+    """
+
+    op: OpKind
+    dtype: Precision
+    direction: Direction
+    basis: Basis
+
+
+class _ShapesEntry(Record, frozen=True):
+    """Measured shapes with their key.
+
+    Attributes:
+        op: Op class.
+        dtype: Precision.
+        direction: Part of the step.
+        shapes: The timings.
+    """
+
+    op: OpKind
+    dtype: Precision
+    direction: Direction
+    shapes: tuple[MeasuredShape, ...]
+
+
+class _TargetEntry(Curve, frozen=True, kw_only=True):
+    """Costs of whole ops with their key; they replace all that the op's class has, in eager mode.
+
+    Attributes:
+        target: Forward op as torch knows it, also for its backward, with ``+dropout``, ``+groups`` or ``+depthwise`` where that
+            applies; the optimizer's name for updates.
+        dtype: Of its tensors.
+        direction: Part of the step.
+        shapes: Timed shapes, which override the curve.
+    """
+
+    target: Text
+    dtype: Text
+    direction: Direction
+    basis: Basis
+    shapes: tuple[MeasuredShape, ...] = ()
+
+
+class _KindRecord(Record, frozen=True):
+    """Costs of one device kind.
+
+    Attributes:
+        curves: By op class, precision and direction, each once.
+        measured: Timed shapes, which override curves.
+        targets: Whole ops as `rlplace calibrate` fits them.
+        eager_issue_s: Host time to issue one kernel in eager mode.
+        eager_view_s: Host time of an op that launches nothing.
+        compiled_issue_s: Host time to issue one kernel of a compiled graph.
+        layer_issue_s: Host time of a layer's forward and backward, in place of its kernels'; 0: theirs.
+        step_factor: Multiplies every op time.
+    """
+
+    curves: tuple[_CurveEntry, ...] = ()
+    measured: tuple[_ShapesEntry, ...] = ()
+    targets: tuple[_TargetEntry, ...] = ()
+    eager_issue_s: KernelSeconds = EAGER_ISSUE_S
+    eager_view_s: KernelSeconds = EAGER_VIEW_S
+    compiled_issue_s: KernelSeconds = COMPILED_ISSUE_S
+    layer_issue_s: KernelSeconds = 0.0
+    step_factor: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+class _TableRecord(Record, frozen=True):
+    """Contents of a cost file.
+
+    Attributes:
+        kinds: Costs by device kind; ``NAME/device`` of a cluster file takes those of ``NAME``.
+        name: For people; not part of the fingerprint.
+        source: For people: where the numbers come from.
+    """
+
+    kinds: dict[Text, _KindRecord]
+    name: str | None = None
+    source: str = ""
+
+
+def _kind_to_dict(costs: KindCosts) -> dict[str, Any]:
+    def entry(names: tuple[str, ...], key: Key, **values: Any) -> dict[str, Any]:
+        return dict(zip(names, key, strict=True)) | values
+
+    def curve(one: Curve) -> dict[str, Any]:
+        return plain(one) | {"basis": one.basis}
+
+    data = plain(_KindRecord(**{name: getattr(costs, name) for name in _NUMBERS}))
+    data["curves"] = [entry(_KEY, key, **curve(costs.curves[key])) for key in sorted(costs.curves)]
+    if costs.measured:
+        data["measured"] = [entry(_KEY, key, shapes=plain(costs.measured[key])) for key in sorted(costs.measured)]
+    if costs.targets:
+        data["targets"] = [
+            entry(_TARGET_KEY, key, **curve(whole.curve), shapes=plain(whole.measured))
+            for key, whole in sorted(costs.targets.items())
+        ]
+    return data
+
+
+def _table(data: dict[str, Any], default_name: str) -> CostTable:
+    table = build(_TableRecord, data, "cost table")
+    kinds = {}
+    for name, kind in table.kinds.items():
+        where = f"cost table: kinds[{show(name)}]"
+        curves = _by_key(kind.curves, _KEY, f"{where}.curves")
+        measured = _by_key(kind.measured, _KEY, f"{where}.measured")
+        targets = _by_key(kind.targets, _TARGET_KEY, f"{where}.targets")
+        kinds[name] = KindCosts(
+            {key: _curve(entry) for key, entry in curves.items()},
+            {key: entry.shapes for key, entry in measured.items()},
+            {key: TargetCosts(_curve(entry), entry.shapes) for key, entry in targets.items()},
+            **{number: getattr(kind, number) for number in _NUMBERS},
+        )
+    return CostTable(kinds, default_name if table.name is None else table.name, table.source)
+
+
+def _by_key(entries: Iterable[Any], names: tuple[str, str, str], where: str) -> dict[Key, Any]:
+    entry_by_key: dict[Key, Any] = {}
+    for index, entry in enumerate(entries):
+        key = getattr(entry, names[0]), entry.dtype, entry.direction
+        if key in entry_by_key:
+            raise InputError(f"{where}[{index}]: {'/'.join(key)[:80]} is given twice")
+        entry_by_key[key] = entry
+    return entry_by_key
+
+
+def _curve(entry: Curve) -> Curve:
+    values = asdict(entry)
+    return Curve(**{name: values[name] for name in Curve.__struct_fields__})

@@ -1,6 +1,6 @@
 """Fits a cost table to measurements of one device kind, and states its errors on held-out ops.
 
-* A curve for each target, dtype and direction that was timed (`rlplace.cost.targets`), with its timed shapes beside it.
+* A curve for each target, dtype and direction that was timed (`rlplace.cost.compute`), with its timed shapes beside it.
 * A curve for each op class, dtype and direction, for targets that were not timed.
 * `step_factor`: measured over summed time of whole steps, from the steps of the models that were fitted on and no others.
 """
@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cost.measurement import MeasuredOp, Measurement
+from rlplace.cost.compute import shape_dims
+from rlplace.cost.curve import Curve, MeasuredShape
 from rlplace.cost.scaled import CLASSES, peak_of, precision_of, seconds_on
-from rlplace.cost.table import CostTable, Curve, Key, KindCosts, MeasuredShape, TargetCosts
-from rlplace.cost.targets import shape_dims
+from rlplace.cost.table import CostTable, Key, KindCosts, TargetCosts
+from rlplace.cost.timings import MeasuredOp, Measurement
 from rlplace.errors import InputError
 from rlplace.measure.fit import OpTiming, fit_op_curve
 

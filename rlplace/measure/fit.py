@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cost.curve import work_seconds
-from rlplace.cost.table import Curve
+from rlplace.cost.curve import Curve, work_seconds
 from rlplace.errors import InputError
 
 DEFAULT_PRIOR = Curve(0.7, 1e9, 0.8, 1e6, floor_s=6e-6)

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from rlplace.cost.calls import op_directions, op_launches
-from rlplace.cost.measurement import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
-from rlplace.cost.table import DIRECTIONS
-from rlplace.cost.targets import op_dims_of, target_names
+from rlplace.cost.compute import op_dims_of, target_names
+from rlplace.cost.curve import DIRECTIONS
+from rlplace.cost.timings import ControlTiming, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.errors import InputError
 from rlplace.measure.walk import UPDATE as UPDATE_KEY
 from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable

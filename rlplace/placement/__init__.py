@@ -47,7 +47,7 @@ ONE_SHOT = (
 """Planners that build plans without search, quick and strong ones first; `best` is the best of these."""
 
 NEEDS_SPLIT = frozenset({"bipartition"})
-"""Planners that place forward and backward passes apart and so take `rlplace.cost.split.split_backward(problem)`."""
+"""Planners that place forward and backward passes apart and so take `rlplace.cost.contract.split_backward(problem)`."""
 
 OF_STRATEGIES = {
     "pase": "pipeline=1 shard=1 context=1 expert=1 microbatches=1 recompute=none offload=none",

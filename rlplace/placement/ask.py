@@ -153,7 +153,7 @@ class Priced:
     def prepared_for(self, planner: str) -> Priced:
         """Returns the same for a planner that places the backward of groups apart; else unchanged."""
         if planner in NEEDS_SPLIT:
-            from rlplace.cost.split import split_backward
+            from rlplace.cost.contract import split_backward
             from rlplace.placement.published.bipartition.layers import is_split
 
             return self if is_split(self.first) else self._changed(split_backward)

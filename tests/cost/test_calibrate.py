@@ -6,10 +6,9 @@ import pytest
 
 import rlplace
 from rlplace.cluster.presets import cpu_kind
-from rlplace.cost.compute import explain_times
+from rlplace.cost.compute import explain_times, target_names
 from rlplace.cost.curve import work_seconds
-from rlplace.cost.measurement import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
-from rlplace.cost.targets import target_names
+from rlplace.cost.timings import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.errors import InputError
 from rlplace.measure.calibrate import calibrate, pool, step_factor
 from rlplace.measure.ops import describe_ops

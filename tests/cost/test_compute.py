@@ -9,10 +9,10 @@ from rlplace.cluster import KINDS
 from rlplace.cost import CostTable, explain_times, price
 from rlplace.cost.calls import calls_of, fused_traffic
 from rlplace.cost.compute import fold_issue, issue_times
-from rlplace.cost.curve import kernel_seconds, roofline_seconds
+from rlplace.cost.curve import BASES, DIRECTIONS, Curve, MeasuredShape, Residual, kernel_seconds, roofline_seconds
 from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import CLASSES, find_curve, peak_of, precision_of
-from rlplace.cost.table import BASES, DIRECTIONS, Curve, KindCosts, MeasuredShape, Residual
+from rlplace.cost.table import KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import BACKWARD, OP_KINDS

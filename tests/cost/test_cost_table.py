@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from rlplace.cost import CostTable
+from rlplace.cost.curve import Curve, MeasuredShape, Residual
 from rlplace.cost.foreign import SHIPPED, as_costs, shipped_costs
-from rlplace.cost.table import Curve, KindCosts, MeasuredShape, Residual, TargetCosts
-from rlplace.cost.tablefile import table_from_dict, table_to_dict
+from rlplace.cost.table import KindCosts, TargetCosts
 from rlplace.errors import InputError
 
 KEY = ("gemm", "float32", "forward")
@@ -41,7 +41,7 @@ def test_a_table_survives_its_file(tmp_path):
 
 
 def test_the_shipped_file_is_canonical():
-    assert table_to_dict(CostTable.load(SHIPPED)) == json.loads(SHIPPED.read_text())
+    assert CostTable.load(SHIPPED).to_dict() == json.loads(SHIPPED.read_text())
     assert as_costs(None) is shipped_costs()
 
 
@@ -71,7 +71,7 @@ def test_what_was_measured_again_counts():
 
 
 def edited(path, value):
-    data = copy.deepcopy(table_to_dict(TABLE))
+    data = copy.deepcopy(TABLE.to_dict())
     at = data
     for key in path[:-1]:
         at = at[key]
@@ -115,15 +115,15 @@ CURVES = ("kinds", "a100-80g", "curves")
 )
 def test_a_wrong_file_is_refused_with_one_line(path, value, message):
     with pytest.raises(InputError, match=message) as caught:
-        table_from_dict(edited(path, value))
+        CostTable.from_dict(edited(path, value))
     assert "\n" not in str(caught.value)
 
 
 def test_a_curve_given_twice_is_refused():
-    data = table_to_dict(TABLE)
+    data = TABLE.to_dict()
     curves = data["kinds"]["a100-80g"]["curves"]
     with pytest.raises(InputError, match="given twice"):
-        table_from_dict({**data, "kinds": {"a100-80g": {"curves": curves * 2}}})
+        CostTable.from_dict({**data, "kinds": {"a100-80g": {"curves": curves * 2}}})
 
 
 def test_a_table_in_memory_is_checked_too():

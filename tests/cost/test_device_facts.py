@@ -13,8 +13,8 @@ from rlplace import capture
 from rlplace.cluster.presets import KINDS
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import explain_times
-from rlplace.cost.measurement import Measurement
-from rlplace.cost.table import Curve
+from rlplace.cost.curve import Curve
+from rlplace.cost.timings import Measurement
 from rlplace.errors import InputError
 from rlplace.measure.calibrate import calibrate
 

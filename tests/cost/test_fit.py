@@ -8,8 +8,7 @@ import pytest
 
 from rlplace.cluster.fabric import Fabric, check_fabrics, joined_curve
 from rlplace.cluster.machines import fit_collective_curve
-from rlplace.cost.curve import kernel_seconds, work_seconds
-from rlplace.cost.table import DIMS, Curve
+from rlplace.cost.curve import DIMS, Curve, kernel_seconds, work_seconds
 from rlplace.errors import InputError
 from rlplace.measure.fit import DEFAULT_PRIOR, OpTiming, fit_op_curve
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from rlplace.cost.measurement import FORMAT, Measurement
-from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings, rank_correlation
+from rlplace.cost.timings import FORMAT, Measurement, PlaceTiming, PlanTiming, PlanTimings, rank_correlation
 from rlplace.errors import InputError
 from tests.hostile.seeds import MEASUREMENT
 

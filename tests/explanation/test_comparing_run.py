@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
 from rlplace.explanation.compare import Case, Settings, Store, compare, count_rows, gather
 from rlplace.explanation.compare.measure import is_random, takes_calls

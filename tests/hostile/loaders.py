@@ -233,18 +233,17 @@ def _costs(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
     from rlplace.cost.compute import explain_times
     from rlplace.cost.table import CostTable
-    from rlplace.cost.tablefile import table_from_dict, table_to_dict
 
     table = CostTable.load(path)
     seconds = explain_times(_net(seeds / "net.graph.json"), KINDS["l4"], table).seconds
-    _check(table_from_dict(table_to_dict(table)) == table, "another table on the way back")
+    _check(CostTable.from_dict(table.to_dict()) == table, "another table on the way back")
     _check(bool(((seconds >= 0) & (seconds < 1e9)).all()), f"op times {seconds}")
 
 
 def _measurement(path: Path, seeds: Path) -> None:
     from rlplace.cluster.presets import KINDS
     from rlplace.cost.compute import explain_times
-    from rlplace.cost.measurement import Measurement
+    from rlplace.cost.timings import Measurement
     from rlplace.measure.calibrate import calibrate
 
     measurement = Measurement.load(path)

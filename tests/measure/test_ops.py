@@ -8,7 +8,7 @@ import torch
 
 import rlplace
 from rlplace.cli.main import main
-from rlplace.cost.measurement import Measurement
+from rlplace.cost.timings import Measurement
 from rlplace.envs import MeasuredBackend, RefinementEnv
 from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.measure.ops import describe_ops, load_and_measure, measure_model

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.errors import InputError
 from rlplace.placement import NEEDS_SPLIT
 from rlplace.placement.published.bipartition.bipartition import bipartition

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlplace import budget
 from rlplace.budget import Budget
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.placement import search as best

@@ -25,7 +25,7 @@ VIEWS: dict[str, str] = {TASKS: "makespan of one step", SPLIT: "makespan of one 
 """The problems that are made of one model on one cluster, and what they are compared by: numbers of two views do not compare.
 
 ``tasks``: one op a group and phase, as most planners plan. ``split``: the backward of every group is a group of its own
-(`rlplace.cost.split`).
+(`rlplace.cost.contract`).
 """
 
 REFERENCE = "best"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rlplace.cost.split import split_backward
+from rlplace.cost.contract import split_backward
 from rlplace.errors import InfeasibleError, InputError, RlplaceError
 from rlplace.explanation.compare.measure import row_of, run_row, warm_up
 from rlplace.explanation.compare.records import (

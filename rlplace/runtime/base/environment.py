@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from rlplace.cost.measurement import Environment
+from rlplace.cost.timings import Environment
 from rlplace.errors import InputError, MissingError, show
 from rlplace.model.torch_adapter import pytree
 

@@ -122,7 +122,7 @@ def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None =
     """Returns the best pipeline with separate forward and backward cuts; see the module docstring.
 
     Args:
-        problem: A split problem (`rlplace.cost.split.split_backward`); the plan refers to it.
+        problem: A split problem (`rlplace.cost.contract.split_backward`); the plan refers to it.
         seed: Unused: nothing is random.
         time_limit_s: Wall time.
         gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.

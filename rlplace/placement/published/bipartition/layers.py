@@ -24,7 +24,7 @@ MAX_LAYERS = 96
 """Layers that a chain keeps; longer ones are merged."""
 
 SUFFIX = ".backward"
-"""Ends the name of a backward group that `rlplace.cost.split.split_backward` made."""
+"""Ends the name of a backward group that `rlplace.cost.contract.split_backward` made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def require_split(problem: Problem, planner: str) -> None:
     if not is_split(problem):
         raise InputError(
             f"{planner} places forward and backward passes apart: give it a split problem, "
-            "rlplace.cost.split.split_backward(problem)"
+            "rlplace.cost.contract.split_backward(problem)"
         )
 
 

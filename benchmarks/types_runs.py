@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 import rlplace
 from benchmarks.equality import difference, gradients
 from benchmarks.types import BATCH, CLOSE, CLUSTER, LIMIT_S, LONG, ROWS, Connection, read, reason, step, without_dropout
-from rlplace.api import Captured, answer
+from rlplace.api import CapturedModel, plan_model
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
 from rlplace.model.capture.capture import capture
@@ -91,10 +91,10 @@ def run(rank: int, store: str, model: LoadedModel, plan: PlacementPlan, wanted: 
 def over_two(model: LoadedModel, graph: OpGraph, wanted: Any, space: str) -> float | str:
     """Plans a model in a space and runs the plan over two processes: the largest difference, or why not."""
     facts = partial(facts_of, model.module, half(model.example_inputs, 0))
-    plan = answer(
-        Captured(graph, facts=facts), parse(CLUSTER), space=space, fixed={"microbatch": BATCH}, planner="strategy",
+    plan, _ = plan_model(
+        CapturedModel(graph, examine=facts), parse(CLUSTER), space=space, fixed={"microbatch": BATCH}, planner="strategy",
         batch=2 * BATCH, calls=CALLS, seed=0, time_limit_s=None,
-    ).plan  # fmt: skip
+    )  # fmt: skip
     context = multiprocessing.get_context("fork")
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

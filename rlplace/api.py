@@ -126,37 +126,39 @@ def place(
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
         _one_pass(options, "a problem's groups are placed one by one")
         _refuse_capture(how, "a problem was captured and priced as it is")
-        priced = Priced(target)
-    else:
-        from rlplace.cluster.parse import as_cluster
+        return _place_groups(Priced(target), planner, calls, options, seed=seed, time_limit_s=time_limit_s)
+    from rlplace.cluster.parse import as_cluster
 
-        reason = why_placement(planner, space, [name for name in options if name not in FIXED])
-        if cluster is None:
-            raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
-        machine = as_cluster(cluster)
-        if reason is None:
-            allowed_space(space, options, planner)  # contradictions are refused before the capture
-            captured = _captured(target, example_inputs, loss, how)
-            return answer(
-                captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
-                began_s=time.monotonic(), groups=groups, time_limit_s=time_limit_s, seed=seed, costs=costs, host=host,
-                couple=couple, buffers=buffers,
-            ).plan  # fmt: skip
-        if batch_curve is not None:
-            raise InputError(
-                f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out"
-            )
-        _one_pass(options, reason)
+    reason = why_placement(planner, space, [name for name in options if name not in FIXED])
+    if cluster is None:
+        raise InputError("place needs a cluster for a model, for example cluster='a100-80g:4'")
+    machine, pricing = as_cluster(cluster), {"groups": groups, "costs": costs, "host": host}
+    if reason is None:
+        allowed_space(space, options, planner)  # contradictions are refused before the capture
         captured = _captured(target, example_inputs, loss, how)
-        captured.check_placed()
-        graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
-        priced = Priced.of(graph, machine, groups=groups, costs=costs, host=host)
+        strategy, placed = plan_model(
+            captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
+            began_s=time.monotonic(), time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers, **pricing,
+        )  # fmt: skip
+        return strategy if placed is None else placed.plan
+    if batch_curve is not None:
+        raise InputError(f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out")
+    _one_pass(options, reason)
+    captured = _captured(target, example_inputs, loss, how)
+    captured.check_placed()
+    graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
+    priced = Priced.of(graph, machine, **pricing)
+    return _place_groups(priced, planner, calls, options, seed=seed, time_limit_s=time_limit_s)
+
+
+def _place_groups(priced: Priced, planner: str, calls: int | None, options: dict[str, Any], **limits: Any) -> PlacementPlan:
+    """Runs a planner of placements, with a budget of `calls` where it is a search."""
     if calls is not None:
         own = planner_options(planner)
         if own is not None and "calls" not in own:
             raise InputError(f"place: planner {planner} is no search, and simulates what it needs; leave calls out")
         options["calls"] = calls
-    return place_priced(priced, planner=planner, seed=seed, time_limit_s=time_limit_s, **options).plan
+    return place_priced(priced, planner=planner, **limits, **options).plan
 
 
 def _check_options(options: Collection[str], planner: str) -> None:
@@ -213,26 +215,31 @@ def why_placement(planner: str, space: Space | str | None, only: Collection[str]
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class CapturedModel:
     """A model that was captured once and can be priced for any cluster.
 
     Attributes:
-        graph: The capture.
+        graph: The captured training step.
         capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
-        facts: Looks at the model, for what the runtime can execute of it; None checks the strategy alone.
-        why_not_placed: Says why its engine cannot run a placement; None: nobody looks.
+        examine: Finds out what the runtime can execute of the model; None checks strategies alone.
+        why_not_traced: Explains why the engine of placements cannot trace the model; None: not examined.
     """
 
     graph: OpGraph
     capture_at: CaptureAt | None = None
-    facts: Callable[[], ModelFacts] | None = None
-    why_not_placed: Callable[[], str | None] | None = None
+    examine: Callable[[], ModelFacts] | None = None
+    why_not_traced: Callable[[], str | None] | None = None
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What the runtime can execute of the model; None where it was not examined."""
+        return None if self.examine is None else self.examine()
 
     def why_no_placement(self) -> str | None:
         """Explains why the engine of placements cannot run this model; None where nothing is known against it."""
-        if self.why_not_placed is None:
+        if self.why_not_traced is None:
             return None
-        facts = None if self.facts is None else self.facts()
+        facts = self.facts
         conduct = None if facts is None else facts.conduct
         if facts is not None and facts.sync_norm:
             return "SyncBatchNorm exchanges statistics between processes, which a placement does not"
@@ -240,7 +247,7 @@ class Captured:
             return f"the gradient of {conduct.sparse[0]} is sparse, which it does not add up"
         if conduct is not None and conduct.kept:
             return f"the forward writes {conduct.kept[0]}, a plain attribute, which no graph holds; register it as a buffer"
-        return self.why_not_placed()
+        return self.why_not_traced()
 
     def check_placed(self) -> None:
         """Refuses placements of a model that their engine cannot run.
@@ -253,21 +260,8 @@ class Captured:
             raise InputError(f"a placement of ops cannot run this model: {reason}; leave --space out, which plans a strategy")
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """The best strategy, and a placement of the whole batch as one micro-batch where that is quicker."""
-
-    strategy: PlacementPlan
-    placed: Placed | None = None
-
-    @property
-    def plan(self) -> PlacementPlan:
-        """The quicker one."""
-        return self.strategy if self.placed is None else self.placed.plan
-
-
-def answer(
-    captured: Captured,
+def plan_model(
+    captured: CapturedModel,
     cluster: Cluster,
     *,
     space: Space | str | None,
@@ -275,38 +269,41 @@ def answer(
     planner: str,
     batch: int | None = None,
     curve: BatchCurve | None = None,
-    calls: int | None = None,
-    began_s: float | None = None,
     groups: int = 200,
-    progress: Callable[[int, float], None] | None = None,
+    calls: int | None = None,
     couple: str = "replica",
     buffers: str = "whole",
+    began_s: float | None = None,
+    progress: Callable[[int, float], None] | None = None,
     memory: bool = False,
     **limits: Any,
-) -> Answer:
-    """Returns the whole strategy for a captured model; where nothing restricts the choice, a quicker placement, too.
+) -> tuple[PlacementPlan, Placed | None]:
+    """Plans the whole strategy of a captured model; where nothing restricts the choice, a quicker placement, too.
 
     Args:
         captured: The model.
         cluster: The devices.
-        space: What may be chosen, as `place` takes it.
+        space: See `place`; so are `planner`, `batch`, `curve`, `groups`, `calls`, `couple` and `buffers`.
         fixed: Options of `place` that fix a part of the space.
         planner: Name of a planner of whole strategies.
         batch: Samples a step; None: the default.
-        curve: Epochs by batch; see `place`.
-        calls: Largest number of evaluations of the search.
-        began_s: Moment on the monotonic clock from which the time limit counts.
+        curve: Epochs by batch.
         groups: Target number of groups of a placement.
+        calls: Largest number of evaluations of the search.
+        couple: Scope of a loss that couples samples.
+        buffers: Scope of buffers that the forward writes.
+        began_s: Moment on the monotonic clock from which the time limit counts.
         progress: Called with the evaluations of the search so far and the seconds of the best.
-        couple: See `place`; so is `buffers`.
-        buffers: See `couple`.
         memory: Whether the strategy's prediction says what fills the devices.
         **limits: Seed, time limit, costs and host, for both the strategy and the placement.
+
+    Returns:
+        The strategy; and a placement of the whole batch as one micro-batch, None where none is quicker.
     """
     from rlplace.strategy.search.branches import quicker_placement
     from rlplace.strategy.search.plan import plan_strategy
 
-    facts = None if captured.facts is None else captured.facts()
+    facts = captured.facts
     if facts is not None and facts.sync_norm and any(kind.name == "cpu" for kind in cluster.kinds):
         raise InputError("place: torch has no SyncBatchNorm for processors; plan for GPUs, or leave the norms as BatchNorm")
     alone = None if captured.capture_at is not None else captured.graph
@@ -317,22 +314,20 @@ def answer(
         memory=memory, **limits,
         **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers),
     )  # fmt: skip
-    strategy = _noted(strategy, captured)
+    strategy = _noted(strategy, facts)
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
-    if restricted or curve is not None or answers(planner) == planner:
-        return Answer(strategy)
+    if restricted or curve is not None or answers(planner) == planner or captured.why_no_placement() is not None:
+        return strategy, None
     graph, capture_at = captured.graph, captured.capture_at
-    if captured.why_no_placement() is not None:
-        return Answer(strategy)
-    return Answer(strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits))
+    return strategy, quicker_placement(strategy, graph, capture_at, cluster, groups=groups, calls=calls, **limits)
 
 
-def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
-    """Returns the plan with notes on what its parts mean for the loss and the buffers of the model."""
+def _noted(plan: PlacementPlan, facts: ModelFacts | None) -> PlacementPlan:
+    """Returns the plan with notes on how it treats the loss and the buffers of the model."""
     from rlplace.runtime.strategy.facts import notes_of
 
     assert plan.strategy is not None
-    notes = () if captured.facts is None else notes_of(plan.strategy, captured.facts())
+    notes = () if facts is None else notes_of(plan.strategy, facts)
     if not notes:
         return plan
     extra = {**plan.predicted.extra, "notes": [*plan.predicted.extra.get("notes", ()), *notes]}
@@ -340,7 +335,7 @@ def _noted(plan: PlacementPlan, captured: Captured) -> PlacementPlan:
 
 
 def what_may_be(
-    captured: Captured,
+    captured: CapturedModel,
     *,
     space: Space | str | None,
     fixed: Mapping[str, Any],
@@ -348,12 +343,12 @@ def what_may_be(
     couple: str | None = None,
     buffers: str | None = None,
 ) -> dict[str, Any]:
-    """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `answer`."""
+    """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `plan_model`."""
     from rlplace.model.graph.rescale import two_captures
     from rlplace.runtime.base.conduct import Conduct
     from rlplace.runtime.strategy.why_not import judge
 
-    facts = captured.facts() if captured.facts is not None else None
+    facts = captured.facts
     why_not, only = judge(facts, couple, buffers) if space != EVERYTHING else (None, None)
     settings = ((facts.conduct if facts is not None else None) or Conduct()).settings(couple or "replica", buffers or "whole")
     graph, capture_at = captured.graph, captured.capture_at
@@ -390,14 +385,16 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
     return replace(asked, **{key: getattr(own, key) for key in plain(own)})
 
 
-def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]) -> Captured:
+def _captured(
+    target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], Any] | None, how: Mapping[str, Any]
+) -> CapturedModel:
     """Returns a module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.model.capture.capture import capture
     from rlplace.model.graph.opgraph import FORWARD, OpGraph
 
     if isinstance(target, OpGraph):
         _refuse_capture(how, "a graph was captured as it is")
-        return Captured(target)
+        return CapturedModel(target)
     from rlplace.runtime.placement.forward import why_not_traced
     from rlplace.runtime.strategy.facts import facts_of
 
@@ -411,4 +408,4 @@ def _captured(target: OpGraph | nn.Module, inputs: Any, loss: Callable[[Any], An
 
     ops = int((whole.op_phase == FORWARD).sum())
     facts = cache(partial(facts_of, target, inputs, loss, whole))
-    return Captured(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"], ops)))
+    return CapturedModel(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"], ops)))

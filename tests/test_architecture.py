@@ -26,7 +26,6 @@ model.capture model
 model.zoo
 simulator
 cost
-planned
 placement.common
 placement
 strategy
@@ -38,6 +37,7 @@ runtime.torch_adapter
 runtime.base
 runtime.state
 runtime.strategy runtime.placement
+planned
 runtime.job runtime
 measure
 explanation.report

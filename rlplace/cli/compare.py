@@ -17,7 +17,7 @@ from rlplace.cli.place import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.api import Captured
+    from rlplace.api import CapturedModel
     from rlplace.cluster.parse import Cluster
     from rlplace.explanation.compare import Case
     from rlplace.explanation.compare.run import Report
@@ -161,7 +161,7 @@ def _file_case(path: str, options: CompareOptions) -> Case:
 
 def _model_case(
     model: str,
-    captured: Callable[[], Captured],
+    captured: Callable[[], CapturedModel],
     text: str,
     machine: Cluster,
     options: CompareOptions,

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from rlplace.cli.options import Options, argument, option
 from rlplace.cli.output import show
-from rlplace.cli.plans import asked_of, plan_and_problem
+from rlplace.cli.plans import placement_of, strategy_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
     from rlplace.explanation.comparison import Difference
-    from rlplace.plan.plan import PlacementPlan
-    from rlplace.problem import Problem
+    from rlplace.planned import Planned
 
 HELP = "two plans side by side, and the groups or words of strategies that make the difference"
 EXAMPLE = "example: rlplace diff gpt2.plan.json other.plan.json"
@@ -43,9 +42,10 @@ def run(options: DiffOptions) -> int:
         raise InputError("diff: --problem is given at most twice, for the first and the second plan")
     difference = _strategies(options, problems)
     if difference is None:
-        first, problem = plan_and_problem(options.first, problems[0] if problems else None, options.cluster)
-        second, other = _second(options, first, problem, problems)
-        difference = diff(problem, first, second, other=other)
+        first = placement_of(options.first, problems[0] if problems else None, options.cluster)
+        second = _second(options, first, problems)
+        other = None if second.plan.problem == first.plan.problem else second.problem
+        difference = diff(first.problem, first.plan, second.plan, other=other)
     show(difference, options)
     return 0
 
@@ -54,8 +54,8 @@ def _strategies(options: DiffOptions, problems: list[str]) -> Difference | None:
     """Returns the difference where at least one plan is a whole strategy; None where both place groups."""
     from rlplace.explanation.comparison import Difference
     from rlplace.explanation.difference import diff_strategies, placement_side, strategy_side
-    from rlplace.explanation.timeline.again import same_model
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.planned import same_model
     from rlplace.simulator.simulated_plan import run_plan
 
     paths = (options.first, options.second)
@@ -67,32 +67,31 @@ def _strategies(options: DiffOptions, problems: list[str]) -> Difference | None:
         raise InputError("diff: a whole strategy has no problem file; give --problem for the plan that places groups only")
     if all(whole):
         first, second = plans
-        asked = asked_of(first, paths[0], options.cluster)
-        other = None if same_model(first, second) else asked_of(second, paths[1], options.cluster)
-        return diff_strategies(asked, first, second, other)
+        planned = strategy_of(first, paths[0], options.cluster)
+        other = None if same_model(first, second) else strategy_of(second, paths[1], options.cluster)
+        return diff_strategies(planned, first, second, other)
     sides = []
     for path, plan, strategy in zip(paths, plans, whole, strict=True):
         if strategy:
-            sides.append(strategy_side(asked_of(plan, path, options.cluster), plan))
+            sides.append(strategy_side(strategy_of(plan, path, options.cluster), plan))
         else:
-            placed, problem = plan_and_problem(path, problems[0] if problems else None, options.cluster)
-            sides.append(placement_side(run_plan(problem, placed)))
+            placed = placement_of(path, problems[0] if problems else None, options.cluster)
+            sides.append(placement_side(run_plan(placed.problem, placed.plan)))
     before, after = sides
     return Difference(before, after, notes=("strategies are simulated block by block, placements task by task",))
 
 
-def _second(
-    options: DiffOptions, first: PlacementPlan, problem: Problem, problems: list[str]
-) -> tuple[PlacementPlan, Problem | None]:
-    """Returns the second plan, and its problem when it is not the first's."""
+def _second(options: DiffOptions, first: Planned, problems: list[str]) -> Planned:
+    """Returns the second plan, with the first's problem where both plans are for it."""
     from rlplace.plan.plan import PlacementPlan
+    from rlplace.planned import Planned
 
     plan = PlacementPlan.load(options.second)
-    if plan.problem == first.problem:
-        return PlacementPlan.load(options.second, problem), None
+    if plan.problem == first.plan.problem:
+        return Planned(PlacementPlan.load(options.second, first.problem), problem=first.problem)
     if len(problems) == 1:
         raise InputError(
-            f"{options.second} is for problem {plan.problem[:12]}, {options.first} for {first.problem[:12]}; "
+            f"{options.second} is for problem {plan.problem[:12]}, {options.first} for {first.plan.problem[:12]}; "
             "give --problem twice, the first plan's problem first"
         )
-    return plan_and_problem(options.second, problems[1] if problems else None, options.cluster)
+    return placement_of(options.second, problems[1] if problems else None, options.cluster)

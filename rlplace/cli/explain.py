@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from rlplace.cli.models import load, machine_of
 from rlplace.cli.options import ModelOptions, argument, flag, natural, option, seconds
 from rlplace.cli.output import print_json, say, show
-from rlplace.cli.plans import plan_and_problem, problem_at
+from rlplace.cli.plans import placement_of
 from rlplace.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from rlplace.cluster import Cluster
     from rlplace.explanation.explain import Explanation
     from rlplace.explanation.what_if import WhatIf
     from rlplace.placement.ask import Priced
-    from rlplace.plan.plan import PlacementPlan
+    from rlplace.planned import Planned
+    from rlplace.problem import Problem
 
 HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
 EXAMPLE = "example: rlplace explain gpt2.plan.json"
@@ -46,7 +46,7 @@ class ExplainOptions(ModelOptions):
 def run(options: ExplainOptions) -> int:
     """Runs the verb; that a plan or model does not fit is a result, not a failure."""
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import cluster_of_plan
+    from rlplace.planned import Planned
 
     option = "--problem" if options.problem else "--group" if options.group else None
     if not options.what.endswith(_PLAN):
@@ -60,7 +60,7 @@ def run(options: ExplainOptions) -> int:
     elif option:
         raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
     else:
-        _show_strategy(plan, cluster_of_plan(plan, options.cluster), options)
+        _show_strategy(Planned(plan, options.cluster), options)
     return 0
 
 
@@ -73,7 +73,7 @@ def _limits(options: ExplainOptions) -> dict[str, Any]:
     return {"calls": options.calls, "time_limit_s": options.time_limit, "seed": options.seed}
 
 
-def _show_strategy(plan: PlacementPlan, machine: Cluster, options: ExplainOptions) -> None:
+def _show_strategy(planned: Planned, options: ExplainOptions) -> None:
     """Shows a whole strategy as ``rlplace place`` did, what bounds it and what would change it.
 
     Where the plan's model cannot be built again, it says so and shows the plan alone.
@@ -81,25 +81,26 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: ExplainOption
     from rlplace.cli.plan_tables import show_strategy
     from rlplace.explanation.bounds import strategy_bounds
     from rlplace.explanation.strategy_what_if import strategy_what_if
-    from rlplace.explanation.timeline.again import ask_again
     from rlplace.explanation.what_if import what_if_lines
 
+    machine = planned.cluster
     if not options.json:
-        show_strategy(plan, machine)
+        show_strategy(planned.plan, machine)
     say("pricing the model again for what bounds the step; --no-what-if leaves out what other hardware would bring")
     bounds = None
     changes: Sequence[WhatIf] = ()
     try:
-        asked = ask_again(plan, machine)
-        bounds = strategy_bounds(asked.question, asked.draft())
+        bounds = strategy_bounds(planned.search_problem, planned.draft())
     except InputError as error:
         say(f"what bounds the step, and what other hardware would bring, is not known: {error}")
     else:
         if not options.no_what_if:
-            changes = strategy_what_if(asked, calls=options.calls, time_limit_s=options.time_limit)
+            changes = strategy_what_if(planned, calls=options.calls, time_limit_s=options.time_limit)
     if options.json:
         bounds_data = None if bounds is None else bounds.to_dict()
-        print_json({**plan.to_dict(), "bounds": bounds_data, "what_if": [dataclasses.asdict(entry) for entry in changes]})
+        print_json(
+            {**planned.plan.to_dict(), "bounds": bounds_data, "what_if": [dataclasses.asdict(entry) for entry in changes]}
+        )
         return
     if bounds is not None:
         print("\n" + "\n".join(bounds.lines()))
@@ -110,17 +111,23 @@ def _show_strategy(plan: PlacementPlan, machine: Cluster, options: ExplainOption
 def _plan(options: ExplainOptions) -> Explanation:
     from rlplace.explanation.explain import explain
 
-    plan, problem = plan_and_problem(options.what, options.problem, options.cluster)
+    planned = placement_of(options.what, options.problem, options.cluster)
     say("simulating the plan and what is near it")
-    source = (plan.source or {}).get("graph") or {}
+    source = (planned.plan.source or {}).get("graph") or {}
     known = options.problem is None and isinstance(source.get("model"), str)
+
+    @functools.cache
+    def problem_at(samples: int) -> Problem:
+        say(f"capturing one training step of {samples} samples")
+        return planned.problem_at(samples)
+
     return explain(
-        problem,
-        plan,
+        planned.problem,
+        planned.plan,
         group=options.group,
         groups=options.groups,
         hardware=not options.no_what_if,
-        at=problem_at(plan, options.cluster) if known else None,
+        at=problem_at if known else None,
         **_limits(options),
     )
 
@@ -130,6 +137,7 @@ def _model(options: ExplainOptions) -> int:
     from rlplace.cli.place import PlaceOptions, answer
     from rlplace.explanation.explain import explain
     from rlplace.placement import get_planner
+    from rlplace.planned import Planned
 
     asked = PlaceOptions(
         model=options.what, cluster=options.cluster, space=options.space, time_limit=options.time_limit, seed=options.seed,
@@ -139,7 +147,7 @@ def _model(options: ExplainOptions) -> int:
         try:
             plan, _ = answer(asked)
             if plan.strategy is not None:
-                _show_strategy(plan, machine_of(asked.cluster), options)
+                _show_strategy(Planned(plan, machine_of(asked.cluster)), options)
                 return 0
             options = dataclasses.replace(options, batch=plan.samples)
         except InfeasibleError as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlplace.measure.log import Run
     from rlplace.measure.session import Session
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.strategy.search.tries import SearchProblem
+    from rlplace.planned import Planned
 
 HELP = "run strategies on a real cluster and learn from them"
 EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
@@ -91,11 +91,9 @@ def _session(options: FinetuneOptions, log: Any) -> None:
     launch = launcher(command, machine, timeout_s=options.timeout)
     note_machine(options.cluster, machine)
     others = _others(options, machine)
-    question, plan = _planned(options, machine)
+    planned = _planned(options, machine)
     say("choosing what may be worth a run")
-    session = Session(
-        question, plan, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, elsewhere=others
-    )
+    session = Session(planned, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, elsewhere=others)
     if session.belief.ran:
         say(f"{len(session.belief.ran)} runs of {options.log} are known")
     ran: list[tuple[PlacementPlan, Run]] = []
@@ -118,9 +116,10 @@ def _others(options: FinetuneOptions, machine: Cluster) -> tuple[Run, ...]:
     return found
 
 
-def _planned(options: FinetuneOptions, machine: Cluster) -> tuple[SearchProblem, PlacementPlan]:
-    """Returns the question, and the planner's answer."""
-    from rlplace.api import CLASSICAL, FIXED, answer, default_batch
+def _planned(options: FinetuneOptions, machine: Cluster) -> Planned:
+    """Returns the planner's answer with the priced model."""
+    from rlplace.api import CLASSICAL, FIXED, default_batch, plan_model
+    from rlplace.planned import Planned
 
     fixed = {name: getattr(options, name, None) for name in FIXED}
     costs = costs_of(options, machine)
@@ -129,12 +128,12 @@ def _planned(options: FinetuneOptions, machine: Cluster) -> tuple[SearchProblem,
     compile_first("strategy")
     captured = capture_sizes(options.model, options, samples)
     began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}
-    plan = answer(
+    plan, _ = plan_model(
         captured, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
         began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
-    ).strategy  # fmt: skip
+    )  # fmt: skip
     asked = {"space": options.space, "fixed": fixed, "planner": CLASSICAL}
-    return question_of(captured, machine, batch, **pricing, **asked), plan
+    return Planned(plan, machine, search_problem=question_of(captured, machine, batch, **pricing, **asked))
 
 
 def _strategy(plan: PlacementPlan) -> Any:

@@ -54,16 +54,16 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
 
     from rlplace.cost.timings import PlanTimings
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import recipe_of
+    from rlplace.planned import Planned
     from rlplace.runtime.base.ranks import devices_of
     from rlplace.runtime.job.measure import plan_timer
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     plans = [(path, PlacementPlan.load(path)) for path in options.plans]
-    recipe = recipe_of(plans[0][1])
+    recipe = Planned(plans[0][1]).recipe
     for path, plan in plans:
-        if replace(recipe_of(plan), batch=recipe.batch) != recipe:
+        if replace(Planned(plan).recipe, batch=recipe.batch) != recipe:
             raise InputError(f"measure: {path} is for another model than {plans[0][0]}; time them in two jobs")
         needed, processes = len(devices_of(plan)), dist.get_world_size()
         if plan.strategy is not None and needed != processes:
@@ -99,7 +99,7 @@ def _problems(options: MeasureOptions, plans: list[PlacementPlan]) -> dict[str, 
     """
     import torch.distributed as dist
 
-    from rlplace.planned import check_graph, cluster_of_plan, problem_of_plan
+    from rlplace.planned import Planned
     from rlplace.problem import Problem
     from rlplace.runtime.base.ranks import broadcast_object
 
@@ -109,10 +109,9 @@ def _problems(options: MeasureOptions, plans: list[PlacementPlan]) -> dict[str, 
         by_fingerprint = {problem.fingerprint: problem for problem in loaded}
         for plan in plans:
             if plan.strategy is not None:
-                cluster_of_plan(plan, options.cluster)
-                check_graph(plan)
+                Planned(plan, options.cluster).check()
             elif plan.problem not in by_fingerprint:
-                by_fingerprint[plan.problem] = problem_of_plan(plan, options.cluster)
+                by_fingerprint[plan.problem] = Planned(plan, options.cluster).problem
     heard: dict[str, Problem] = broadcast_object(by_fingerprint)
     return heard
 

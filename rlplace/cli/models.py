@@ -16,7 +16,7 @@ from rlplace.cli.output import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.api import Captured
+    from rlplace.api import CapturedModel
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
     from rlplace.model.graph.opgraph import OpGraph
@@ -103,9 +103,9 @@ def load_problem(path: str, options: ModelOptions) -> Priced:
     return Priced(Problem.load(path))
 
 
-def capture_model(model: str, options: ModelOptions, samples: int) -> Captured:
+def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedModel:
     """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
-    from rlplace.api import Captured
+    from rlplace.api import CapturedModel
 
     sizes = {"seq": options.seq, "dtype": options.dtype}
 
@@ -170,10 +170,10 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> Captured:
 
         return of_model("traced", {"batch": samples, **sizes}, make)
 
-    return Captured(capture_at(samples), capture_at, facts, why_not_placed)
+    return CapturedModel(capture_at(samples), capture_at, facts, why_not_placed)
 
 
-def capture_sizes(model: str, options: ModelOptions, samples: int) -> Captured:
+def capture_sizes(model: str, options: ModelOptions, samples: int) -> CapturedModel:
     """Captures a model for whole strategies, which need two sizes; a function with fixed samples may run with one only.
 
     Args:
@@ -196,7 +196,7 @@ def capture_sizes(model: str, options: ModelOptions, samples: int) -> Captured:
     return captured
 
 
-def price_model(captured: Captured, machine: Cluster, options: ModelOptions) -> Priced:
+def price_model(captured: CapturedModel, machine: Cluster, options: ModelOptions) -> Priced:
     """Prices a captured model for a cluster."""
     from rlplace.placement.ask import Priced
 

@@ -35,7 +35,7 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
-    from rlplace.api import Answer, Captured
+    from rlplace.api import CapturedModel
     from rlplace.cluster import Cluster
     from rlplace.cost.footprint import Footprint
     from rlplace.placement.ask import Placed
@@ -130,8 +130,7 @@ def run(options: PlaceOptions) -> int:
 
 def answer(options: PlaceOptions) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best strategy, or a quicker placement, and a function that prints it."""
-    result, machine = _place_strategy(options), machine_of(options.cluster)
-    best, placed = result.strategy, result.placed
+    (best, placed), machine = _place_strategy(options), machine_of(options.cluster)
     if placed is None:
         return best, functools.partial(show_strategy, best, machine)
 
@@ -147,9 +146,9 @@ def answer(options: PlaceOptions) -> tuple[PlacementPlan, Callable[[], None]]:
     return plan, show
 
 
-def _place_strategy(options: PlaceOptions) -> Answer:
+def _place_strategy(options: PlaceOptions) -> tuple[PlacementPlan, Placed | None]:
     """Plans the whole strategy that the options ask for; the answer may be a quicker placement."""
-    from rlplace.api import FIXED, PER_DEVICE, allowed_space, answer, default_batch
+    from rlplace.api import FIXED, PER_DEVICE, allowed_space, default_batch, plan_model
     from rlplace.strategy.search.efficiency import BatchCurve
 
     fixed = {name: getattr(options, name) for name in FIXED}
@@ -167,7 +166,7 @@ def _place_strategy(options: PlaceOptions) -> Answer:
     began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:
-        return answer(
+        return plan_model(
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.limit_s,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
@@ -175,7 +174,7 @@ def _place_strategy(options: PlaceOptions) -> Answer:
         )  # fmt: skip
 
 
-def question_of(captured: Captured, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> SearchProblem:
+def question_of(captured: CapturedModel, machine: Cluster, batch: int, *, costs: Any, host: str, **asked: Any) -> SearchProblem:
     """Returns the search problem of a captured model; `asked` is as for `rlplace.api.what_may_be`."""
     from rlplace.api import what_may_be
     from rlplace.strategy.search.plan import ask

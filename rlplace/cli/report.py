@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplace.cli.options import Options, argument, natural, option, seconds
 from rlplace.cli.output import print_json, say
-from rlplace.cli.plans import asked_of, plan_and_problem
+from rlplace.cli.plans import placement_of, strategy_of
 from rlplace.errors import InputError
 from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
 from rlplace.text import ms
@@ -50,11 +50,11 @@ def run(options: ReportOptions) -> int:
     whole = PlacementPlan.load(options.plan)
     if whole.strategy is not None:
         return _show(options, _strategy(whole, options))
-    plan, problem = plan_and_problem(options.plan, options.problem, options.cluster)
+    planned = placement_of(options.plan, options.problem, options.cluster)
     names = [name.strip() for name in options.planners.split(",") if name.strip()]
     data = report(
-        problem,
-        plan,
+        planned.problem,
+        planned.plan,
         options.out,
         planners=[] if names == [NONE] else names,
         measurements=_measured(options),
@@ -73,7 +73,7 @@ def _strategy(plan: PlacementPlan, options: ReportOptions) -> ReportData:
 
     if options.problem:
         raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
-    data = strategy_page(asked_of(plan, options.plan, options.cluster), measured=_measured(options))
+    data = strategy_page(strategy_of(plan, options.plan, options.cluster), measured=_measured(options))
     write_text(options.out, render(data))
     return data
 

@@ -62,14 +62,14 @@ def run(options: RunOptions) -> int:
 
 def _load(options: RunOptions) -> PlacementPlan:
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import recipe_of
+    from rlplace.planned import Planned
     from rlplace.runtime.job.distribute import check_strategy
 
     if options.checkpoint is None and (options.resume or options.checkpoint_every):
         raise InputError("run: --resume and --checkpoint-every need --checkpoint DIR")
     plan = PlacementPlan.load(options.plan)
     check_processes(plan, options.plan)
-    recipe_of(plan)
+    _ = Planned(plan).recipe  # refuses a plan that names no model
     check_strategy(plan, "run")
     return plan
 

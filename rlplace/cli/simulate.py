@@ -12,7 +12,7 @@ from rlplace.errors import InputError
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
-    from rlplace.explanation.timeline.again import Asked
+    from rlplace.planned import Planned
 
 HELP = "simulate a plan: of groups on its problem, a whole strategy on its model"
 EXAMPLE = "example: rlplace simulate bert.problem.json bert.plan.json --trace bert.trace.json; rlplace simulate gpt2.plan.json"
@@ -66,40 +66,38 @@ def run(options: SimulateOptions) -> int:
 
 def _simulate_strategy(options: SimulateOptions) -> int:
     """Returns a whole strategy, op by op where that is affordable."""
-    from rlplace.explanation.timeline.again import ask_again, other_cluster
     from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import cluster_of_plan
+    from rlplace.planned import Planned
     from rlplace.strategy.search.plan import prediction
 
     plan = PlacementPlan.load(options.plan)
     if plan.strategy is None:
         raise InputError(f"{options.plan} places groups; name its problem file before it")
     say(f"capturing and pricing the model of {options.plan} again")
-    machine = cluster_of_plan(plan) if options.cluster is None else other_cluster(plan, options.cluster)
-    asked = ask_again(plan, machine)
-    predicted = prediction(asked.evaluate(), plan.strategy.batch, asked.question.cluster)
+    planned = Planned(plan) if options.cluster is None else Planned(plan).on(options.cluster)
+    predicted = prediction(planned.evaluate(), plan.strategy.batch, planned.cluster)
     if options.trace:
-        _trace(asked, options.trace)
+        _trace(planned, options.trace)
     if options.json:
         print_json(predicted.to_dict())
         return 0
     show_step(plan.strategy, predicted)
     print()
-    show_devices(predicted, asked.question.cluster)
+    show_devices(predicted, planned.cluster)
     print(f"executor {predicted.executor}")
     return 0
 
 
-def _trace(asked: Asked, path: str) -> None:
+def _trace(planned: Planned, path: str) -> None:
     """Writes a trace of the ops; one device represents all that do the same."""
     from rlplace.simulator.trace import write_trace
     from rlplace.strategy.blocks.op_costs import OpCosts
     from rlplace.strategy.op_level.expand import tasks_of
     from rlplace.strategy.search.op_level import MOST_TASKS, simulate_ops
 
-    draft, costs = asked.draft(), cast(OpCosts, asked.question.costs)
+    draft, costs = planned.draft(), cast(OpCosts, planned.search_problem.costs)
     if draft.beside or tasks_of(draft, costs) > MOST_TASKS:
         raise InputError(f"--trace holds {MOST_TASKS} ops of one pipeline, this step has more; leave it out")
-    expanded, line = simulate_ops(draft, costs, asked.question.cluster, named=True)
+    expanded, line = simulate_ops(draft, costs, planned.cluster, named=True)
     write_trace(expanded.problem, line, path)
     say(f"wrote {path}")

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.explanation.alternatives import SAME
 from rlplace.explanation.comparison import PLACEMENT, STRATEGY, Block, Difference, Side, Word
-from rlplace.explanation.timeline.again import Asked
 from rlplace.placement.common.floor import device_classes
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
+from rlplace.planned import Planned
 from rlplace.problem import Problem
 from rlplace.simulator.path import module_of, realised_path, seconds_by_cause
 from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_plan, run_unchecked
@@ -40,11 +40,11 @@ _BLOCK_WORDS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
 _MICRO = ("microbatch", "microbatches")
 
 
-def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
+def strategy_side(planned: Planned, plan: PlacementPlan) -> Side:
     """Returns a plan with a strategy, evaluated again, as one side of a comparison."""
     assert plan.strategy is not None
-    result = asked.evaluate(plan.strategy)
-    names = [device.name for device in asked.question.cluster.devices]
+    result = planned.evaluate(plan.strategy)
+    names = [device.name for device in planned.search_problem.cluster.devices]
     return Side(
         kind=STRATEGY,
         planner=plan.planner,
@@ -57,11 +57,11 @@ def strategy_side(asked: Asked, plan: PlacementPlan) -> Side:
     )
 
 
-def diff_strategies(asked: Asked, first: PlacementPlan, second: PlacementPlan, other: Asked | None = None) -> Difference:
+def diff_strategies(planned: Planned, first: PlacementPlan, second: PlacementPlan, other: Planned | None = None) -> Difference:
     """Compares two plans that both have a strategy.
 
     Args:
-        asked: The first plan's model and cluster, and the second's unless `other` is given.
+        planned: The first plan's model and cluster, and the second's unless `other` is given.
         first: A plan.
         second: Another.
         other: The second plan's model and cluster, where they are others.
@@ -69,13 +69,13 @@ def diff_strategies(asked: Asked, first: PlacementPlan, second: PlacementPlan, o
     Raises:
         InputError: A strategy cannot be evaluated.
     """
-    target = other or asked
-    a, b = asked.draft(first.strategy), target.draft(second.strategy)
-    sides = strategy_side(asked, first), strategy_side(target, second)
-    names = asked.question.costs.names
+    target = other or planned
+    a, b = planned.draft(first.strategy), target.draft(second.strategy)
+    sides = strategy_side(planned, first), strategy_side(target, second)
+    names = planned.search_problem.costs.names
     if target.question.costs.names != names:
         return Difference(*sides, notes=("the plans are for models with other blocks: only their steps are compared",))
-    words = [_word(name, fields, a, b, asked, sides[0].step_time_s) for name, fields in _parts(a, b).items()]
+    words = [_word(name, fields, a, b, planned, sides[0].step_time_s) for name, fields in _parts(a, b).items()]
     notes = () if other is None else ("the plans are for other models or clusters: words are put into the first on its own",)
     return Difference(*sides, words=tuple(word for word in words if word), lines=tuple(_blocks(a, b, names)), notes=notes)
 
@@ -91,7 +91,7 @@ def _parts(a: Draft, b: Draft) -> dict[str, tuple[str, ...]]:
     return stages | rest
 
 
-def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, step_s: float | None) -> Word | None:
+def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, planned: Planned, step_s: float | None) -> Word | None:
     """Returns a word that differs, with its effect; None where both say the same."""
     taken = {field: getattr(b, field) for field in fields}
     if all(getattr(a, field) == value for field, value in taken.items()):
@@ -104,8 +104,8 @@ def _word(name: str, fields: tuple[str, ...], a: Draft, b: Draft, asked: Asked, 
         if alone.batch != a.batch:  # another number of replicas brings its micro-batches along
             notes.append("with its micro-batches")
             alone = dataclasses.replace(alone, microbatch=b.microbatch, microbatches=b.microbatches)
-        asked.draft(alone.strategy(asked.question.costs.names))
-        result = asked.finer.evaluate(alone)
+        planned.draft(alone.strategy(planned.search_problem.costs.names))
+        result = planned.finer.evaluate(alone)
     except InputError:
         return word
     if alone.batch != a.batch:

@@ -19,23 +19,23 @@ from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import SearchProblem
 
 if TYPE_CHECKING:
-    from rlplace.explanation.timeline.again import Asked
+    from rlplace.planned import Planned
 
 _PRESET = re.compile(r"(\s*[\w.-]+\s*:\s*)(\d+)((?:x\d+)?(?:,[^+]*)?)")
 
 
 def strategy_what_if(
-    asked: Asked, *, calls: int = what_if.CALLS, time_limit_s: float | None = None
+    planned: Planned, *, calls: int = what_if.CALLS, time_limit_s: float | None = None
 ) -> tuple[what_if.WhatIf, ...]:
     """Returns the strategy on its own hardware, then one change at a time.
 
     Args:
-        asked: A plan and its question.
+        planned: A plan with a strategy.
         calls: Evaluations of each search; 0: nothing is planned anew.
         time_limit_s: Seconds of each search.
     """
-    draft, questions = asked.draft(), []
-    for change, question in _questions(asked.question):
+    draft, questions = planned.draft(), []
+    for change, question in _questions(planned.search_problem):
         more = question.batch // draft.batch  # a larger batch is more micro-batches
         same = dataclasses.replace(draft, microbatches=tuple(more * count for count in draft.microbatches))
         step_s = _step_s(question, same)

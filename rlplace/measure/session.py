@@ -26,6 +26,7 @@ from rlplace.measure.log import Ended, Run, RunLog
 from rlplace.measure.pool import FEATURES, Pool, asked_in, candidates, features, first_pool, fullest
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
+from rlplace.planned import Planned
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import Draft, draft_of_strategy
 from rlplace.strategy.executor.evaluate import StepEvaluation
@@ -102,8 +103,7 @@ class Session:
     """Runs on one cluster for one question.
 
     Attributes:
-        question: What is asked.
-        plan: The planner's answer: its strategy runs among the first, and its source says what is run.
+        planned: The planner's answer and its priced model: its strategy runs among the first, and its source says what is run.
         launch: Runs a plan.
         log: Where runs are kept.
         rule: Chooses what runs next, a name of `rlplace.measure.session.RULES`.
@@ -113,8 +113,7 @@ class Session:
         belief: What is known.
     """
 
-    question: SearchProblem
-    plan: PlacementPlan
+    planned: Planned
     launch: Launch
     _: KW_ONLY
     log: RunLog = field(default_factory=RunLog)
@@ -125,6 +124,7 @@ class Session:
     belief: Belief = field(init=False)
 
     def __post_init__(self) -> None:
+        self.plan, self.question = self.planned.plan, self.planned.search_problem
         if self.rule not in RULES:
             raise InputError(f"finetune: no rule {self.rule!r}; there are {', '.join(RULES)}")
         known = [run for run in self.log.runs if (run.question, run.site) == (self.plan.problem, self.site)]

@@ -159,9 +159,9 @@ def _strategy(path: Path, seeds: Path) -> None:
     from rlplace.cli.plan_tables import show_strategy
     from rlplace.errors import InputError
     from rlplace.explanation.report.report import render
-    from rlplace.explanation.timeline.again import Asked
     from rlplace.explanation.timeline.page import strategy_page
     from rlplace.plan import PlacementPlan
+    from rlplace.planned import Planned
 
     plan = PlacementPlan.load(path)
     _comes_back(plan, path.with_name("again.plan.json"), PlacementPlan.load)
@@ -171,7 +171,7 @@ def _strategy(path: Path, seeds: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(InputError):
         show_strategy(plan, question.cluster)
     with contextlib.suppress(InputError):  # another model's, or more than a page holds
-        data = strategy_page(Asked(plan, question))
+        data = strategy_page(Planned(plan, question.cluster, search_problem=question))
         _check(0 <= (data.timeline.step_time_s or -1.0) < math.inf, f"step time {data.timeline.step_time_s}")
         render(data)
 
@@ -185,13 +185,14 @@ def _space(path: Path, seeds: Path) -> None:
 
 def _source(path: Path, seeds: Path) -> None:
     from rlplace.plan import PlacementPlan
-    from rlplace.planned import cluster_of_plan, recipe_of
+    from rlplace.planned import Planned
     from rlplace.runtime.base.steps import micro_batch
 
     plan = PlacementPlan.load(path)
-    recipe_of(plan)
+    planned = Planned(plan)
+    _ = planned.recipe
     if not str((plan.source or {}).get("cluster")).startswith("host"):
-        cluster_of_plan(plan)
+        _ = planned.cluster
     micro_batch(plan, None)
 
 

@@ -147,13 +147,13 @@ def test_functions_that_build_no_model_are_not_called(text):
 
 def test_a_plan_that_names_code_is_announced(tmp_path, monkeypatch, capsys, seeds):
     from rlplace.plan import PlacementPlan
-    from rlplace.planned import recipe_of
+    from rlplace.planned import Planned
 
     (tmp_path / "theirs.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
     text = (seeds / "sourced.plan.json").read_text().replace("zoo:mlp", "theirs.py:make")
     (tmp_path / "x.plan.json").write_text(text)
     monkeypatch.chdir(tmp_path)
-    recipe_of(PlacementPlan.load("x.plan.json")).build("cpu", 0)
+    Planned(PlacementPlan.load("x.plan.json")).recipe.build("cpu", 0)
     assert capsys.readouterr().err == "running code of this machine that the plan names: 'theirs.py:make'\n"
 
 

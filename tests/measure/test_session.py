@@ -13,6 +13,7 @@ from rlplace.measure.pool import first_pool
 from rlplace.measure.session import Session, run_of, telling
 from rlplace.measure.truths import Truth
 from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import Planned
 from rlplace.strategy.drafts import draft_of_strategy
 from rlplace.strategy.search.plan import prediction
 from rlplace.strategy.search.search import search
@@ -21,10 +22,11 @@ from tests.measure.worlds import question
 
 def planned(asked):
     draft = search(asked, calls=120).ranked[0].draft
-    return PlacementPlan(
+    plan = PlacementPlan(
         "1" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(asked.costs.names),
         predicted=prediction(asked.scores.evaluate(draft), asked.batch, asked.cluster),
     )  # fmt: skip
+    return Planned(plan, asked.cluster, search_problem=asked)
 
 
 def cluster_of(truth, seed=0):
@@ -43,7 +45,7 @@ def test_five_runs_end_near_the_best_of_the_truth(seed):
     asked = question(seed, "a100-80g:2+t4:2")
     truth = Truth.drawn(asked, seed)
     run, counts = cluster_of(truth)
-    session = Session(asked, planned(asked), run)
+    session = Session(planned(asked), run)
     ran = list(session.runs(5))
     assert len(ran) == counts.runs == 5 and len({repr(one.strategy) for _, one in ran}) == 5
     drafts = [*session.belief.pool.drafts, *(tried.draft for tried in search(truth.asked, calls=300).ranked[:20])]
@@ -59,13 +61,13 @@ def test_a_session_goes_on_where_it_ended(tmp_path):
     asked, path = question(), tmp_path / "a.runs.jsonl"
     plan, truth = planned(asked), Truth.drawn(asked, 5)
     run, _ = cluster_of(truth)
-    first = list(Session(asked, plan, run, log=RunLog(path)).runs(2))
+    first = list(Session(plan, run, log=RunLog(path)).runs(2))
     again, counts = cluster_of(truth, 1)
-    session = Session(asked, plan, again, log=RunLog(path))
+    session = Session(plan, again, log=RunLog(path))
     assert len(session.belief.ran) == 2
     more = list(session.runs(2))
     assert counts.runs == 2 and not {repr(one.strategy) for _, one in first} & {repr(one.strategy) for _, one in more}
-    elsewhere = Session(asked, plan, again, log=RunLog(path), site="another")
+    elsewhere = Session(plan, again, log=RunLog(path), site="another")
     assert not elsewhere.belief.ran
 
 
@@ -82,8 +84,8 @@ def test_a_session_begins_with_what_runs_elsewhere_tell():
     asked = question()
     plan, (run, _) = planned(asked), cluster_of(Truth.drawn(asked, 5))
     others = telling(runs_elsewhere(question(3), 2.0), asked.cluster)
-    _, plain = next(Session(asked, plan, run).runs(1))
-    session = Session(asked, plan, run, elsewhere=others)
+    _, plain = next(Session(plan, run).runs(1))
+    session = Session(plan, run, elsewhere=others)
     _, first = next(session.runs(1))
     assert first.expected_s / first.predicted_s > 1.3 * plain.expected_s / plain.predicted_s
     assert session.belief.elsewhere == others and len(session.belief.ran) == 1
@@ -105,13 +107,13 @@ def test_runs_that_tell_nothing_of_a_cluster_are_refused():
 
 def test_where_nothing_works_it_says_so():
     asked = question()
-    session = Session(asked, planned(asked), lambda plan: Ended(status="crashed", reason="no such network"))
+    session = Session(planned(asked), lambda plan: Ended(status="crashed", reason="no such network"))
     for _, one in session.runs(3):
         assert one.status == "crashed"
     with pytest.raises(InfeasibleError, match="none of 3"):
         session.best()
     with pytest.raises(InputError, match="calibrate"):
-        Session(asked, planned(asked), lambda plan: Ended(status="crashed"), rule="nonsense")
+        Session(planned(asked), lambda plan: Ended(status="crashed"), rule="nonsense")
 
 
 def test_candidates_hold_the_answer_and_what_needs_less_memory():

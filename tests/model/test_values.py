@@ -9,11 +9,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import CaptureError, InputError
-from rlplace.explanation.timeline.again import ask_again
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.sizes import resize_batch, rows_of
 from rlplace.model.graph.rescale import two_captures
 from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import Planned
 
 
 class Base(nn.Module):
@@ -222,5 +222,4 @@ def test_a_plan_by_modules_is_captured_so_again(tmp_path):
     )
     plan = PlacementPlan.load(path)
     assert plan.source["capture"]["method"] == "module"
-    asked = ask_again(plan, rlplace.Cluster.preset("cpu:2"))
-    assert asked.question.batch == 8
+    assert Planned(plan).question.batch == 8

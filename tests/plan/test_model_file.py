@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.errors import InputError
 from rlplace.plan import PlacementPlan
-from rlplace.planned import recipe_of
+from rlplace.planned import Planned
 
 MODEL = (
     "import torch\n\ndef build(batch):\n    return torch.nn.Linear(4, 2), torch.zeros(batch, 4), lambda output: output.sum()\n"
@@ -40,7 +40,7 @@ def test_file_is_found_from_another_folder(folders, monkeypatch):
     monkeypatch.chdir(folders / "elsewhere")
     again = PlacementPlan.load(path)
     assert again.source["graph"]["model"] == "../code/mine.py:build"
-    assert recipe_of(again).build("cpu", 0).example_inputs[0].shape == (3, 4)
+    assert Planned(again).recipe.build("cpu", 0).example_inputs[0].shape == (3, 4)
 
 
 def test_both_may_move_together(folders, monkeypatch):
@@ -55,7 +55,7 @@ def test_file_that_is_gone_is_named(folders):
     plan_of("code/mine.py:build").save("plans/one.plan.json")
     (folders / "code" / "mine.py").unlink()
     with pytest.raises(InputError, match=r"mine.py'?: file not found"):
-        recipe_of(PlacementPlan.load("plans/one.plan.json")).build("cpu", 0)
+        Planned(PlacementPlan.load("plans/one.plan.json")).recipe.build("cpu", 0)
 
 
 @pytest.mark.parametrize("text", ["hf:gpt2,n_layer=2", "package.module:build", "/far/away/mine.py:build"])

@@ -17,9 +17,10 @@ from rlplace.explanation.report.lanes import LINK, LaneRow, Lanes
 from rlplace.explanation.report.memory_curve import MemoryCurve, memory_curves
 from rlplace.explanation.report.modules import group_edges, module_tree
 from rlplace.explanation.report.tables import PlannerRow
-from rlplace.explanation.timeline.again import OPS, Asked, Box, Picture
+from rlplace.explanation.timeline.again import OPS, Box, Picture
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.plan.prediction import rivals_of
+from rlplace.planned import Planned
 from rlplace.problem import BACKWARD, Problem
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.simulator import EXECUTOR
@@ -35,17 +36,17 @@ from rlplace.strategy.search.op_level import evaluation_of, simulate_ops
 from rlplace.text import bytes_text
 
 
-def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> ReportData:
+def strategy_page(planned: Planned, *, measured: Sequence[PlanTiming] = ()) -> ReportData:
     """What a report shows of a plan with a strategy.
 
     Args:
-        asked: The plan, its model and cluster.
+        planned: The plan, its model and cluster.
         measured: Plans that ran.
 
     Raises:
         InputError: The step has too many parts for a page, or never ends.
     """
-    draft, question = asked.draft(), asked.question
+    draft, question = planned.draft(), planned.search_problem
     cluster, costs = question.cluster, cast(OpCosts, question.costs)
     if sum(tasks_of(one, costs) for one in draft.pipelines) > MAX_OPS:
         raise InputError(f"report: the step has more than {MAX_OPS} ops; report a plan with fewer micro-batches")
@@ -62,7 +63,7 @@ def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> Repor
     if draft.beside:
         picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), result.passes_s)
     rows, boxes = picture.rows, sorted(picture.boxes)
-    problem = _problem(asked, draft, boxes)
+    problem = _problem(planned, draft, boxes)
     one = draft.pipelines[0]
     first_device = [one.places[one.place_of_stage[stage]].devices[0] for stage in one.stage_of_block]
     curves, lanes = _curves(ran, result, problem), _lanes(rows, boxes, result.step_time_s, problem)
@@ -70,24 +71,24 @@ def strategy_page(asked: Asked, *, measured: Sequence[PlanTiming] = ()) -> Repor
     run = SimulatedPlan(slowest.problem, _ordered(slowest), its_line)
     return ReportData(
         problem=problem,
-        plan=asked.plan,
-        timeline=_timeline(asked, result, lanes),
+        plan=planned.plan,
+        timeline=_timeline(planned, result, lanes),
         lanes=lanes,
         memory=curves,
         resident_bytes=np.array([int(curve.in_use_bytes[0]) for curve in curves]),
-        modules=module_tree(problem, asked.plan),
+        modules=module_tree(problem, planned.plan),
         edges=group_edges(problem),
         device_of_group=np.array(first_device, dtype=np.int32),
         executor=EXECUTOR,
-        planners=_rivals(asked, result),
+        planners=_rivals(planned, result),
         measured=tuple(measured),
         path=path_parts(run, realised_path(run, through_devices=True)),
     )
 
 
-def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
+def _problem(planned: Planned, draft: Draft, boxes: Sequence[Box]) -> Problem:
     """Returns the blocks as groups, each with an op for every phase."""
-    costs, cluster = asked.question.costs, asked.question.cluster
+    costs, cluster = planned.search_problem.costs, planned.search_problem.cluster
     count, kind_of = len(costs.names), kind_numbers(costs, cluster)
     time_s: NDArray[np.float64] = np.zeros((len(OPS) * count, cluster.num_devices))
     for box in boxes:
@@ -105,7 +106,7 @@ def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
             tensors.append(TensorSpec(first, int(passes.sent_bytes[block]), [following]))
             tensors.append(TensorSpec(following + BACKWARD, int(passes.returned_bytes[block]), [first + BACKWARD]))
     problem = build_problem(
-        asked.model,
+        planned.name,
         time_s=time_s.tolist(),
         tensors=tensors,
         memory_bytes=[None] * cluster.num_devices,
@@ -119,7 +120,7 @@ def _problem(asked: Asked, draft: Draft, boxes: Sequence[Box]) -> Problem:
         devices=cluster.devices,
         group_names=tuple(costs.names),
         op_names=tuple(f"{name} {word}" for name in costs.names for word in OPS.values()),
-        source=asked.plan.source,
+        source=planned.plan.source,
     )
 
 
@@ -138,8 +139,8 @@ def _lanes(rows: Sequence[LaneRow], boxes: Sequence[Box], step_s: float, problem
     )
 
 
-def _timeline(asked: Asked, result: StepEvaluation, lanes: Lanes) -> Timeline:
-    devices, strategy = asked.question.cluster.devices, asked.strategy
+def _timeline(planned: Planned, result: StepEvaluation, lanes: Lanes) -> Timeline:
+    devices, strategy = planned.search_problem.cluster.devices, planned.strategy
     tasks, sent = lanes.row < len(devices), np.array([row.kind == LINK for row in lanes.rows])[lanes.row]
     pairs = list(zip(devices, result.peak_memory_bytes, strict=True))
     over = [(d.name, peak, d.memory_bytes) for d, peak in pairs if d.memory_bytes is not None and peak > d.memory_bytes]
@@ -179,9 +180,9 @@ def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: StepEvaluatio
     return tuple(curves)
 
 
-def _rivals(asked: Asked, result: StepEvaluation) -> tuple[PlannerRow, ...]:
+def _rivals(planned: Planned, result: StepEvaluation) -> tuple[PlannerRow, ...]:
     """Returns the plan and the rivals that it names, with the figures that were predicted then."""
-    plan, strategy = asked.plan, asked.strategy
+    plan, strategy = planned.plan, planned.strategy
     rows = [_rival("this strategy", True, strategy.batch, result.step_time_s, result.feasible, len(strategy.devices), "")]
     own = strategy.to_dict()
     for entry in rivals_of(plan.predicted):

@@ -12,7 +12,7 @@ from torch import nn
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage
-from rlplace.planned import Recipe, recipe_of
+from rlplace.planned import Planned, Recipe
 from rlplace.runtime.base.conduct import MEAN, TARGETS
 from rlplace.runtime.strategy.blocks import owner, units
 from rlplace.runtime.strategy.capture import observe
@@ -73,7 +73,7 @@ def ask(plan: PlacementPlan) -> Asked:
     Raises:
         InputError: The plan does not name its model, or torch's parts cannot run its strategy.
     """
-    strategy, recipe = plan.strategy, recipe_of(plan)
+    strategy, recipe = plan.strategy, Planned(plan).recipe
     assert strategy is not None
     pipeline = strategy.pipelines[0]
     if recipe.model.startswith("zoo:"):

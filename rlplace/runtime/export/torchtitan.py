@@ -17,7 +17,7 @@ from rlplace.model.zoo.options import split_spec
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import Pipeline
-from rlplace.planned import recipe_of
+from rlplace.planned import Planned
 
 
 class Elsewhere(nn.Module):
@@ -88,7 +88,7 @@ _NAMES = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head
 
 def torchtitan_job(plan: PlacementPlan) -> str:
     """Returns the text of a job file for a plan with a strategy; see `rlplace.export`."""
-    recipe = recipe_of(plan)
+    recipe = Planned(plan).recipe
     assert plan.strategy is not None
     pipeline = plan.strategy.pipelines[0]
     reason = next(chain(_model_lacks(recipe.model), _lacks(plan, pipeline)), None)
@@ -152,7 +152,7 @@ def _flavor(model: str) -> str | None:
 def _lacks(plan: PlacementPlan, pipeline: Pipeline) -> Iterator[str]:
     """What torchtitan has no word for, or reads in another way."""
     assert plan.strategy is not None
-    recipe, first, several = recipe_of(plan), pipeline.stages[0], len(pipeline.stages) > 1
+    recipe, first, several = Planned(plan).recipe, pipeline.stages[0], len(pipeline.stages) > 1
     if len(plan.strategy.pipelines) > 1:
         yield "has one pipeline, the plan several"
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:

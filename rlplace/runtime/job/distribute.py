@@ -18,7 +18,7 @@ from rlplace.errors import InputError
 from rlplace.model.capture.sizes import resize_batch
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planned import cluster_of_plan, recipe_of
+from rlplace.planned import Planned
 from rlplace.runtime.base import faults
 from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS
 from rlplace.runtime.base.environment import own_device
@@ -178,14 +178,14 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
             f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps, which "
             "would run it on devices of other kinds or hosts; plan for a cluster of these devices alone"
         )
-    if recipe_of(plan).master_weights and verb != "run":
+    if Planned(plan).recipe.master_weights and verb != "run":
         raise InputError(f"{verb}: the plan keeps its weights in fp32 (--master-weights); 'rlplace run' trains and times it")
 
 
 def _like_the_first(plan: PlacementPlan, devices: Sequence[int]) -> bool:
     """Returns whether the first devices of the plan's cluster are of the kinds and hosts of these."""
     try:
-        cluster = cluster_of_plan(plan)
+        cluster = Planned(plan).cluster
     except InputError:  # a cluster of a file that is missing is not known
         return False
     seats = list(zip(cluster.hosts, (kind.name for kind in cluster.kinds), strict=True))

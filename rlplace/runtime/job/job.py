@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.fake import computed_values
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planned import check_graph, cluster_of_plan, recipe_of
+from rlplace.planned import Planned
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
 from rlplace.runtime.base.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
 from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
@@ -151,13 +151,13 @@ def train(
     Returns:
         Complete on rank 0 only.
     """
-    recipe = recipe_of(plan)
+    planned = Planned(plan, options.cluster)
+    recipe = planned.recipe
     name = options.autocast or recipe.autocast
     autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
     loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
     if dist.get_rank() == 0:
-        cluster_of_plan(plan, options.cluster)
-        check_graph(plan)
+        planned.check()
     broadcast_object(None)  # the others wait for the check
     policy, known = None, recipe
     # Weights of master copies are priced as gathered, and their gradients as reduced, in the dtype of the plan.

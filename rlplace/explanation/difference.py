@@ -73,7 +73,7 @@ def diff_strategies(planned: Planned, first: PlacementPlan, second: PlacementPla
     a, b = planned.draft(first.strategy), target.draft(second.strategy)
     sides = strategy_side(planned, first), strategy_side(target, second)
     names = planned.search_problem.costs.names
-    if target.question.costs.names != names:
+    if target.search_problem.costs.names != names:
         return Difference(*sides, notes=("the plans are for models with other blocks: only their steps are compared",))
     words = [_word(name, fields, a, b, planned, sides[0].step_time_s) for name, fields in _parts(a, b).items()]
     notes = () if other is None else ("the plans are for other models or clusters: words are put into the first on its own",)

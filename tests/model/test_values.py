@@ -222,4 +222,4 @@ def test_a_plan_by_modules_is_captured_so_again(tmp_path):
     )
     plan = PlacementPlan.load(path)
     assert plan.source["capture"]["method"] == "module"
-    assert Planned(plan).question.batch == 8
+    assert Planned(plan).search_problem.batch == 8

@@ -215,8 +215,8 @@ class Planned:
         return self._priced(self.cluster, self.capture(samples))
 
     def _priced(self, cluster: Cluster, graph: OpGraph) -> Problem:
-        from rlplace.cost.price import price
         from rlplace.cost.contract import split_backward
+        from rlplace.cost.price import price
 
         source = self.source
         groups, level, host = source.groups or 200, source.level or "task", source.host or "eager"

@@ -1,24 +1,46 @@
-"""The paper's search: the strategy of least cost for a layer graph."""
+"""The strategy of least cost of a layer graph, by the dynamic program that splits blocks in the product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
-from benchmarks.papers.pase.costs import cost_tables
-from benchmarks.papers.pase.elimination import dependent_sets, eliminate, min_degree
-from benchmarks.papers.pase.layers import LayerGraph, Machine, Strategy
+from benchmarks.papers.pase.graph import LayerGraph, Machine, Strategy, configurations, cost_tables
 from rlplace.errors import InputError
+from rlplace.strategy.layouts.cut_moves import eliminate
 
-MAX_TABLES_BYTES = 8 << 30
-"""What tables and arg-mins may take together; a search that would need more is refused before it starts."""
+MAX_BYTES = 8 << 30
+"""Most bytes of the largest sum of tables; a search that would need more is refused before it starts."""
 
-MAX_CONFIGURATIONS = 1 << 16
-"""Configurations of a layer; arg-mins are stored in two bytes."""
+
+class Statistics(NamedTuple):
+    """What a search takes: most configurations of a layer (K), most neighbours of a layer when it goes (M), largest sum."""
+
+    configurations: int
+    neighbours: int
+    largest: int
+
+
+def statistics(graph: LayerGraph, devices: int) -> Statistics:
+    """Says what the search for so many devices takes, without the search: the layer with fewest neighbours goes next."""
+    counts = [len(configurations(layer, devices, graph.smallest_part)) for layer in graph.layers]
+    near: dict[int, set[int]] = {layer: set() for layer in range(len(counts))}
+    for one, other in graph.ends:
+        near[one].add(other)
+        near[other].add(one)
+    most = largest = 0
+    while near:
+        layer = min(near, key=lambda each: (len(near[each]), each))
+        around = near.pop(layer)
+        for other in around:
+            near[other] = (near[other] | around) - {layer, other}
+        most = max(most, len(around))
+        largest = max(largest, prod(counts[other] for other in (layer, *around)))
+    return Statistics(max(counts), most, largest)
 
 
 def least_cost_strategy(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
-    """The strategy of least cost for `devices` devices.
+    """Finds the strategy of least cost for `devices` devices.
 
     Args:
         graph: Layers and tensors.
@@ -26,38 +48,12 @@ def least_cost_strategy(graph: LayerGraph, devices: int, *, machine: Machine | N
         machine: Rates that turn words into FLOP; default: the paper's.
 
     Raises:
-        InputError: Fewer than one device, tables beyond `MAX_TABLES_BYTES`, or a layer with more than `MAX_CONFIGURATIONS`
-            configurations.
+        InputError: Fewer than one device, or a sum of tables beyond `MAX_BYTES`.
     """
-    tables = cost_tables(graph, devices, machine or Machine())
-    order = min_degree(len(graph.layers), graph.ends)
-    sets = dependent_sets(graph.ends, order)
-    counts = [len(rows) for rows in tables.configurations]
-    most = tables_bytes(order, sets, counts)
-    if most > MAX_TABLES_BYTES or max(counts) > MAX_CONFIGURATIONS:
+    if (needed := 8 * statistics(graph, devices).largest) > MAX_BYTES:
         raise InputError(
-            f"layer graph {graph.name!r}: the search needs {most:.3g} bytes of tables (limit {MAX_TABLES_BYTES:.3g}) and "
-            f"{max(counts)} configurations a layer (limit {MAX_CONFIGURATIONS}); use fewer devices or raise smallest_part"
+            f"layer graph {graph.name!r}: the search needs {needed:.3g} bytes of tables (limit {MAX_BYTES:.3g}); "
+            "use fewer devices or raise smallest_part"
         )
-    return tables.strategy(graph, devices, eliminate(tables.layer_flop, graph.ends, tables.edge_flop, order))
-
-
-def tables_bytes(order: Sequence[int], sets: Sequence[tuple[int, ...]], counts: list[int]) -> int:
-    """Most bytes of tables and arg-mins at any time; known before a table is filled.
-
-    Args:
-        order: Elimination order.
-        sets: The dependent set of each vertex of the order.
-        counts: Configurations of each layer.
-    """
-    position = {vertex: i for i, vertex in enumerate(order)}
-    freed = [0] * (len(order) + 1)
-    tables = arg_mins = most = 0
-    for i, later in enumerate(sets):
-        size = prod(counts[other] for other in later)
-        arg_mins += 2 * size
-        tables += 8 * size
-        most = max(most, tables + arg_mins)
-        freed[min((position[other] for other in later), default=len(order))] += 8 * size
-        tables -= freed[i]
-    return most
+    tables = cost_tables(graph, devices, machine or Machine())
+    return tables.strategy(graph, eliminate(tables.layer_flop, graph.ends, tables.edge_flop))

@@ -124,7 +124,7 @@ def _index_of_name(problem: Problem, devices: Sequence[Any] | None) -> dict[str,
 
 
 def _canonical(value: Any) -> str:
-    """``1``, ``"1"`` and ``"cuda:1"`` are one device; so are ``"cuda"`` and ``0``."""
+    """Returns one name for ``1``, ``"1"`` and ``"cuda:1"``; likewise for ``"cuda"`` and ``0``."""
     text = str(value).strip().lower()
     for prefix in ("cuda", "xpu", "npu", "mps"):
         if text == prefix:
@@ -169,7 +169,7 @@ def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
 
 
 def _with_neighbours(problem: Problem, known: dict[int, int]) -> list[int]:
-    """Groups without an entry go where what they read is made, else where what they make is read."""
+    """Puts groups without an entry on the device of a producer of their inputs, else of a reader of their outputs."""
     readers = problem.op_group[problem.consumers].tolist()
     edges = list(dict.fromkeys(zip(problem.edge_source_group.tolist(), readers, strict=True)))
     lonely = set(range(problem.num_groups)) - known.keys()

@@ -9,7 +9,7 @@ TARGETS = ("torchtitan", "script")
 
 
 def export(plan: PlacementPlan, to: str) -> str:
-    """Writes what a plan says for another tool.
+    """Writes a plan for another tool.
 
     Args:
         plan: With a strategy, and a source that names its model.
@@ -20,13 +20,13 @@ def export(plan: PlacementPlan, to: str) -> str:
         The text of the file.
 
     Raises:
-        InputError: It cannot be said there, with the reason.
+        InputError: The tool cannot express it, with the reason.
     """
     if to not in TARGETS:
         raise unknown_name("target of export", to, TARGETS)
     if plan.strategy is None:
         raise InputError(
-            "export: the plan places groups of ops, which neither torchtitan nor plain torch calls can say; plan a whole "
+            "export: the plan places groups of ops, which neither torchtitan nor plain torch calls express; plan a whole "
             "strategy with 'rlplace place MODEL', or run this one with rlplace.distribute"
         )
     if to == "torchtitan":

@@ -1,9 +1,10 @@
-"""What a training script builds its model with, takes its batches from, and has as loss."""
+"""The model of an exported plan, and its parts of a script: how it is built, batches, loss, tensor-parallel styles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,131 @@ from rlplace.model.capture.capture import DTYPES
 from rlplace.model.zoo.functions import function_and_options, runs_code
 from rlplace.model.zoo.options import config_file, split_spec
 from rlplace.model.zoo.transformers import read_config
-from rlplace.runtime.export.asked import Asked
-from rlplace.runtime.strategy.blocks import tied_names
+from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Pipeline, Stage
+from rlplace.planned import Planned, Recipe
+from rlplace.runtime.base.conduct import MEAN, TARGETS
+from rlplace.runtime.strategy.blocks import owner, tied_names, units
 from rlplace.runtime.strategy.capture import observe
-from rlplace.runtime.strategy.model_layouts import BlockLayout
+from rlplace.runtime.strategy.facts import model_facts
+from rlplace.runtime.strategy.model_layouts import BlockLayout, ModelLayouts, find_layouts
+from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.why_not import why_not
 
 
-def model_text(asked: Asked) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class ExportedPlan:
+    """A plan to export, with its model without weights.
+
+    Attributes:
+        plan: The plan.
+        recipe: How its model is built.
+        model: The model on the meta device.
+        inputs: Keyword inputs of one micro-batch.
+        output: Output of the model for them, on the meta device.
+        loss: Whether the loss is a function of the output that came with the model.
+        units: Modules that stay whole, by path.
+        layouts: Of its blocks over the tensor axis; None without one.
+        outside: Blocks whose parameters are read while they do not run.
+    """
+
+    plan: PlacementPlan
+    recipe: Recipe
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    output: Any
+    loss: bool
+    units: Mapping[str, nn.Module]
+    layouts: ModelLayouts | None
+    outside: Collection[str]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The one pipeline of the strategy."""
+        assert self.plan.strategy is not None
+        return self.plan.strategy.pipelines[0]
+
+    @property
+    def stage(self) -> Stage:
+        """The first stage; degrees and level are those of all."""
+        return self.pipeline.stages[0]
+
+    def blocks_of(self, stage: Stage) -> list[str]:
+        """Blocks of a stage in the order of the strategy; of the whole model where there is one stage."""
+        held = [path for path, unit in self.units.items() if any(True for _ in unit.parameters())]
+        if len(self.pipeline.stages) == 1:
+            return held
+        return [path for block in stage.blocks for path in held if owner(path, [block]) is not None]
+
+
+def build_exported(plan: PlacementPlan) -> ExportedPlan:
+    """Builds a plan's model without weights.
+
+    Raises:
+        InputError: The plan does not name its model, or torch's parts cannot run its strategy.
+    """
+    strategy, recipe = plan.strategy, Planned(plan).recipe
+    assert strategy is not None
+    pipeline = strategy.pipelines[0]
+    if recipe.model.startswith("zoo:"):
+        raise InputError(f"export: {recipe.model} is a model of rlplace's own, which a script without rlplace cannot build")
+    loaded = recipe.build("meta", seed=0, batch=pipeline.microbatch[0])
+    inputs = keyword_inputs(loaded.module, loaded.example_inputs)
+    found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
+        seen = observe(loaded.module, inputs, {"": loaded.module, **found})
+    results, calls, outside = seen.results, seen.calls, seen.outside
+    layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
+    if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
+        raise InputError(f"export: {reason}")
+    parts = pipeline.data_degree * max(pipeline.microbatches)
+    if parts > 1 and (strategy.reduction not in (MEAN, TARGETS) or strategy.couple == "gather"):
+        what = "gathers what the loss reads" if strategy.couple == "gather" else f"weights losses by {strategy.reduction}"
+        raise InputError(
+            f"export: the plan {what}, and the script averages replicas by samples; run it with rlplace.distribute"
+        )
+    whole = next((name for name, p in loaded.module.named_parameters() if not p.dim() or not p.numel()), None)
+    first, several = strategy.stages[0], len(strategy.stages) > 1
+    if whole is not None and first.data_degree > 1 and (first.sharding or several or first.axis("tensor") > 1):
+        raise InputError(
+            f"export: fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no "
+            "part that averages its gradients; run it with rlplace.distribute"
+        )
+    if pipeline.unlike_meshes:
+        raise InputError(
+            "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute, or place "
+            "with --space pipeline=1"
+        )
+    if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
+        raise InputError(
+            "export: replicas have unlike micro-batches, which one loop does not say; run it with rlplace.distribute"
+        )
+    if recipe.master_weights or recipe.autocast not in (None, "bf16"):
+        raise InputError(
+            "export: copies of the weights in fp32 and losses scaled for fp16 are not written; plan in fp32 or bf16"
+        )
+    output = next(iter(results[""].values()))
+    return ExportedPlan(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts, outside)
+
+
+def model_text(exported: ExportedPlan) -> dict[str, Any]:
     """Returns values of the template: import line of the model, lines of `build_model` and of `whole_batch`, and the loss."""
-    _, _, rest = asked.recipe.model.partition(":")
-    cast = "" if asked.recipe.dtype == "fp32" else f".to(torch.{DTYPES[asked.recipe.dtype]})"
-    made = _of_function(asked, cast) if runs_code(asked.recipe.model) else _of_configuration(asked, rest, cast)
-    return {**made, "loss": loss_text(asked)}
+    _, _, rest = exported.recipe.model.partition(":")
+    cast = "" if exported.recipe.dtype == "fp32" else f".to(torch.{DTYPES[exported.recipe.dtype]})"
+    made = _of_function(exported, cast) if runs_code(exported.recipe.model) else _of_configuration(exported, rest, cast)
+    return {**made, "loss": loss_text(exported)}
 
 
-def _of_configuration(asked: Asked, rest: str, cast: str) -> dict[str, Any]:
-    own: Any = asked.model.config
-    model, config, options = type(asked.model).__name__, type(own).__name__, split_spec(rest)[1]
+def _of_configuration(exported: ExportedPlan, rest: str, cast: str) -> dict[str, Any]:
+    own: Any = exported.model.config
+    model, config, options = type(exported.model).__name__, type(own).__name__, split_spec(rest)[1]
     if "gradient_checkpointing" in options:
         raise InputError("export: the MODEL text recomputes (gradient_checkpointing); leave that to the plan")
-    if asked.loss or any("." in key for key in options):
-        what = "computes no loss of its own" if asked.loss else "sets options of configurations inside its own"
-        raise InputError(f"export: {asked.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
+    if exported.loss or any("." in key for key in options):
+        what = "computes no loss of its own" if exported.loss else "sets options of configurations inside its own"
+        raise InputError(f"export: {exported.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
-    if config_file(asked.recipe.model) is not None:
+    if config_file(exported.recipe.model) is not None:
         named, plain = read_config(split_spec(rest)[0], ())[1], type(own)().to_dict()
         values = {key: value for key, value in named.items() if plain.get(key) != value and key != "architectures"} | values
     fresh = type(own)(**values)
@@ -53,7 +155,7 @@ def _of_configuration(asked: Asked, rest: str, cast: str) -> dict[str, Any]:
         "model_import": f"from transformers import {config}, {model}",
         "build": [*lines, f"return {model}(config){cast}.train()"],
         "what": "Random samples",
-        "batch": _random_batch(asked.inputs, text),
+        "batch": _random_batch(exported.inputs, text),
     }
 
 
@@ -73,23 +175,23 @@ def _random_batch(inputs: Mapping[str, Any], config: Any) -> list[str]:
     return [*lines, f"return {{{returned}}}"]
 
 
-def _of_function(asked: Asked, cast: str) -> dict[str, Any]:
-    source, _, rest = asked.recipe.model.partition(":")
-    function, values = function_and_options(source, rest, asked.pipeline.microbatch[0], asked.recipe.seq)
+def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
+    source, _, rest = exported.recipe.model.partition(":")
+    function, values = function_and_options(source, rest, exported.pipeline.microbatch[0], exported.recipe.seq)
     call = f"{function.__name__}({_arguments(values)})"
-    samples = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in asked.inputs.values()}
+    samples = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in exported.inputs.values()}
     if len(samples) > 1 or None in samples:
         raise InputError("export: inputs of the model are no tensors of so many samples; run the plan with rlplace.distribute")
     made = function(**values)[1]
     listed = "inputs" if isinstance(made, (tuple, list)) else "[inputs]"
-    given = "inputs" if isinstance(made, Mapping) else f"dict(zip({json.dumps(list(asked.inputs))}, {listed}))"
+    given = "inputs" if isinstance(made, Mapping) else f"dict(zip({json.dumps(list(exported.inputs))}, {listed}))"
     value = f"(value{cast} if value.is_floating_point() else value)" if cast else "value"
     module, folder = source, ""
     if source.endswith(".py"):
         module, folder = Path(source).stem, f'sys.path.insert(0, "{Path(source).parent}")\n'
     return {
         "model_import": f"\n{folder}from {module} import {function.__name__}",
-        "own_loss": f"{call}[2]" if asked.loss else None,
+        "own_loss": f"{call}[2]" if exported.loss else None,
         "build": [f"return {call}[0]{cast}"],
         "what": "Samples of the example inputs",
         "batch": [
@@ -106,50 +208,50 @@ def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
-def loss_text(asked: Asked) -> str:
+def loss_text(exported: ExportedPlan) -> str:
     """Returns the loss as an expression of `output`."""
-    if asked.loss:
+    if exported.loss:
         return "loss_of(output)"
-    if isinstance(asked.output, torch.Tensor):
+    if isinstance(exported.output, torch.Tensor):
         return "output"
-    return 'output["loss"]' if isinstance(asked.output, dict) and not hasattr(asked.output, "loss") else "output.loss"
+    return 'output["loss"]' if isinstance(exported.output, dict) and not hasattr(exported.output, "loss") else "output.loss"
 
 
 Wraps = list[tuple[list[str], str]]
 """Paths of blocks, and what is to be called for each of them as `block`."""
 
 
-def tensor_wraps(asked: Asked) -> Wraps:
-    """What `parallelize` does first.
+def tensor_wraps(exported: ExportedPlan) -> Wraps:
+    """Returns the tensor-parallel styles of blocks, which `parallelize` applies first.
 
     Args:
-        asked: With a tensor axis.
+        exported: With a tensor axis.
 
     Raises:
-        InputError: A layout is none of torch's styles.
+        InputError: torch has no style for a layout.
     """
-    assert asked.layouts is not None
-    sequence, degree = asked.stage.sequence_parallel, asked.stage.axis("tensor")
+    assert exported.layouts is not None
+    sequence, degree = exported.stage.sequence_parallel, exported.stage.axis("tensor")
     blocks: dict[str, list[str]] = {}
-    entries = [f"{path}.{region.entry}" for path, b in asked.layouts.blocks.items() for region in b.regions if region.entry]
-    watched = {name: asked.model.get_submodule(name) for name in (*asked.layouts.blocks, *entries)}
-    calls = observe(asked.model, asked.inputs, watched).calls if sequence else {}
-    for path, layout in asked.layouts.blocks.items():
-        _check(asked, path, layout)
+    entries = [f"{path}.{region.entry}" for path, b in exported.layouts.blocks.items() for region in b.regions if region.entry]
+    watched = {name: exported.model.get_submodule(name) for name in (*exported.layouts.blocks, *entries)}
+    calls = observe(exported.model, exported.inputs, watched).calls if sequence else {}
+    for path, layout in exported.layouts.blocks.items():
+        _check(exported, path, layout)
         blocks.setdefault(_styles(path, layout, calls, sequence), []).append(path)
     styled = [(paths, style) for style, paths in blocks.items()]
-    for path in asked.layouts.vocabulary:
-        unit: Any = asked.units[path]
+    for path in exported.layouts.vocabulary:
+        unit: Any = exported.units[path]
         ids = isinstance(unit, nn.Embedding)
         if unit.weight.shape[0] % degree == 0:
             style = "RowwiseParallel(input_layouts=Replicate())" if ids else "ColwiseParallel(output_layouts=Replicate())"
             styled.append(([path], style))
-    styled += _run_of_blocks(asked, calls) if sequence else []
+    styled += _run_of_blocks(exported, calls) if sequence else []
     return [(paths, f'parallelize_module(block, mesh["tensor"], {style})') for paths, style in styled]
 
 
 def numbered(paths: Sequence[str]) -> str:
-    """Returns paths as a list of Python; neighbours that count up stand as one range."""
+    """Returns paths as a list of Python; neighbours that count up are one range."""
 
     def run(item: tuple[int, str]) -> tuple[Any, ...]:
         stem, _, number = item[1].rpartition(".")
@@ -166,21 +268,21 @@ def numbered(paths: Sequence[str]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _check(asked: Asked, path: str, layout: BlockLayout) -> None:
+def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
     if layout.draws:
         raise InputError(
             f"export: {path} draws random numbers, which torch's tensor-parallel styles draw alike on unlike parts"
         )
     for region in layout.regions:
         products = [product.module for product in (*region.columns, *region.rows)]
-        strange = [name for name in products if type(asked.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
+        strange = [name for name in products if type(exported.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
         if strange or region.packed or region.stored:
             name = f"{path}.{(strange or [region.columns[0].module])[0]}"
             raise InputError(
                 f"export: {show(name)} is no plain nn.Linear, or packs several weights, and torch's tensor-parallel styles cut "
                 "nothing else; run the plan with rlplace.distribute, or plan with --space tensor=1"
             )
-    held = [names for names in tied_names(asked.model) if any(name.startswith(f"{path}.") for name in names)]
+    held = [names for names in tied_names(exported.model) if any(name.startswith(f"{path}.") for name in names)]
     if held:
         raise InputError(f"export: {held[0][0]} is tied, and parallelize_module parts what is tied")
 
@@ -214,13 +316,13 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _run_of_blocks(asked: Asked, calls: dict[str, Any]) -> Wraps:
-    """Returns the first block of a stage takes its part of the sequence, the last gives the whole."""
-    assert asked.layouts is not None
+def _run_of_blocks(exported: ExportedPlan, calls: dict[str, Any]) -> Wraps:
+    """Returns the styles of the ends of a stage: its first block takes a part of the sequence, its last returns the whole."""
+    assert exported.layouts is not None
     firsts, lasts = [], []
-    for stage in asked.pipeline.stages:
-        held = asked.blocks_of(stage)
-        inside = [path for path in held if path in asked.layouts.blocks]
+    for stage in exported.pipeline.stages:
+        held = exported.blocks_of(stage)
+        inside = [path for path in held if path in exported.layouts.blocks]
         if not inside:
             continue
         if inside != held[held.index(inside[0]) : held.index(inside[-1]) + 1]:

@@ -93,17 +93,11 @@ def inside(what: str) -> Iterator[None]:
 
 
 class Activity(NamedTuple):
-    """The activity of a process when an error ended it.
+    """The activity of a process when an error ended it."""
 
-    Attributes:
-        text: As `doing` got it, with the line of the program where that was outside of the model.
-        source: The rank whose message it waited for; None: of no one rank.
-        age_s: Since when.
-    """
-
-    text: str
-    source: int | None
-    age_s: float
+    text: str  # as `doing` got it, with the line of the program where that was outside of the model
+    source: int | None  # the rank whose message it waited for; None: of no one rank
+    age_s: float  # since when
 
 
 def current(error: BaseException) -> Activity:

@@ -22,22 +22,15 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)
 
 @dataclass(frozen=True)
 class Share:
-    """The share of one replica in a step.
+    """The share of one replica in a step."""
 
-    Attributes:
-        first: Number of its first sample in the batch.
-        sizes: Samples of each pass.
-        weights: Factors of the mean losses of the passes, by which the mean over the data degree of the replicas' sums is the
-            mean over the samples of the batch.
-        whole: Samples of the batch.
-        joined: Replicas of a wider stage that it computes together: each pass is one of each of theirs.
-    """
-
-    first: int
-    sizes: tuple[int, ...]
+    first: int  # number of its first sample in the batch
+    sizes: tuple[int, ...]  # samples of each pass
+    # factors of the mean losses of the passes, by which the mean over the data degree of the replicas' sums is the mean over
+    # the samples of the batch
     weights: tuple[float, ...]
-    whole: int
-    joined: int = 1
+    whole: int  # samples of the batch
+    joined: int = 1  # replicas of a wider stage that it computes together: each pass is one of each of theirs
 
     @property
     def samples(self) -> int:
@@ -47,21 +40,13 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        inputs: Keyword inputs of the model.
-        part: Everything of the batch that belongs to it, for the loss.
-        weight: Weight of its loss, or of one of its targets.
-        samples: Its number of samples.
-        by_targets: Whether the loss is a mean over targets.
-    """
-
-    inputs: dict[str, Any]
-    part: dict[str, Any]
-    weight: float
-    samples: int
-    by_targets: bool = False
+    inputs: dict[str, Any]  # keyword inputs of the model
+    part: dict[str, Any]  # everything of the batch that belongs to it, for the loss
+    weight: float  # weight of its loss, or of one of its targets
+    samples: int  # its number of samples
+    by_targets: bool = False  # whether the loss is a mean over targets
 
     def counting(self) -> contextlib.AbstractContextManager[Targets | None]:
         """Returns a context for the forward and the loss, which counts targets where the loss is a mean over them."""

@@ -14,44 +14,28 @@ COUPLES = "the loss couples samples"
 
 @dataclass(frozen=True)
 class Conduct:
-    """The findings of a rehearsal: how a training step of a model treats samples, buffers and parameters.
+    """The findings of a rehearsal: how a training step of a model treats samples, buffers and parameters."""
 
-    Attributes:
-        reduction: How the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples.
-        whole: Loss of the example batch.
-        parts: Mean of the losses of two parts of it, by their samples.
-        samples: Of the example batch.
-        where: The first module whose result for a sample depends on others, "" for the model's own forward or its loss; None
-            where samples are independent.
-        mixing: All such modules, those that read the result of the first among them.
-        counters: Buffers that a forward writes, alike whatever the samples are.
-        written: Buffers that a forward writes, with values that depend on the samples.
-        kept: Buffers of both kinds that are plain attributes of modules, which no graph of the forward holds.
-        toggles: Parameters whose `requires_grad` the forward changes.
-        hooked: The forward registers hooks on activations.
-        differentiates: The forward computes gradients itself.
-        sparse: Parameters with sparse gradients.
-        incomparable: A random op whose results cannot be made alike for all samples; None without one.
-        indivisible: The error of a step with a part of the batch; None where it ran.
-        unseen: Why the model was not rehearsed; None where it was.
-    """
-
+    # how the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples
     reduction: str = MEAN
-    whole: float = 0.0
-    parts: float = 0.0
-    samples: int = 0
+    whole: float = 0.0  # loss of the example batch
+    parts: float = 0.0  # mean of the losses of two parts of it, by their samples
+    samples: int = 0  # of the example batch
+    # the first module whose result for a sample depends on others, "" for the model's own forward or its loss; None where
+    # samples are independent
     where: str | None = None
-    mixing: tuple[str, ...] = ()
-    counters: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
+    mixing: tuple[str, ...] = ()  # all such modules, those that read the result of the first among them
+    counters: tuple[str, ...] = ()  # buffers that a forward writes, alike whatever the samples are
+    written: tuple[str, ...] = ()  # buffers that a forward writes, with values that depend on the samples
+    # buffers of both kinds that are plain attributes of modules, which no graph of the forward holds
     kept: tuple[str, ...] = ()
-    toggles: tuple[str, ...] = ()
-    hooked: bool = False
-    differentiates: bool = False
-    sparse: tuple[str, ...] = ()
-    incomparable: str | None = None
-    indivisible: str | None = None
-    unseen: str | None = None
+    toggles: tuple[str, ...] = ()  # parameters whose `requires_grad` the forward changes
+    hooked: bool = False  # the forward registers hooks on activations
+    differentiates: bool = False  # the forward computes gradients itself
+    sparse: tuple[str, ...] = ()  # parameters with sparse gradients
+    incomparable: str | None = None  # a random op whose results cannot be made alike for all samples; None without one
+    indivisible: str | None = None  # the error of a step with a part of the batch; None where it ran
+    unseen: str | None = None  # why the model was not rehearsed; None where it was
 
     @property
     def couples(self) -> bool:

@@ -100,16 +100,11 @@ class Ranks:
     """The processes that run a plan, and which of them this one is.
 
     Device d of the cluster that a placement was made for is the process of rank d.
-
-    Attributes:
-        rank: Number of this process.
-        device: Where this process computes.
-        replicas: The ranks of every replica; a placement has one.
     """
 
-    rank: int
-    device: torch.device
-    replicas: tuple[tuple[int, ...], ...]
+    rank: int  # number of this process
+    device: torch.device  # where this process computes
+    replicas: tuple[tuple[int, ...], ...]  # the ranks of every replica; a placement has one
 
     @property
     def replica(self) -> int | None:

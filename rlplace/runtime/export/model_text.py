@@ -31,29 +31,17 @@ from rlplace.runtime.strategy.why_not import why_not
 
 @dataclass(frozen=True, eq=False)
 class ExportedPlan:
-    """A plan to export, with its model without weights.
-
-    Attributes:
-        plan: The plan.
-        recipe: How its model is built.
-        model: The model on the meta device.
-        inputs: Keyword inputs of one micro-batch.
-        output: Output of the model for them, on the meta device.
-        loss: Whether the loss is a function of the output that came with the model.
-        units: Modules that stay whole, by path.
-        layouts: Of its blocks over the tensor axis; None without one.
-        outside: Blocks whose parameters are read while they do not run.
-    """
+    """A plan to export, with its model without weights."""
 
     plan: PlacementPlan
-    recipe: Recipe
-    model: nn.Module
-    inputs: Mapping[str, Any]
-    output: Any
-    loss: bool
-    units: Mapping[str, nn.Module]
-    layouts: ModelLayouts | None
-    outside: Collection[str]
+    recipe: Recipe  # how its model is built
+    model: nn.Module  # the model on the meta device
+    inputs: Mapping[str, Any]  # keyword inputs of one micro-batch
+    output: Any  # output of the model for them, on the meta device
+    loss: bool  # whether the loss is a function of the output that came with the model
+    units: Mapping[str, nn.Module]  # modules that stay whole, by path
+    layouts: ModelLayouts | None  # of its blocks over the tensor axis; None without one
+    outside: Collection[str]  # blocks whose parameters are read while they do not run
 
     @property
     def pipeline(self) -> Pipeline:

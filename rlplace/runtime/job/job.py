@@ -34,60 +34,35 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of a job besides its plan.
+    """Options of a job besides its plan."""
 
-    Attributes:
-        steps: Training steps in all, those before a checkpoint included.
-        optimizer: Name; None takes that of the plan.
-        lr: Learning rate.
-        device: "cpu", "cuda", or None: a GPU where there is one.
-        backend: Backend of torch.distributed; None: nccl for GPUs, else gloo.
-        verify: Compare with the unplaced model.
-        seed: Seed of weights, batches and dropout.
-        autocast: "bf16" or "fp16"; None takes that of the plan.
-        clip: Norm that gradients are clipped to.
-        cluster: CLUSTER text, checked against the plan's.
-        checkpoint: Folder of checkpoints; None writes none.
-        checkpoint_every: Steps from one to the next; one is written at the end in any case.
-        resume: Continue from the latest checkpoint, if there is one.
-    """
-
-    steps: int = 10
-    optimizer: str | None = None
+    steps: int = 10  # training steps in all, those before a checkpoint included
+    optimizer: str | None = None  # name; None takes that of the plan
     lr: float = 1e-3
-    device: str | None = None
-    backend: str | None = None
-    verify: bool = False
-    seed: int = 0
-    autocast: str | None = None
-    clip: float | None = None
-    cluster: str | None = None
-    checkpoint: str | None = None
-    checkpoint_every: int | None = None
-    resume: bool = False
+    device: str | None = None  # "cpu", "cuda", or None: a GPU where there is one
+    backend: str | None = None  # backend of torch.distributed; None: nccl for GPUs, else gloo
+    verify: bool = False  # compare with the unplaced model
+    seed: int = 0  # seed of weights, batches and dropout
+    autocast: str | None = None  # "bf16" or "fp16"; None takes that of the plan
+    clip: float | None = None  # norm that gradients are clipped to
+    cluster: str | None = None  # CLUSTER text, checked against the plan's
+    checkpoint: str | None = None  # folder of checkpoints; None writes none
+    checkpoint_every: int | None = None  # steps from one to the next; one is written at the end in any case
+    resume: bool = False  # continue from the latest checkpoint, if there is one
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job on rank 0.
+    """The result of a job on rank 0."""
 
-    Attributes:
-        losses: Per step that was run.
-        first_step: Number of the first of them.
-        step_s: Seconds per step, the longest of all ranks' medians at the end.
-        predicted_step_s: The plan's prediction; None without one.
-        ranks: Per rank ``rank, host, device, stage, median_step_s, peak_memory_bytes, predicted_memory_bytes``.
-        comparison: With the unplaced model; None without `JobOptions.verify`.
-        engine: Name of the engine that ran the plan.
-    """
-
-    losses: list[float]
-    first_step: int
-    step_s: float | None
-    predicted_step_s: float | None
+    losses: list[float]  # per step that was run
+    first_step: int  # number of the first of them
+    step_s: float | None  # seconds per step, the longest of all ranks' medians at the end
+    predicted_step_s: float | None  # the plan's prediction; None without one
+    # per rank ``rank, host, device, stage, median_step_s, peak_memory_bytes, predicted_memory_bytes``
     ranks: list[dict[str, Any]]
-    comparison: RunComparison | None
-    engine: str
+    comparison: RunComparison | None  # with the unplaced model; None without `JobOptions.verify`
+    engine: str  # name of the engine that ran the plan
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data."""

@@ -33,34 +33,21 @@ _NOISE = 0.01
 
 @dataclass(eq=False)
 class Reference:
-    """The unplaced model, trained in one process like the distributed one.
+    """The unplaced model, trained in one process like the distributed one."""
 
-    Attributes:
-        model: A copy, on its device.
-        optimizer: Of its parameters.
-        device: Where it computes.
-        loss: Of a model that does not return it.
-        parts: Micro-batches of all replicas that a plan divides a step into.
-        clip: Norm that gradients are clipped to.
-        autocast: Makes the context of forwards.
-        dtype: dtype that parameters are cast to for a step, as under mixed precision.
-        steps: Number of its steps so far.
-        mean_of_parts: The mean loss over the parts of the first batch; None before it, and where there is one part.
-        why: Why that differs from the loss of the batch, where a rehearsal shows it.
-        slack: By parameter how far its updates may have carried it because a gradient is known up to rounding only.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    device: torch.device
-    loss: Loss | None
-    parts: int = 1
-    clip: float | None = None
-    autocast: Autocast = contextlib.nullcontext
-    dtype: torch.dtype | None = None
-    steps: int = 0
+    model: nn.Module  # a copy, on its device
+    optimizer: torch.optim.Optimizer  # of its parameters
+    device: torch.device  # where it computes
+    loss: Loss | None  # of a model that does not return it
+    parts: int = 1  # micro-batches of all replicas that a plan divides a step into
+    clip: float | None = None  # norm that gradients are clipped to
+    autocast: Autocast = contextlib.nullcontext  # makes the context of forwards
+    dtype: torch.dtype | None = None  # dtype that parameters are cast to for a step, as under mixed precision
+    steps: int = 0  # number of its steps so far
+    # the mean loss over the parts of the first batch; None before it, and where there is one part
     mean_of_parts: float | None = None
-    why: str = ""
+    why: str = ""  # why that differs from the loss of the batch, where a rehearsal shows it
+    # by parameter how far its updates may have carried it because a gradient is known up to rounding only
     slack: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,29 +110,19 @@ def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
 
 @dataclass
 class RunComparison:
-    """Differences of the distributed model from the unplaced one; errors are in units of the accepted error.
+    """Differences of the distributed model from the unplaced one; errors are in units of the accepted error."""
 
-    Attributes:
-        tolerance: See `TOLERANCE`.
-        losses: Per step the relative difference of the loss.
-        first: Loss of the first step: distributed, and of the whole batch in one piece.
-        worst: Name and error of the worst "gradient", after the first step, "parameter" and "buffer", after the last.
-        mean_of_parts: See `Reference`; so is `why`.
-        why: See `mean_of_parts`.
-        random: The model draws random numbers, which were alike for all samples.
-        unlike: A random op whose numbers could not be made alike; None without one.
-    """
-
-    tolerance: float
-    losses: list[float] = field(default_factory=list)
-    first: tuple[float, float] | None = None
+    tolerance: float  # see `TOLERANCE`
+    losses: list[float] = field(default_factory=list)  # per step the relative difference of the loss
+    first: tuple[float, float] | None = None  # loss of the first step: distributed, and of the whole batch in one piece
+    # name and error of the worst "gradient", after the first step, "parameter" and "buffer", after the last
     worst: dict[str, tuple[str, float]] = field(
         default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0), "buffer": ("", 0.0)}
     )
-    mean_of_parts: float | None = None
+    mean_of_parts: float | None = None  # see `Reference`; so is `why`
     why: str = ""
-    random: bool = False
-    unlike: str | None = None
+    random: bool = False  # the model draws random numbers, which were alike for all samples
+    unlike: str | None = None  # a random op whose numbers could not be made alike; None without one
 
     @property
     def equal(self) -> bool:

@@ -70,17 +70,12 @@ def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class JointPlacement:
-    """Devices of the plan for one joint graph.
-
-    Attributes:
-        joint: The graph.
-        device_of: Device of every node that does work; items of an op with several results are where the op is.
-        owners: Devices that hold a parameter, buffer or constant, by name, ascending.
-    """
+    """Devices of the plan for one joint graph."""
 
     joint: JointGraph
+    # device of every node that does work; items of an op with several results are where the op is
     device_of: Mapping[fx.Node, int]
-    owners: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, tuple[int, ...]]  # devices that hold a parameter, buffer or constant, by name, ascending
 
     @cached_property
     def reads(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:

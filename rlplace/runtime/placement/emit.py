@@ -28,17 +28,11 @@ from rlplace.runtime.placement.joint_graph import as_made, base_of, is_view_node
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The program of one process.
+    """The program of one process."""
 
-    Attributes:
-        module: Called with the wire where there are other processes, then the given values.
-        names: Of its results.
-        messages: To and from this process, by tag.
-    """
-
-    module: fx.GraphModule
-    names: Sequence[Any]
-    messages: Mapping[int, wire.Message]
+    module: fx.GraphModule  # called with the wire where there are other processes, then the given values
+    names: Sequence[Any]  # of its results
+    messages: Mapping[int, wire.Message]  # to and from this process, by tag
 
     def __call__(self, key: tuple[int, int], *arguments: Any) -> dict[Any, torch.Tensor]:
         """Runs it; returns the results by name. Random ops draw from the streams of a seed and a step."""

@@ -44,23 +44,17 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TwoParts:
-    """A joint graph in two parts.
+    """A joint graph in two parts."""
 
-    Attributes:
-        placement: Of the whole graph.
-        forward: Called with the held tensors and the flat tensor inputs; returns the outputs by number, the new values of
-            written tensors by name, and `saved`.
-        saved: Values that the backward part reads, each with its device.
-        backward: Called with them and the tangents; returns gradients of held tensors by name, each on its owner's device, and
-            of inputs by number.
-        constants: Held tensors that never change, each on its device, by name.
-    """
-
-    placement: JointPlacement
+    placement: JointPlacement  # of the whole graph
+    # called with the held tensors and the flat tensor inputs; returns the outputs by number, the new values of written tensors
+    # by name, and `saved`
     forward: Program
-    saved: Sequence[tuple[fx.Node, int]]
+    saved: Sequence[tuple[fx.Node, int]]  # values that the backward part reads, each with its device
+    # called with them and the tangents; returns gradients of held tensors by name, each on its owner's device, and of inputs by
+    # number
     backward: Program
-    constants: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]  # held tensors that never change, each on its device, by name
 
 
 def two_parts(placement: JointPlacement, devices: Sequence[torch.device]) -> TwoParts:

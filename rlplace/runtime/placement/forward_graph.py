@@ -92,30 +92,20 @@ def seeded(op: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> An
 
 @dataclass(frozen=True, eq=False)
 class ForwardGraph:
-    """The forward and loss of a model for one signature of inputs.
+    """The forward and loss of a model for one signature of inputs."""
 
-    Attributes:
-        module: Its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the
-            value of a loss function outside the model at its end.
-        held: First names of the parameters, buffers and constants that the forward reads.
-        outputs: Per item of that tuple the node that makes it, or a value that is no node.
-        out_spec: pytree spec of the model's output.
-        loss: Number of the output that is the scalar loss, None when there is none (a model that is only evaluated).
-        op_of_node: Op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order.
-        examples: Arguments of the placeholders when it was exported, without values.
-        constants: Values of the held tensors that are no parameters or buffers of the model, by name.
-        joint: Its joint graphs by kind of device, where they were traced already.
-    """
-
+    # its graph: placeholders for `held` in order, then one for every flat input; returns one flat tuple, with the value of a
+    # loss function outside the model at its end
     module: fx.GraphModule
-    held: tuple[str, ...]
-    outputs: tuple[Any, ...]
-    out_spec: Any
-    loss: int | None
+    held: tuple[str, ...]  # first names of the parameters, buffers and constants that the forward reads
+    outputs: tuple[Any, ...]  # per item of that tuple the node that makes it, or a value that is no node
+    out_spec: Any  # pytree spec of the model's output
+    loss: int | None  # number of the output that is the scalar loss, None when there is none (a model that is only evaluated)
+    # op name (``module.path/node``, as plans have it) by node name, for nodes that are ops, in execution order
     op_of_node: Mapping[str, str]
-    examples: tuple[Any, ...]
-    constants: Mapping[str, torch.Tensor]
-    joint: dict[str, Any] = field(default_factory=dict)
+    examples: tuple[Any, ...]  # arguments of the placeholders when it was exported, without values
+    constants: Mapping[str, torch.Tensor]  # values of the held tensors that are no parameters or buffers of the model, by name
+    joint: dict[str, Any] = field(default_factory=dict)  # its joint graphs by kind of device, where they were traced already
 
 
 def forward_graph(

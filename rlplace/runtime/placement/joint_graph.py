@@ -37,30 +37,20 @@ class JointGraph:
     Every node of `graph` is a placeholder or makes new tensors from its inputs. ``node.meta`` has ``val`` (a fake tensor; none
     for an op with several results, whose items are nodes of their own), ``owner`` (the op of the forward that it belongs to, as
     plans name it, or None) and ``backward``.
-
-    Attributes:
-        graph: Only the nodes that outputs, gradients and writes need, in an order that runs.
-        held: Placeholder of every parameter, buffer and constant, by name.
-        inputs: Placeholders of the flat inputs; None for an input that is no tensor or is not read.
-        tangents: Placeholder of the gradient of an output, by output number.
-        constants: Values of those held tensors that are no parameters or buffers of the model, by name.
-        outputs: Per output of the forward graph its node, or a value that is no node.
-        differentiable: Numbers of the flat outputs that a gradient can flow from.
-        gradients: Nodes that add up to the gradient, for every trainable held parameter that has one.
-        input_gradients: Likewise for flat inputs that require one, by index.
-        writes: Node of the new value of every held tensor that the forward writes to; never a view.
     """
 
-    graph: fx.Graph
-    held: Mapping[str, fx.Node]
-    inputs: tuple[fx.Node | None, ...]
-    tangents: Mapping[int, fx.Node]
+    graph: fx.Graph  # only the nodes that outputs, gradients and writes need, in an order that runs
+    held: Mapping[str, fx.Node]  # placeholder of every parameter, buffer and constant, by name
+    inputs: tuple[fx.Node | None, ...]  # placeholders of the flat inputs; None for an input that is no tensor or is not read
+    tangents: Mapping[int, fx.Node]  # placeholder of the gradient of an output, by output number
+    # values of those held tensors that are no parameters or buffers of the model, by name
     constants: Mapping[str, torch.Tensor]
-    outputs: tuple[Any, ...]
-    differentiable: tuple[int, ...]
+    outputs: tuple[Any, ...]  # per output of the forward graph its node, or a value that is no node
+    differentiable: tuple[int, ...]  # numbers of the flat outputs that a gradient can flow from
+    # nodes that add up to the gradient, for every trainable held parameter that has one
     gradients: Mapping[str, tuple[fx.Node, ...]]
-    input_gradients: Mapping[int, fx.Node]
-    writes: Mapping[str, fx.Node]
+    input_gradients: Mapping[int, fx.Node]  # likewise for flat inputs that require one, by index
+    writes: Mapping[str, fx.Node]  # node of the new value of every held tensor that the forward writes to; never a view
 
 
 def joint_graph(

@@ -34,21 +34,13 @@ _connected: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A transfer of a value between two devices of the plan.
-
-    Attributes:
-        value: The value.
-        source: Its device; None: somewhere in this process.
-        destination: The device that reads it.
-        tag: Unique in the step, ascending in the order in which a source sends.
-        needed: Number of the first node that reads it there.
-    """
+    """A transfer of a value between two devices of the plan."""
 
     value: fx.Node
-    source: Any
-    destination: int
-    tag: int
-    needed: int
+    source: Any  # its device; None: somewhere in this process
+    destination: int  # the device that reads it
+    tag: int  # unique in the step, ascending in the order in which a source sends
+    needed: int  # number of the first node that reads it there
 
     def __str__(self) -> str:
         return repr(str(self.value))
@@ -60,16 +52,11 @@ class Wire:
 
     Messages from one rank to another have their own process group per direction: NCCL ignores tags and matches by order, and
     both sides issue the messages of a direction in the order in which the sender makes them.
-
-    Attributes:
-        rank: Number of this process.
-        device: Where received values go.
-        messages: Those sent and received, by tag.
     """
 
-    rank: int
-    device: torch.device
-    messages: Mapping[int, Message]
+    rank: int  # number of this process
+    device: torch.device  # where received values go
+    messages: Mapping[int, Message]  # those sent and received, by tag
     _sent: list[tuple[Any, torch.Tensor, int]] = field(default_factory=list)
 
     def finish(self) -> None:

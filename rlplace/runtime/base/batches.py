@@ -119,12 +119,7 @@ def _mapped(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> d
 
 
 def passes_of(
-    batch: Batch,
-    share: Share,
-    names: Collection[str],
-    kept: Collection[str],
-    device: torch.device,
-    counted: str | None = None,
+    batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device, counted: str | None = None
 ) -> list[Pass]:
     """Cuts a replica's micro-batches out of a batch: every tensor with as many rows as the batch is cut, others are kept.
 

@@ -19,15 +19,7 @@ from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
-from rlplace.runtime.export.model_text import (
-    ExportedPlan,
-    Wraps,
-    build_exported,
-    loss_text,
-    model_text,
-    numbered,
-    tensor_wraps,
-)
+from rlplace.runtime.export.model_text import ExportedPlan, Wraps, build_exported, loss_text, model_text, numbered, tensor_wraps
 from rlplace.runtime.strategy.blocks import tied_names
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import StageGraph, cut

@@ -65,12 +65,7 @@ class PlanTimer:
         self._graphs = Graphs()
 
     def __call__(
-        self,
-        plan: PlacementPlan,
-        problem: Problem | None = None,
-        name: str = "",
-        *,
-        trace: str | Path | None = None,
+        self, plan: PlacementPlan, problem: Problem | None = None, name: str = "", *, trace: str | Path | None = None
     ) -> PlanTiming:
         """Runs a plan's steps and times them.
 

@@ -48,11 +48,7 @@ class ApplyReport:
 
 
 def apply(
-    model: nn.Module,
-    plan: PlacementPlan,
-    devices: Sequence[torch.device | str],
-    *,
-    example_inputs: Any = None,
+    model: nn.Module, plan: PlacementPlan, devices: Sequence[torch.device | str], *, example_inputs: Any = None
 ) -> nn.Module:
     """Makes `model` train over several devices as `plan` says.
 

@@ -105,9 +105,7 @@ class JointPlacement:
 
 
 def place_joint_graph(
-    joint: JointGraph,
-    plan: PlacementPlan,
-    owners: Mapping[str, tuple[int, ...]] | None = None,
+    joint: JointGraph, plan: PlacementPlan, owners: Mapping[str, tuple[int, ...]] | None = None
 ) -> JointPlacement:
     """Puts a joint graph on the devices of a plan.
 

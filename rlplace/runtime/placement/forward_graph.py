@@ -109,12 +109,7 @@ class ForwardGraph:
 
 
 def forward_graph(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    loss: Loss | None = None,
-    target: Any = None,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None
 ) -> ForwardGraph:
     """Exports the forward of a model in its present mode; nothing is allocated or run.
 

@@ -128,11 +128,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    scheduler: Any = None,
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler: Any = None
 ) -> TrainingState:
     """Loads a checkpoint that any plan wrote into a model; every rank of a distributed model calls it.
 

@@ -1,7 +1,7 @@
-"""Device maps of accelerate and transformers: scored by the simulator on the way in, complete on the way out.
+"""Device maps of accelerate and transformers: imported as plans that the simulator scores, exported completely.
 
-A map gives a device by module path, the most specific path decides, ``""`` is the whole model. On the way in every group of a
-problem goes where most of its ops' modules are.
+A map gives a device by module path, the most specific path decides, ``""`` is the whole model. An imported map puts every
+group of a problem where most of its ops' modules are.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _OFFLOADED = ("disk", "meta")
 def plan_from_device_map(
     problem: Problem, device_map: Mapping[str, Any], *, devices: Sequence[Any] | None = None, model: nn.Module | None = None
 ) -> PlacementPlan:
-    """Returns the plan that a device map is, with the simulator's prediction.
+    """Converts a device map to a plan, with the simulator's prediction.
 
     Args:
         problem: The model's problem, priced from its graph (`rlplace.price`), so that it knows the modules.
         device_map: Device by module path: a number, ``"cuda:1"``, ``"cpu"`` or a `torch.device`.
-        devices: What the map calls each device of the problem; default: accelerators by number from 0, the processor ``"cpu"``.
-        model: Tells modules that run nothing, which maps may name, from names that are wrong.
+        devices: Name of each device of the problem in the map; default: accelerators by number from 0, the processor ``"cpu"``.
+        model: Distinguishes modules that run nothing, which maps may name, from wrong names.
 
     Returns:
         The plan. Whether it fits is in ``predicted.feasible``; ``predicted.device_map`` counts ``ops_moved``, ops whose
-        group has more ops elsewhere, and ``groups_without_entry``, groups without weights that went with their neighbours.
+        group has more ops elsewhere, and ``groups_without_entry``, groups without weights that follow their neighbours.
 
     Raises:
         InputError: An entry that is no device of the problem, an unknown module, or weights without an entry.
     """
     if problem.group_ops is None or problem.group_modules is None:
         raise InputError(
-            "device_map: the problem does not say which modules its groups hold; capture the model and price it: "
+            "device_map: the problem does not list the modules of its groups; capture the model and price it: "
             "rlplace.price(rlplace.capture(model, inputs), cluster)"
         )
     if not isinstance(device_map, Mapping) or not device_map:
@@ -82,16 +82,15 @@ def plan_from_device_map(
 
 
 def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence[Any] | None = None) -> dict[str, Any]:
-    """Returns the plan as a device map that covers every parameter and buffer of the model, as `accelerate.dispatch_model`
-    wants.
+    """Returns a device map that covers every parameter and buffer of the model, as `accelerate.dispatch_model` needs.
 
-    `to_device_map` knows what runs. What does not run goes with what is nearest; a parameter that a module holds itself while
-    its children are on several devices gets an entry of its own name.
+    Modules that run are mapped by `to_device_map`, those that do not with the nearest ones; a parameter of a module whose
+    children are on several devices gets an entry of its own name.
 
     Args:
         plan: A plan of the model.
         model: The model.
-        devices: What the map calls each device of the plan; default its number.
+        devices: Name of each device of the plan in the map; default its number.
     """
     entries = dict(to_device_map(plan))
     rounded = round_to_modules(plan).device_of_module
@@ -111,7 +110,7 @@ def complete_device_map(plan: PlacementPlan, model: nn.Module, devices: Sequence
 
 
 def _index_of_name(problem: Problem, devices: Sequence[Any] | None) -> dict[str, int]:
-    """Returns device of the problem by what a map calls it."""
+    """Returns the devices of the problem by their names in a map."""
     numbers = itertools.count()
     names = ["cpu" if (d.kind or d.name).startswith("cpu") else next(numbers) for d in problem.devices]
     if devices is not None and len(devices) != problem.num_devices:
@@ -154,7 +153,7 @@ def _known_paths(problem: Problem) -> set[str]:
 
 
 def _check_path(path: Any, modules: set[str], model: nn.Module | None) -> None:
-    """Refuses what is neither a module nor a parameter of one."""
+    """Refuses a path that is neither a module nor a parameter of one."""
     if path in modules:
         return
     # An entry may be one parameter of a module that has others elsewhere.

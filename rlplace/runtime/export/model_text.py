@@ -55,7 +55,7 @@ class ExportedPlan:
         return self.pipeline.stages[0]
 
     def blocks_of(self, stage: Stage) -> list[str]:
-        """Blocks of a stage in the order of the strategy; of the whole model where there is one stage."""
+        """Returns the blocks of a stage in the order of the strategy; of the whole model where there is one stage."""
         held = [path for path, unit in self.units.items() if any(True for _ in unit.parameters())]
         if len(self.pipeline.stages) == 1:
             return held

@@ -1,15 +1,12 @@
-"""transformers' `Trainer` with a distributed model.
-
-accelerate's `Accelerator` with a distributed model.
+"""accelerate's `Accelerator` and transformers' `Trainer` with a distributed model.
 
 Under torchrun accelerate takes every process for a data-parallel worker: it wraps the model in DDP, gives each process other
 batches, divides lengths and learning-rate steps by the number of processes, and clips by the gradients of one process. A
-process of a plan works on the whole batch of the job instead. So accelerate is told that there is one process, which is what
-its part of the work looks like, except that only the first one is the main process, which prints and saves.
+process of a plan works on the whole batch of the job instead. So accelerate is set to see one process, except that only rank 0
+is the main process, which prints and saves.
 
-Checkpoints of a Trainer whose model is distributed: whole, in the files and formats that a Trainer on one device writes.
-
-A run can go on from such a checkpoint on one device, and the other way round, or by another plan.
+Checkpoints of a Trainer are whole, in the files and formats that a Trainer on one device writes, so that a run can continue
+from one on one device, the reverse, or by another plan.
 """
 
 from __future__ import annotations
@@ -54,15 +51,12 @@ def use_whole_files(trainer: Any, model: DistributedModel) -> None:
 
     def _save(output_dir: str | None = None, state_dict: Any = None) -> None:
         state = whole_state_dict(model)
-        if not isinstance(model.meta_model, PreTrainedModel):  # safetensors wants no tensor twice
+        if not isinstance(model.meta_model, PreTrainedModel):  # safetensors refuses shared tensors
             state = {name: value.clone() for name, value in state.items()}
         if trainer.args.should_save:
-            trainer.model = model.meta_model
-            try:
+            with mock.patch.object(trainer, "model", model.meta_model):
                 save(output_dir, state)
-            finally:
-                trainer.model = model
-        wait_for_all()  # what was written is there for everyone
+        wait_for_all()  # the files are there for all processes
 
     def _save_optimizer_and_scheduler(output_dir: str) -> None:
         state = whole_optimizer_state(model, trainer.optimizer)
@@ -75,16 +69,13 @@ def use_whole_files(trainer: Any, model: DistributedModel) -> None:
             save_rng_state(output_dir)
 
     def _load_optimizer_and_scheduler(checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = os.path.join(checkpoint, OPTIMIZER)
-        if not os.path.isfile(path):
+        if checkpoint is None or not os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER)):
             return  # saved with save_only_model, as on one device
         load_whole_optimizer_state(model, trainer.optimizer, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
-        # Streams of random ops go on where the run that saved had them: one step of them per call of the model.
-        seed, _ = model.random_state
-        model.random_state = seed, trainer.state.global_step * trainer.args.gradient_accumulation_steps
+        # Streams of random ops continue where the run that saved had them: one step of them per call of the model.
+        steps = trainer.state.global_step * trainer.args.gradient_accumulation_steps
+        model.random_state = model.random_state[0], steps
 
     for function in (_save, _save_optimizer_and_scheduler, _save_rng_state, _load_optimizer_and_scheduler):
         setattr(trainer, function.__name__, function)
@@ -111,7 +102,7 @@ def load_weights(model: DistributedModel, folder: str) -> None:
 
 
 def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, **options: Any) -> DistributedModel:
-    """`rlplace.distribute` for a training loop with an `Accelerator`; call it before ``accelerator.prepare``.
+    """Distributes the model of a training loop with an `Accelerator`; call it before ``accelerator.prepare``.
 
     The loop stays as it is: ``accelerator.prepare`` does no more than on one device, ``accelerator.clip_grad_norm_`` clips by
     the norm of the whole model, ``accelerator.get_state_dict`` and ``save_model`` have the whole model on the main process.
@@ -127,12 +118,12 @@ def distribute_accelerator(accelerator: Accelerator, model: nn.Module, plan: Pla
         InputError: Something cannot be combined with a plan, with the reason.
     """
     if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
-        raise InputError("distribute_accelerator: call it before accelerator.prepare, which then gets what it returns")
+        raise InputError("distribute_accelerator: call it before accelerator.prepare, and pass its result to that")
     return _distributed(accelerator, model, plan, options)
 
 
 def _distributed(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan, options: dict[str, Any]) -> DistributedModel:
-    """Returns the distributed model, known to an accelerator; every process draws the batch of all replicas."""
+    """Returns the distributed model, and sets an accelerator to use it; every process draws the batch of all replicas."""
     if options.get("share", "global") != "global":
         raise InputError("share: every process loads the batch of all replicas here; leave it out")
     see_one_process(accelerator)
@@ -172,7 +163,7 @@ def see_one_process(accelerator: Accelerator) -> None:
 
 
 def use_model(accelerator: Any, model: DistributedModel) -> None:
-    """What an accelerator does with all parameters or with all processes goes through the model."""
+    """Makes an accelerator's operations on all parameters or all processes call the model."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise InputError(
@@ -189,7 +180,7 @@ def use_model(accelerator: Any, model: DistributedModel) -> None:
 
 
 COUNT = "num_items_in_batch"
-"""Keyword by which a Trainer tells a model how many labels the whole batch has."""
+"""Keyword of a Trainer for the number of labels of the whole batch."""
 
 
 def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) -> DistributedModel:
@@ -213,13 +204,12 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
     whole, graphs = trainer.model.train(), Graphs()
     model = _distributed(trainer.accelerator, whole, plan, {"graphs": graphs, **options})
     if trainer.args.device.type != "cpu" and plan.strategy is None:
-        whole.to("cpu")  # what this process owns stays where it is
+        whole.to("cpu")  # the tensors that this process owns stay where they are
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(
-        model.meta_model, plan, options.get("example_inputs"), graphs
-    )
+    example = micro_batch(plan, options.get("example_inputs"))
+    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(model.meta_model, *example, graphs)
     _count_labels(trainer, model, sums)
-    decaying = trainer.get_decay_parameter_names  # goes by the classes of modules, which a process's own part has not
+    decaying = trainer.get_decay_parameter_names  # needs the classes of modules, which a process's own part lacks
     trainer.get_decay_parameter_names = lambda other: decaying(model.meta_model)
     use_whole_files(trainer, model)
     for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
@@ -230,7 +220,7 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuses what cannot work with a plan."""
+    """Refuses settings that do not work with a plan."""
     args = trainer.args
     reasons = {
         "the Trainer has no model": not isinstance(trainer.model, nn.Module),
@@ -242,27 +232,24 @@ def _refuse(trainer: Any) -> None:
         "torch_compile: a plan's segments run as they are": args.torch_compile,
         "auto_find_batch_size: every process would find its own": args.auto_find_batch_size,
         "neftune_noise_alpha hooks a module": args.neftune_noise_alpha is not None,
-        "a loss outside the model needs its outputs, which training does not bring to every process: label_smoothing_factor, "
+        "a loss outside the model needs its outputs, which training does not send to every process: label_smoothing_factor, "
         "compute_loss_func": bool(args.label_smoothing_factor) or getattr(trainer, "compute_loss_func", None) is not None,
         "predict_with_generate needs the whole model on one process": getattr(args, "predict_with_generate", False),
-        "save_on_each_node: the whole model is brought to rank 0 only": args.save_on_each_node,
+        "save_on_each_node: the whole model is gathered on rank 0 only": args.save_on_each_node,
     }
     refusal = next((reason for reason, holds in reasons.items() if holds), None)
     if refusal is not None:
         raise InputError(f"distribute_trainer: {refusal}; change it, or train on one device")
 
 
-def _divides_by_count(whole: nn.Module, plan: PlacementPlan, example_inputs: Any, graphs: Graphs) -> bool:
-    """Returns whether the model divides its loss by the number of labels that it is told: some take the keyword and
-    ignore it.
-    """
-    args, kwargs = micro_batch(plan, example_inputs)
+def _divides_by_count(whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: Graphs) -> bool:
+    """Returns whether the model divides its loss by the given number of labels: some take the keyword and ignore it."""
     graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
     return bool(graph.module.graph.find_nodes(op="placeholder")[-1].users)
 
 
 def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
-    """Losses of micro-batches add up where each is divided by the number of labels of the whole batch."""
+    """Sums the losses of micro-batches where each is divided by the number of labels of the whole batch."""
     original = trainer.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -275,7 +262,7 @@ def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
 
 @contextlib.contextmanager
 def _as_first() -> Iterator[None]:
-    """Worker processes of loaders are seeded by the number of their process; here all processes must draw alike."""
+    """Sets the process number to 0, by which worker processes of loaders are seeded: all processes must draw alike."""
     from accelerate.state import AcceleratorState, PartialState
 
     one, other = (mock.patch.object(state, "process_index", 0) for state in (PartialState(), AcceleratorState()))
@@ -285,8 +272,6 @@ def _as_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(trainer: Any) -> Iterator[None]:
-    """Returns any new TrainingArguments make accelerate look at the processes again, so it is told again before a Trainer
-    works.
-    """
+    """Sets accelerate to see one process before a Trainer works: any new TrainingArguments undo it."""
     see_one_process(trainer.accelerator)
     yield

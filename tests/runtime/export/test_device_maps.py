@@ -143,7 +143,7 @@ def test_refusals(model, problem):
         plan_from_device_map(problem, {"": 0}, devices=[0, 1])
     with pytest.raises(InputError, match="the plan uses 3 devices, 1 named"):
         complete_device_map(plan_from_device_map(problem, LAYERS), model, ["cuda:0"])
-    with pytest.raises(InputError, match="does not say which modules"):
+    with pytest.raises(InputError, match="does not list the modules of its groups"):
         plan_from_device_map(dataclasses.replace(problem, group_ops=None, group_modules=None), {"": 0})
     tight = dataclasses.replace(
         problem, devices=tuple(dataclasses.replace(d, memory_bytes=1000, reserved_bytes=0) for d in problem.devices)

@@ -271,7 +271,7 @@ def blamed(rank: int, source_of: Mapping[int, int | None], others: list[int]) ->
 
 
 def _terminated(number: int, frame: Any) -> None:
-    """Ends this process for the launcher, because another one has failed; reports that one where it could not itself."""
+    """Ends this process for the launcher, because another process has failed; reports that where it could not itself."""
     if _job is None or _job.reported:
         return
     with contextlib.suppress(RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlplace.model.zoo.options import config_file, split_spec
 from rlplace.model.zoo.transformers import read_config
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage
-from rlplace.planned import Planned, Recipe
+from rlplace.planned import Planned
 from rlplace.runtime.base.conduct import MEAN, TARGETS
 from rlplace.runtime.strategy.blocks import owner, tied_names, units
 from rlplace.runtime.strategy.capture import observe
@@ -33,8 +33,7 @@ from rlplace.runtime.strategy.why_not import why_not
 class ExportedPlan:
     """A plan to export, with its model without weights."""
 
-    plan: PlacementPlan
-    recipe: Recipe  # how its model is built
+    planned: Planned
     model: nn.Module  # the model on the meta device
     inputs: Mapping[str, Any]  # keyword inputs of one micro-batch
     output: Any  # output of the model for them, on the meta device
@@ -46,8 +45,7 @@ class ExportedPlan:
     @property
     def pipeline(self) -> Pipeline:
         """The one pipeline of the strategy."""
-        assert self.plan.strategy is not None
-        return self.plan.strategy.pipelines[0]
+        return self.planned.strategy.pipelines[0]
 
     @property
     def stage(self) -> Stage:
@@ -68,8 +66,8 @@ def build_exported(plan: PlacementPlan) -> ExportedPlan:
     Raises:
         InputError: The plan does not name its model, or torch's parts cannot run its strategy.
     """
-    strategy, recipe = plan.strategy, Planned(plan).recipe
-    assert strategy is not None
+    planned = Planned(plan)
+    strategy, recipe = planned.strategy, planned.recipe
     pipeline = strategy.pipelines[0]
     if recipe.model.startswith("zoo:"):
         raise InputError(f"export: {recipe.model} is a model of rlplace's own, which a script without rlplace cannot build")
@@ -78,45 +76,42 @@ def build_exported(plan: PlacementPlan) -> ExportedPlan:
     found = dict(units(loaded.module, [block for stage in strategy.stages for block in stage.blocks]))
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
         seen = observe(loaded.module, inputs, {"": loaded.module, **found})
-    results, calls, outside = seen.results, seen.calls, seen.outside
-    layouts = find_layouts(found, calls) if strategy.stages[0].axis("tensor") > 1 else None
+    layouts = find_layouts(found, seen.calls) if strategy.stages[0].axis("tensor") > 1 else None
     if (reason := why_not(strategy, model_facts(loaded.module, layouts))) is not None:
         raise InputError(f"export: {reason}")
-    parts = pipeline.data_degree * max(pipeline.microbatches)
-    if parts > 1 and (strategy.reduction not in (MEAN, TARGETS) or strategy.couple == "gather"):
-        what = "gathers what the loss reads" if strategy.couple == "gather" else f"weights losses by {strategy.reduction}"
-        raise InputError(
-            f"export: the plan {what}, and the script averages replicas by samples; run it with rlplace.distribute"
-        )
-    whole = next((name for name, p in loaded.module.named_parameters() if not p.dim() or not p.numel()), None)
+    if (reason := next(_lacks(planned, loaded.module), None)) is not None:
+        raise InputError(f"export: {reason}; run it with rlplace.distribute")
+    output = next(iter(seen.results[""].values()))
+    return ExportedPlan(planned, loaded.module, inputs, output, loaded.loss is not None, found, layouts, seen.outside)
+
+
+def _lacks(planned: Planned, model: nn.Module) -> Iterator[str]:
+    """Yields the features of a plan that a script does not have."""
+    strategy, pipeline, recipe = planned.strategy, planned.strategy.pipelines[0], planned.recipe
+    gathers = strategy.couple == "gather"
+    if pipeline.data_degree * max(pipeline.microbatches) > 1 and (strategy.reduction not in (MEAN, TARGETS) or gathers):
+        what = "gathers the inputs of the loss" if gathers else f"weights losses by {strategy.reduction}"
+        yield f"the plan {what}, and the script averages replicas by samples"
+    whole = next((name for name, p in model.named_parameters() if not p.dim() or not p.numel()), None)
     first, several = strategy.stages[0], len(strategy.stages) > 1
     if whole is not None and first.data_degree > 1 and (first.sharding or several or first.axis("tensor") > 1):
-        raise InputError(
-            f"export: fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no "
-            "part that averages its gradients; run it with rlplace.distribute"
+        yield (
+            f"fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no part that "
+            "averages its gradients"
         )
     if pipeline.unlike_meshes:
-        raise InputError(
-            "export: stages have unlike meshes, which torch's stages do not connect; run it with rlplace.distribute, or place "
-            "with --space pipeline=1"
-        )
+        yield "stages have unlike meshes, which torch's stages do not connect: place with --space pipeline=1"
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
-        raise InputError(
-            "export: replicas have unlike micro-batches, which one loop does not say; run it with rlplace.distribute"
-        )
+        yield "replicas have unlike micro-batches, which need one loop each"
     if recipe.master_weights or recipe.autocast not in (None, "bf16"):
-        raise InputError(
-            "export: copies of the weights in fp32 and losses scaled for fp16 are not written; plan in fp32 or bf16"
-        )
-    output = next(iter(results[""].values()))
-    return ExportedPlan(plan, recipe, loaded.module, inputs, output, loaded.loss is not None, found, layouts, outside)
+        yield "copies of the weights in fp32 and losses scaled for fp16 are not written: plan in fp32 or bf16"
 
 
 def model_text(exported: ExportedPlan) -> dict[str, Any]:
     """Returns values of the template: import line of the model, lines of `build_model` and of `whole_batch`, and the loss."""
-    _, _, rest = exported.recipe.model.partition(":")
-    cast = "" if exported.recipe.dtype == "fp32" else f".to(torch.{DTYPES[exported.recipe.dtype]})"
-    made = _of_function(exported, cast) if runs_code(exported.recipe.model) else _of_configuration(exported, rest, cast)
+    _, _, rest = exported.planned.recipe.model.partition(":")
+    cast = "" if exported.planned.recipe.dtype == "fp32" else f".to(torch.{DTYPES[exported.planned.recipe.dtype]})"
+    made = _of_function(exported, cast) if runs_code(exported.planned.recipe.model) else _of_configuration(exported, rest, cast)
     return {**made, "loss": loss_text(exported)}
 
 
@@ -127,9 +122,11 @@ def _of_configuration(exported: ExportedPlan, rest: str, cast: str) -> dict[str,
         raise InputError("export: the MODEL text recomputes (gradient_checkpointing); leave that to the plan")
     if exported.loss or any("." in key for key in options):
         what = "computes no loss of its own" if exported.loss else "sets options of configurations inside its own"
-        raise InputError(f"export: {exported.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute")
+        raise InputError(
+            f"export: {exported.planned.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute"
+        )
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
-    if config_file(exported.recipe.model) is not None:
+    if config_file(exported.planned.recipe.model) is not None:
         named, plain = read_config(split_spec(rest)[0], ())[1], type(own)().to_dict()
         values = {key: value for key, value in named.items() if plain.get(key) != value and key != "architectures"} | values
     fresh = type(own)(**values)
@@ -164,8 +161,8 @@ def _random_batch(inputs: Mapping[str, Any], config: Any) -> list[str]:
 
 
 def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
-    source, _, rest = exported.recipe.model.partition(":")
-    function, values = function_and_options(source, rest, exported.pipeline.microbatch[0], exported.recipe.seq)
+    source, _, rest = exported.planned.recipe.model.partition(":")
+    function, values = function_and_options(source, rest, exported.pipeline.microbatch[0], exported.planned.recipe.seq)
     call = f"{function.__name__}({_arguments(values)})"
     samples = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in exported.inputs.values()}
     if len(samples) > 1 or None in samples:

@@ -30,10 +30,10 @@ _TEMPLATE = Path(__file__).with_name("script.py.jinja")
 """A part is written only where the strategy needs it."""
 
 _HEAD = '''\
-"""Trains {{ exported.recipe.model }}: {{ words }}.
+"""Trains {{ exported.planned.recipe.model }}: {{ words }}.
 
-Start it with: torchrun --nproc-per-node {{ exported.plan.strategy.devices | length }} SCRIPT [STEPS]
-Written by rlplace for plan {{ exported.plan.fingerprint[:12] }}; plain torch{{ also }}.
+Start it with: torchrun --nproc-per-node {{ exported.planned.plan.strategy.devices | length }} SCRIPT [STEPS]
+Written by rlplace for plan {{ exported.planned.plan.fingerprint[:12] }}; plain torch{{ also }}.
 """
 
 {{ imports }}
@@ -70,16 +70,15 @@ _OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"
 def training_script(plan: PlacementPlan) -> str:
     """Returns the text of a script for a plan with a strategy; see `rlplace.export`."""
     exported = build_exported(plan)
-    pipeline, stage = exported.pipeline, exported.stage
-    assert plan.strategy is not None
+    strategy, pipeline, stage = exported.planned.strategy, exported.pipeline, exported.stage
     several, data, tensor = len(pipeline.stages) > 1, stage.data_degree, stage.axis("tensor")
     constants = {
         "SEED": "0",
         "LR": "1e-3",
-        "BATCH": plan.strategy.batch,
+        "BATCH": strategy.batch,
         "REPLICAS": data,
         "MICROBATCHES": pipeline.microbatches[0],
-        "AUTOCAST": exported.recipe.autocast is not None,
+        "AUTOCAST": exported.planned.recipe.autocast is not None,
     }
     sources: list[Any] = [keep] if "selective" in {how for one in pipeline.stages for how in one.recompute.values()} else []
     if several:
@@ -95,7 +94,7 @@ def training_script(plan: PlacementPlan) -> str:
     return _script_text(
         **model_text(exported),
         exported=exported,
-        words=uniform_words(plan.strategy),
+        words=uniform_words(strategy),
         constants=constants,
         sources=[_source(code) for code in sources],
         several=several,
@@ -108,7 +107,7 @@ def training_script(plan: PlacementPlan) -> str:
         replica=replica,
         schedule=schedule,
         copies=_copies(exported),
-        optimizer=_OPTIMIZERS[exported.recipe.optimizer].format(parameters),
+        optimizer=_OPTIMIZERS[exported.planned.recipe.optimizer].format(parameters),
         counted=data * tensor if several else "dist.get_world_size()",
     )
 
@@ -133,7 +132,7 @@ def _source(code: Any) -> str:
 def _cut(exported: ExportedPlan) -> list[StageGraph]:
     """Returns the stages, after a check that skipping the blocks of other stages makes them."""
     named = [list(stage.blocks) for stage in exported.pipeline.stages]
-    with torch.autocast("cpu", torch.bfloat16, enabled=exported.recipe.autocast is not None):
+    with torch.autocast("cpu", torch.bfloat16, enabled=exported.planned.recipe.autocast is not None):
         stages = cut(capture(exported.model, exported.inputs, list(chain(*named))), named)
     first, hidden = _inputs(exported)
     one = loss_text(exported) != 'output["loss"]' and all(

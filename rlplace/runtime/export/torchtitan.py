@@ -29,10 +29,10 @@ _NAMES = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head
 
 def torchtitan_job(plan: PlacementPlan) -> str:
     """Returns the text of a job file for a plan with a strategy; see `rlplace.export`."""
-    recipe = Planned(plan).recipe
-    assert plan.strategy is not None
-    pipeline = plan.strategy.pipelines[0]
-    reason = next(chain(_model_lacks(recipe.model), _lacks(plan, pipeline)), None)
+    planned = Planned(plan)
+    strategy, recipe = planned.strategy, planned.recipe
+    pipeline = strategy.pipelines[0]
+    reason = next(chain(_model_lacks(recipe.model), _lacks(planned)), None)
     if reason is not None:
         raise InputError(f"export: torchtitan {reason}; --to script, or run the plan with rlplace.distribute")
     stage, count = pipeline.stages[0], pipeline.microbatches[0]
@@ -41,7 +41,7 @@ def torchtitan_job(plan: PlacementPlan) -> str:
         "model": {"name": "llama3", "flavor": _flavor(recipe.model)},
         "training": {
             "local_batch_size": pipeline.microbatch[0] * (count if several else 1),
-            "global_batch_size": plan.strategy.batch,
+            "global_batch_size": strategy.batch,
             "seq_len": recipe.seq,
             "enable_cpu_offload": bool(stage.offload),
             "mixed_precision_param": "bfloat16" if recipe.autocast else "float32",
@@ -65,7 +65,7 @@ def torchtitan_job(plan: PlacementPlan) -> str:
                 [_NAMES.get(block, block.removeprefix("model.")) for block in stage.blocks] for stage in pipeline.stages
             ],
         }
-    lines = [f"# {recipe.model}, {len(plan.strategy.devices)} processes; plan {plan.fingerprint[:12]}"]
+    lines = [f"# {recipe.model}, {len(strategy.devices)} processes; plan {plan.fingerprint[:12]}"]
     for name, values in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
@@ -90,11 +90,11 @@ def _flavor(model: str) -> str | None:
     return None if config.tie_word_embeddings else next((name for name, own in _FLAVORS.items() if own == sizes), None)
 
 
-def _lacks(plan: PlacementPlan, pipeline: Pipeline) -> Iterator[str]:
+def _lacks(planned: Planned) -> Iterator[str]:
     """Yields the features of a plan that torchtitan lacks, or reads in another way."""
-    assert plan.strategy is not None
-    recipe, first, several = Planned(plan).recipe, pipeline.stages[0], len(pipeline.stages) > 1
-    if len(plan.strategy.pipelines) > 1:
+    recipe, pipeline = planned.recipe, planned.strategy.pipelines[0]
+    first, several = pipeline.stages[0], len(pipeline.stages) > 1
+    if len(planned.strategy.pipelines) > 1:
         yield "has one pipeline, the plan several"
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:
         yield "gives all replicas the same micro-batches"

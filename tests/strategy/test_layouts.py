@@ -13,8 +13,6 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import PARAMETER, UPDATE
 from rlplace.model.graph.rescale import rescale
 from rlplace.model.zoo import load_model
-from rlplace.runtime.strategy.capture import capture as capture_blocks
-from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
 from rlplace.strategy.layouts.layouts import LayoutSearch
@@ -111,14 +109,16 @@ def test_along_the_sequence_gathers_and_scatters_take_the_place_of_all_reduces(n
     graph = captured(name)
     paths, blocks = blocks_of(graph)
     layout = tensor_layouts(graph, blocks, 2, sequence_parallel=True)
-    for block in layers(paths):
+    for number, block in enumerate(layers(paths)):
         prefix = f"{paths[block]}."
         found = {path.removeprefix(prefix): word for path, word in layout.modules.items() if path.startswith(prefix)}
         assert found == MEGATRON[name] | dict.fromkeys(NORMS[name], "sequence")
         kinds = [
             (when, kind, STREAM_BYTES) for when in (FORWARD_PASS, BACKWARD_PASS) for kind in ("all_gather", "reduce_scatter")
         ]
-        assert sent(layout, graph, block) == dict.fromkeys(kinds, 2)
+        # The first slices the embeddings, whose gradient is gathered.
+        sliced = Counter({(BACKWARD_PASS, "all_gather", STREAM_BYTES): int(number == 0)})
+        assert sent(layout, graph, block) == Counter(dict.fromkeys(kinds, 2)) + sliced
 
 
 def test_halves_that_read_one_norm_share_its_all_reduce():
@@ -236,24 +236,6 @@ def test_a_layout_holds_at_any_batch_size():
     between = rescale(small, large, 4)
     assert between.traced is None
     assert {int(between.tensor_bytes[c.tensor]) for c in one.collectives if c.block == 1} == {4 * 4 * SEQUENCE * HIDDEN}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_blocks_tried_on_their_own_code_have_the_same_layouts(name):
-    """The runtime follows a cut through the code of each block and tries it on fake parts: another road to the same layouts."""
-    spec = SPECS[name] + f",vocab_size={VOCABULARY}"
-    model = load_model(spec, batch=BATCH, seq=SEQUENCE)
-    for module in model.module.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    run = capture_blocks(model.module, dict(model.example_inputs))
-    graph = captured(name)
-    layout = tensor_layouts(graph, blocks_of(graph)[1], 2)
-    words = {path: word.rpartition(" ")[2] for path, word in layout.modules.items() if "gathered" not in word}
-    expected = {path: word for path, word in words.items() if word != "embedding"}
-    assert find_layouts(run.units, run.calls).layouts == expected and expected
 
 
 def test_only_modules_that_are_named_are_cut():

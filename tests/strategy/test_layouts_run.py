@@ -1,20 +1,33 @@
-"""The tensor layout that is priced is the one that runs: for models of many types the words agree, module by module."""
+"""The tensor layout that is priced is the one that runs: for models of many types words and collectives agree, one by one."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import load_model
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import Stage, Strategy
+from rlplace.runtime.strategy.blocks import units
+from rlplace.runtime.strategy.capture import capture as capture_blocks
 from rlplace.runtime.strategy.facts import facts_of
+from rlplace.runtime.strategy.mesh import AXES, Place
+from rlplace.runtime.strategy.model_layouts import find_layouts, lay_out
 from rlplace.runtime.strategy.why_not import judge, why_not
+from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.costs import Cut
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, Cut
+from rlplace.strategy.layouts.layouts import LayoutSearch
+from rlplace.strategy.layouts.tensor_layout import moved_bytes, plain_word
 from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.space import Space
 
@@ -37,29 +50,83 @@ MODELS = (
 )
 
 
-def asked(spec):
-    model = load_model(spec, batch=2, seq=16)
+WITH_SEQUENCE = ("gpt2", "llama", "qwen3", "gemma", "bert", "gpt_neox")
+
+
+def asked(spec, device="meta"):
+    model = load_model(spec, batch=2, seq=16, device=device)
     graph = capture(model.module, model.example_inputs, loss=model.loss)
-    return graph, facts_of(model.module, model.example_inputs, model.loss, graph)
+    return model, graph, facts_of(model.module, model.example_inputs, model.loss, graph)
+
+
+class Sent(TorchDispatchMode):
+    """Counts (kind, bytes of the whole tensor) of collectives, by pass."""
+
+    def __init__(self, degree):
+        super().__init__()
+        self.degree, self.when, self.count = degree, FORWARD_PASS, {FORWARD_PASS: Counter(), BACKWARD_PASS: Counter()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = next((kind for kind in COLLECTIVE_KINDS if kind in func.__name__ and func.namespace == "_c10d_functional"), None)
+        if kind is not None:
+            self.count[self.when][kind, args[0].nbytes * (self.degree if kind == "all_gather" else 1)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sent(spec, degree, sequence_parallel):
+    """What one process of a group sends in a step; the group is fake, and nothing arrives."""
+    model = load_model(spec, batch=2, seq=16, device="cpu")
+    found = dict(units(model.module))
+    captured = capture_blocks(model.module, model.example_inputs)
+    dist.init_process_group("fake", rank=0, world_size=degree, store=fake_pg.FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1, 1, 1, degree), mesh_dim_names=AXES)
+        place = Place(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), {rank: rank for rank in range(degree)})
+        stage = Stage(tuple(found), tuple(range(degree)), {"tensor": degree}, sequence_parallel=sequence_parallel)
+        lay_out(place, stage, find_layouts(found, captured.calls), found, captured)
+        with Sent(degree) as counted:
+            output = model.module(**model.example_inputs)
+            loss = output.loss if model.loss is None else model.loss(output)
+            counted.when = BACKWARD_PASS
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
+    return counted.count
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", MODELS, ids=[spec.split(",")[0][3:] for spec in MODELS])
-def test_priced_words_are_those_that_run(spec):
-    graph, facts = asked(spec)
+def test_what_is_priced_is_what_runs(spec):
+    _, graph, facts = asked(spec)
     _, runs = judge(facts)
     assert runs and {"column", "row"} <= set(runs.values())
-    blocks = PricedBlocks(graph, "a100-80g:8", only=runs)
-    for degree in (2, 4, 8):
-        cut = Cut(graph.samples, degree)
-        assert blocks.why_not(cut) is None, degree
-        words = {path: word for own in blocks.modules(cut).values() for path, word in own.items()}
-        assert {path for path, word in runs.items() if word != "vocabulary"} <= set(words)
-        assert all(word != "local" for word in words.values())
+    blocks, along = PricedBlocks(graph, "a100-80g:8", only=runs), spec.split(",")[0][3:] in WITH_SEQUENCE
+    assert (facts.tensor.no_sequence is None) == along or "vit" in spec  # of an odd number of positions
+    of_op = find_blocks(graph).of_op
+    for sequence_parallel in (False, True)[: 1 + along]:
+        for degree in (2, 4, 8):
+            cut = Cut(graph.samples, degree, sequence_parallel)
+            assert blocks.why_not(cut) is None, degree
+            words = {path: plain_word(word) for own in blocks.modules(cut).values() for path, word in own.items()}
+            assert {path: word for path, word in words.items() if word not in ("vocabulary", "sequence")} == {
+                path: word for path, word in runs.items() if word != "vocabulary"
+            }
+            layout = LayoutSearch(graph, of_op, runs).layout(degree, sequence_parallel=sequence_parallel)
+            priced = {FORWARD_PASS: Counter(), BACKWARD_PASS: Counter()}
+            for item in layout.collectives:
+                priced[item.when][COLLECTIVE_KINDS[item.kind], moved_bytes(layout, item, graph.tensor_bytes)] += 1
+            assert sent(spec, degree, sequence_parallel) == priced, (degree, sequence_parallel)
+
+
+def test_norms_of_heads_are_local():
+    _, _, facts = asked(MODELS[3])
+    assert {path for path, word in facts.tensor.layouts.items() if word == "local"} == {
+        f"model.layers.0.self_attn.{name}_norm" for name in "qk"
+    }
 
 
 def test_a_layout_that_the_runtime_has_not_is_refused():
-    graph, facts = asked(MODELS[1])
+    _, graph, facts = asked(MODELS[1])
     _, runs = judge(facts)
     turned = dict(runs) | {"model.layers.0.self_attn.o_proj": "column"}
     reason = PricedBlocks(graph, "a100-80g:2", only=turned).why_not(Cut(graph.samples, 2))
@@ -71,7 +138,7 @@ def test_a_layout_that_the_runtime_has_not_is_refused():
 
 
 def test_a_plan_carries_its_layouts_and_another_model_refuses_them():
-    graph, facts = asked(MODELS[1])
+    _, graph, facts = asked(MODELS[1])
     judged, runs = judge(facts)
     plan = plan_strategy(
         graph, parse("a100-80g:2"), graph.samples, space=Space.parse("tensor=2"), why_not=judged, only=runs, calls=20

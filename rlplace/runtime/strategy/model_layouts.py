@@ -88,6 +88,7 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         for region in layout.regions:
             layouts |= {f"{path}.{product.module}": "column" for product in region.columns}
             layouts |= {f"{path}.{product.module}": "row" for product in region.rows}
+            layouts |= {f"{path}.{module}": "local" for module in region.local}
     parts = common_parts(region for layout in blocks.values() for region in layout.regions)
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)

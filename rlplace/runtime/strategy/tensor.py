@@ -102,9 +102,11 @@ class Layouts:
         self._degree, self._rank, self._sequence = degree, rank, sequence
         self._between: Placement = Shard(SEQUENCE) if sequence else Replicate()  # of activations between regions
         self._changed: dict[nn.Parameter, nn.Parameter] = {}
+        self._entered: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
 
     def regions(self, block: nn.Module, regions: Sequence[Region], positions: Sequence[str]) -> None:
         """Lays out the products of a block, and the modules that work by positions."""
+        block.register_forward_hook(self._forget)
         for region in regions:
             if region.entry:
                 value = region.source.meta["val"]
@@ -123,6 +125,8 @@ class Layouts:
                 owner = block.get_submodule(path)
                 if hasattr(owner, name):
                     setattr(owner, name, getattr(owner, name) // self._degree)
+            for path in region.local:
+                self._whole(block.get_submodule(path))
         for path in positions if self._sequence else ():
             self._whole(block.get_submodule(path))
 
@@ -177,8 +181,16 @@ class Layouts:
         return made.to_local(grad_placements=None if gradient is None else [gradient])
 
     def _enter(self, value: torch.Tensor) -> torch.Tensor:
-        """Whole activations for products whose input gradients are partial sums."""
-        return self._moved(value, self._between, Replicate(), Partial())
+        """Returns whole activations, whose gradients are summed over the group: once for all products that read one tensor."""
+        before, made = self._entered
+        if before is not value or made is None or made.requires_grad != (value.requires_grad and torch.is_grad_enabled()):
+            made = self._moved(value, self._between, Replicate(), Partial())
+            self._entered = value, made
+        return made
+
+    def _forget(self, *hooked: Any) -> None:
+        """Drops the activation that entered last, after the forward of a block."""
+        self._entered = None, None
 
     def _column(self, module: Any, transposed: bool, enters: bool, packed: int, value: torch.Tensor) -> torch.Tensor:
         made = _product(self._enter(value) if enters else value, _local(module.weight), transposed)

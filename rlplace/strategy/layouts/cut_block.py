@@ -12,10 +12,12 @@ among what remains. The answer is thus the same for every batch and cluster, and
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,7 @@ class CutBlock:
 
     ops: tuple[CutOp, ...]
     values: tuple[CutValue, ...]
+    along_sequence: bool = False  # activations may be cut along the sequence
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,17 @@ class BlockCut:
     moves: tuple[tuple[int, int, int], ...]
 
 
-def cut_block(block: CutBlock, degree: int, *, sequence_parallel: bool, any_size: bool = False) -> BlockCut | None:
+def cut_block(block: CutBlock, degree: int, *, any_size: bool = False) -> BlockCut | None:
     """Returns the cut of least cost; None where no layout agrees with the borders.
 
     Args:
         block: The block.
         degree: Devices of the tensor group.
-        sequence_parallel: Whether activations may be cut along the sequence.
         any_size: Whether sizes that the degree does not divide may be cut, too.
     """
     ops, values, divisor = block.ops, block.values, 1 if any_size else degree
     states: list[Sequence[Any]] = [("", *(name for name, size in op.dims if size % divisor == 0)) for op in ops]
-    states += [_layouts(value, divisor, sequence_parallel) for value in values]
+    states += [_layouts(value, divisor, block.along_sequence) for value in values]
     states += [_copies(value, divisor) for value in values]
     if not all(states):
         return None
@@ -114,15 +116,16 @@ def _answer(block: CutBlock, chosen: Sequence[Any]) -> BlockCut:
     return BlockCut(tuple(chosen[:ops]), layouts, tuple(sorted(moves)))
 
 
-def _layouts(value: CutValue, divisor: int, sequence_parallel: bool) -> list[int]:
+def _layouts(value: CutValue, divisor: int, along_sequence: bool) -> list[int]:
     """Layouts that a tensor may have."""
-    rows = sequence_parallel and value.gradient and not value.weight and sum(runs == ROW for runs, _ in value.axes) == 1
+    rows = along_sequence and value.gradient and not value.weight and sum(runs == ROW for runs, _ in value.axes) == 1
     allowed = (FEATURE, ROW) if rows else (FEATURE,)
     axes = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs in allowed]
     if value.border is None or value.weight:
         return [WHOLE, *axes]
     if value.border == WHOLE:
-        return [WHOLE]
+        entered = [axis for axis in range(len(value.axes)) if value.axes[axis][0] == ROW] if rows and not value.made else []
+        return [axis for axis in axes if axis in entered] if entered else [WHOLE]
     return ([] if value.made else [WHOLE]) + [axis for axis in axes if axis == value.border]
 
 
@@ -171,21 +174,50 @@ class FoundBlock:
 def found_blocks(ops: ForwardOps, *, sequence_parallel: bool) -> list[FoundBlock]:
     """Returns the blocks of a step.
 
+    Along the sequence the modules of blocks with two products that may be cut work on parts: they slice the whole activations
+    that other modules (embeddings, say) make, and other modules (norms after the last block, heads) gather what they read.
+
     Args:
         ops: Its forward ops.
         sequence_parallel: Whether activations may be cut along the sequence.
     """
+    parts = frozenset[int]()
+    if sequence_parallel:
+        ops, parts = _along_sequence(ops)
+    of_block = _by_block(ops)
+    return [_Finder(ops, number, parts).found(of_block[number]) for number in sorted(of_block)]
+
+
+def _by_block(ops: ForwardOps) -> dict[int, list[int]]:
     of_block: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero(ops.searched).tolist():
         of_block[int(ops.block_of_op[op])].append(op)
-    return [_Finder(ops, number, sequence_parallel).found(of_block[number]) for number in sorted(of_block)]
+    return of_block
+
+
+def _along_sequence(ops: ForwardOps) -> tuple[ForwardOps, frozenset[int]]:
+    """Returns the ops in finer blocks, and those blocks that work on parts of the sequence.
+
+    Ops of a block that run outside of the module around its products, such as sums of embeddings, are a block of their own.
+    """
+    finer, parts = copy.copy(ops), set[int]()
+    finer.block_of_op = ops.block_of_op.copy()
+    for number, own in _by_block(ops).items():
+        products = [op for op in own if ops.product[op] and ops.weights(op) and ops.may_cut(op)]
+        if len(products) > 1:
+            parts.add(number)
+            paths = {op: ops.graph.op_module[op].split(".") for op in own}
+            depth = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*(paths[op] for op in products), strict=False))))
+            outside = [op for op in own if paths[op][:depth] != paths[products[0]][:depth]]
+            finer.block_of_op[outside] = int(finer.block_of_op.max()) + 1
+    return finer, frozenset(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class _Finder:
     forward: ForwardOps
     number: int
-    sequence_parallel: bool
+    parts: frozenset[int]  # blocks that work on parts of the sequence
 
     def found(self, ops: list[int]) -> FoundBlock:
         """Returns the block of these ops."""
@@ -199,7 +231,7 @@ class _Finder:
         for op in reversed(ops):
             ends[op] = all(ends.get(reader, False) and not forward.product[reader] for reader in forward.after[op])
         cut = tuple(self._op(op, local, ends[op]) for op in ops)
-        return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values)))
+        return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values), self.number in self.parts))
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
         """Returns order of what an op reads, equal in equal blocks wherever the tensors come from."""
@@ -219,8 +251,8 @@ class _Finder:
             runs = [ROW] * len(sizes)
         border = None
         if not weight and (elsewhere or maker < 0):
-            stream = self.sequence_parallel and gradient and runs.count(ROW) == 1 and FEATURE in runs
-            border = runs.index(ROW) if stream else WHOLE
+            stream = maker >= 0 and int(forward.block_of_op[maker]) in self.parts and gradient
+            border = runs.index(ROW) if stream and runs.count(ROW) == 1 and FEATURE in runs else WHOLE
         made = maker >= 0 and forward.block_of_op[maker] == self.number
         return CutValue(
             tuple(zip(runs, sizes, strict=True)), int(graph.tensor_bytes[tensor]), bool(weight), gradient, bool(made), border
@@ -257,7 +289,7 @@ class _Finder:
             if weights:
                 allowed = runs == FEATURE and any(name in names for names in weights) and not (along and table)
             else:
-                allowed = along and (runs == FEATURE or (runs == ROW and self.sequence_parallel and not forward.product[op]))
+                allowed = along and (runs == FEATURE or (runs == ROW and self.number in self.parts and not forward.product[op]))
             if allowed:
                 found.append((name, size))
         return tuple(found)

@@ -73,14 +73,14 @@ class LayoutSearch:
         reasons: list[str] = []
         for item in found:
             if item.block not in known:
-                known[item.block] = cut_block(item.block, degree, sequence_parallel=sequence_parallel)
-                reasons += self._undivided(item, known[item.block], degree, sequence_parallel)
+                known[item.block] = cut_block(item.block, degree)
+                reasons += self._undivided(item, known[item.block], degree)
         cut_ops = (op for block, cut in known.items() if cut for op, dim in zip(block.ops, cut.dims, strict=True) if dim)
         if not reasons and not any(op.weighted for op in cut_ops):
             reasons.append(f"no product with a weight can be cut into {degree} parts")
         return [(item, known[item.block]) for item in found], next(iter(reasons), None)
 
-    def _undivided(self, item: FoundBlock, cut: BlockCut | None, degree: int, sequence_parallel: bool) -> Iterator[str]:
+    def _undivided(self, item: FoundBlock, cut: BlockCut | None, degree: int) -> Iterator[str]:
         """What the best cut of the block cuts if sizes do not matter, but the degree does not divide."""
         ops = self.ops
         if cut is None:
@@ -92,7 +92,7 @@ class LayoutSearch:
         whole = [bool(ops.product[op]) and not record.ends and not dim for op, record, dim in records]
         if not any(whole) or all(size % degree == 0 for record in item.block.ops for _, size in record.dims):
             return
-        best = cut_block(item.block, degree, sequence_parallel=sequence_parallel, any_size=True)
+        best = cut_block(item.block, degree, any_size=True)
         for op, left, wanted in zip(item.ops, whole, best.dims if best else (), strict=bool(best)):
             size = ops.indices.dims.get(op, {}).get(wanted, degree)
             if left and size % degree:

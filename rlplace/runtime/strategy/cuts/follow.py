@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,16 @@ def follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
         return None
     if name in _VIEWS:
         return _viewed(node, region)
-    return along(node, region.nodes, lambda item: item in block.live)
+    return along(node, region.nodes, partial(_shared, region, block))
+
+
+def _shared(region: Region, block: BlockGraph, value: fx.Node) -> bool:
+    """Returns whether the gradient of a whole value beside parts is a partial sum that is not summed later."""
+    owners = {path.rpartition(".")[0] for path in block.behind.get(value, ())}
+    if len(owners) == 1 and owners <= {module_path(user) for user in value.users} and "" not in owners:
+        region.local.update(owners)
+        return False
+    return value in block.live
 
 
 def along(node: fx.Node, cut: Mapping[fx.Node, int], shared: Callable[[fx.Node], bool]) -> int:

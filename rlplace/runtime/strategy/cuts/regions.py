@@ -55,6 +55,7 @@ class Region:
         sizes: Sizes of the cut dimensions on the way; the degree must divide all.
         packed: Parts that a column packs, by module path; others pack one.
         stored: Attributes (module path, name) that hold the size of a packed part, or a number of heads.
+        local: Modules that read whole parameters beside what is cut, such as norms of heads: gradients are partial sums.
     """
 
     source: fx.Node
@@ -65,6 +66,7 @@ class Region:
     sizes: set[int] = field(default_factory=set)
     packed: dict[str, int] = field(default_factory=dict)
     stored: set[tuple[str, str]] = field(default_factory=set)
+    local: set[str] = field(default_factory=set)
 
     @property
     def draws(self) -> bool:
@@ -81,12 +83,14 @@ class BlockGraph:
         parameters: Parameter path by ``get_attr`` node.
         products: Products with weights.
         live: Nodes that a gradient flows back through.
+        behind: Paths of the parameters behind nodes that are computed from nothing else.
     """
 
     graph: fx.Graph
     parameters: Mapping[fx.Node, str]
     products: Mapping[fx.Node, Product]
     live: frozenset[fx.Node]
+    behind: Mapping[fx.Node, frozenset[str]]
 
 
 def block_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockGraph:
@@ -102,7 +106,11 @@ def block_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if node not in live and any(value in live for value in node.all_input_nodes):
             live.add(node)
     products = {node: made for node in graph.nodes if (made := _product(node, parameters)) is not None}
-    return BlockGraph(graph, parameters, products, frozenset(live))
+    behind = {node: frozenset((path,)) for node, path in parameters.items()}
+    for node in graph.nodes:
+        if node.all_input_nodes and all(value in behind for value in node.all_input_nodes):
+            behind[node] = frozenset().union(*(behind[value] for value in node.all_input_nodes))
+    return BlockGraph(graph, parameters, products, frozenset(live), behind)
 
 
 def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None:
@@ -158,7 +166,17 @@ def _region(block: BlockGraph, source: fx.Node, columns: tuple[Product, ...]) ->
         raise RefusedError("no product sums over what it makes")
     for product in (*columns, *region.rows):
         _check_module(block, product)
+    _check_local(block, region)
     return region
+
+
+def _check_local(block: BlockGraph, region: Region) -> None:
+    """Their parameters are read beside what is cut, and nowhere else."""
+    for node, paths in block.behind.items():
+        if any(path.rpartition(".")[0] in region.local for path in paths):
+            for user in node.users:
+                if user not in block.behind and user not in region.nodes:
+                    raise RefusedError(f"{node.name} is read beside parts and by {user.name} beside whole values")
 
 
 def _check_module(block: BlockGraph, product: Product) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from rlplace.model.axes.dims import kind_of
 from rlplace.model.capture.export import is_random, module_path
@@ -30,13 +30,10 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
     columns = {product.module for region in regions for product in region.columns}
     if any(not region.entry for region in regions):
         raise RefusedError("no module takes in what several products read")
-    split, modules, behind = {inputs[0]: SEQUENCE}, set(), dict[fx.Node, set[str]]()
+    split, modules = {inputs[0]: SEQUENCE}, set[str]()
     for node in graph.graph.nodes:
         path = module_path(node)
-        parameters = set().union(*(behind.get(value, ()) for value in node.all_input_nodes))
-        if node in graph.parameters:
-            behind[node] = {graph.parameters[node]}
-        elif path in rows and any(value in inside or value in split for value in node.all_input_nodes):
+        if path in rows and any(value in inside or value in split for value in node.all_input_nodes):
             split[node] = SEQUENCE
         elif node in inside or path in columns or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
@@ -49,9 +46,8 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, regions: Sequence[Regi
             ):
                 raise RefusedError(f"{name} may mix positions")
             split[node] = SEQUENCE
+            parameters = (path for value in node.all_input_nodes for path in graph.behind.get(value, ()))
             modules |= {parameter.rpartition(".")[0] for parameter in parameters}
-        else:
-            behind[node] = parameters
     if any(is_random(node) for node in graph.graph.nodes if node not in split and node not in inside):
         raise RefusedError("it draws numbers for a whole value")
     unsplit = [product.module for node, product in graph.products.items() if node not in inside and product.module not in rows]

@@ -20,6 +20,8 @@ BLOCKS = {
     "gpt2": GPT2,
     "short": SHORT,
     "t5": T5,
+    "qwen3": SHORT_LLAMA,
+    "phi": (*SHORT_LLAMA[:3], "model.final_layernorm", "lm_head"),
     "deep": DEEP,
 }
 

@@ -47,6 +47,9 @@ CASES = {
     "gathered again, blocks read from outside": ("lent", flat("lent", {"replicate": 2, "shard": 2}, 3)),
     "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
     "1f1b, copies of blocks that look at values": ("own", chain("own", HALVES, "1f1b", **COPIES)),
+    "norms of heads": ("qwen3", flat("qwen3", {"replicate": 2, "tensor": 2}, 0, recompute="full")),
+    "norms of heads along the sequence": ("qwen3", flat("qwen3", {"shard": 2, "tensor": 2}, 3, sequence_parallel=True)),
+    "halves that read one norm": ("phi", flat("phi", {"shard": 2, "tensor": 2}, 1, recompute="selective")),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip
 
@@ -57,7 +60,8 @@ if minor_version(torch.__version__) < (2, 13):
     CASES = {name: case for name, case in CASES.items() if name not in FROM_2_13}
 
 QUICK = (
-    "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied",
+    "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied", "norms of heads",
+    "norms of heads along the sequence", "halves that read one norm",
     "gathered again, blocks that look at values",
 )  # fmt: skip
 

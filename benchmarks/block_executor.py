@@ -1,6 +1,6 @@
 """Speed of the block executor: drafts a second on one core, packing included.
 
-``PYTHONPATH=.:tests/strategy python benchmarks/block_executor.py [--large]``
+    python -m benchmarks.block_executor [--large]
 
 Random drafts of the tests' generator. *new*: places, micro-batches and schedule are hardly ever those of a draft before, so
 that everything is made; *known*: the same drafts again, each after all others; *moves*: drafts that differ from a known one in
@@ -9,7 +9,6 @@ cuts or recomputation.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.random import Generator
 
+from benchmarks.harness import arguments
 from rlplace.cluster import Cluster
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
@@ -71,18 +71,15 @@ def rate(evaluator: DraftEvaluator, drafts: Sequence[Draft]) -> float:
     return len(drafts) / (time.process_time() - start)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", action="store_true", help="1,024 devices and 100 blocks instead of 8 and 40")
-    args = parser.parse_args()
+def main(large: bool) -> None:
+    """Prints a row for every cluster."""
     print(f"{'cluster':22} {'blocks':>6} {'new':>7} {'known':>7} {'moves':>7}  a second")
-    for name in (LARGE,) if args.large else SMALL:
+    for name in (LARGE,) if large else SMALL:
         cluster, rng = Cluster.preset(name), np.random.default_rng(0)
-        blocks, count = (100, 300) if args.large else (40, 3000)
+        blocks, count = (100, 300) if large else (40, 3000)
         evaluator = DraftEvaluator(random_costs(rng, cluster, blocks, tied=True), cluster)
         drafts = [
-            large_draft(rng, cluster.num_devices, blocks) if args.large else random_draft(rng, cluster, blocks)
-            for _ in range(count)
+            large_draft(rng, cluster.num_devices, blocks) if large else random_draft(rng, cluster, blocks) for _ in range(count)
         ]
         evaluator.score(Draft((0, blocks), (Mesh((0,)),), (0,), bytes(blocks), bytes(blocks), (1,), (1,)))  # compiles
         moves = [moved(rng, draft) for draft in drafts]
@@ -91,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, large="1,024 devices and 100 blocks instead of 8 and 40").large)

@@ -1,6 +1,6 @@
 """Plans that graph networks build, beside `best`: several trainings of the whole one and of those without a part.
 
-    python -m benchmarks.built --agents graph=runs/0,graph=runs/1,imitation=runs/0-fit,silent=runs/silent-0
+    python -m benchmarks.built --agents graph=runs/0 graph=runs/1 imitation=runs/0-fit silent=runs/silent-0
     python -m benchmarks.built                                                                the table again
 
 `imitation` had `rlplace train --policy graph --steps 0`, `untaught` had ``--fit-steps 0``, `silent` (no messages)
@@ -12,22 +12,15 @@ not, but for one.
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import json
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.agent.jobs import large_cases
+from benchmarks.harness import Row, arguments, markdown, one_thread, read_rows, with_interval, write_rows
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.graph_network import GraphNetwork, built
 from rlplace.agents.policies import Policy
@@ -38,7 +31,7 @@ from rlplace.envs.construction import CONSTRUCTION_FEATURES
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")
 HELD, FIRST_HELD = 128, 2_000_000  # cases of the training stream, from a number that no training reaches
-PLANS, SEEDS, RESAMPLES = 16, (0, 1), 4000
+PLANS, SEEDS = 16, (0, 1)
 FEWER = (
     "finish_delay", "load_after", "imbalance_change", "work", "slowdown", "communication_after", "plan_devices", "plan_groups",
     "plan_side_by_side",
@@ -48,7 +41,7 @@ COLUMNS = ("likeliest plan of either order", "best of 16", "best of 16 and `best
 
 
 def instances() -> Iterator[tuple[str, str, Instance]]:
-    """Set, name and instance of every case that has a floor and two devices."""
+    """Yields set, name and instance of every case that has a floor and two devices."""
     for case in validation_cases():
         yield "validation", case.name, make_instance(case.problem)
     number = found = 0
@@ -63,33 +56,28 @@ def instances() -> Iterator[tuple[str, str, Instance]]:
         yield "large", case.name, make_instance(case.problem)
 
 
-def make(agents: list[str]) -> None:
-    """Writes the rows of these agents, LABEL=CHECKPOINT, and of an untrained one."""
-    torch.set_num_threads(1)
+def make(agents: list[str]) -> Iterator[Row]:
+    """Makes the rows of these agents, LABEL=CHECKPOINT, and of an untrained one."""
     networks: list[tuple[str, Policy]] = [("untrained", GraphNetwork(features=CONSTRUCTION_FEATURES).eval())]
-    for text in agents:
-        label, _, where = text.rpartition("=")
+    for label, _, where in (text.rpartition("=") for text in agents):
         networks.append((label, load_checkpoint(where).network))
-    with gzip.open(ROWS, "wt") as out:
-        for which, name, instance in instances():
-            env = PlacementEnv([instance])
-            for number, (agent, network) in enumerate(networks):
-                for seed in SEEDS:
-                    plans = built(network, instance, PLANS, seed=seed)
-                    over = [round(float(np.exp(-env.finish(0, plan, stuck=False)[1])), 4) for plan in plans]
-                    row = {"set": which, "case": name, "agent": agent, "training": number, "seed": seed, "over": over}
-                    out.write(json.dumps(row) + "\n")
+    for which, name, instance in instances():
+        env = PlacementEnv([instance])
+        for number, (agent, network) in enumerate(networks):
+            for seed in SEEDS:
+                plans = built(network, instance, PLANS, seed=seed)
+                over = [round(float(np.exp(-env.finish(0, plan, stuck=False)[1])), 4) for plan in plans]
+                yield {"set": which, "case": name, "agent": agent, "training": number, "seed": seed, "over": over}
 
 
 @cache
-def rows() -> list[dict[str, Any]]:
-    """All rows: `over` is the step time of every plan over that of `best`; the first two are the likeliest of either order."""
-    with gzip.open(ROWS, "rt") as lines:
-        return [json.loads(line) for line in lines]
+def rows() -> list[Row]:
+    """Reads the rows: `over` has step times of plans over that of `best`, the likeliest of either order first."""
+    return read_rows(ROWS)
 
 
 def figures(which: str, agent: str) -> NDArray[np.float64]:
-    """float64 [trainings, cases, 3], logarithms of the columns of the table, means over draws."""
+    """Computes float64 [trainings, cases, 3], logarithms of the columns of the table, means over draws."""
     found: dict[int, dict[str, list[list[float]]]] = {}
     for row in rows():
         if (row["set"], row["agent"]) == (which, agent):
@@ -101,33 +89,22 @@ def figures(which: str, agent: str) -> NDArray[np.float64]:
 
 
 def table() -> str:
-    """Markdown: every agent over `best` with the least and the largest training, and the whole one over the others."""
-    lines = [f"| | {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
-    agents = sorted({row["agent"] for row in rows()})
+    """Makes the table: every agent over `best` with the least and the largest training, and the whole one over the others."""
+    lines, agents = [], sorted({row["agent"] for row in rows()})
     for which, known in SETS.items():
         for agent in agents:
             logs = figures(which, agent)
             ends = np.exp([logs.mean((0, 1)), *np.sort(logs.mean(1), axis=0)[[0, -1]]]).T
             cells = [f"{mean:.3f} ({least:.3f} to {most:.3f})" for mean, least, most in ends]
-            lines.append(f"| {known}, {logs.shape[1]} cases: {agent} | {' | '.join(cells)} |")
-        for agent in agents:
-            if agent != "graph":
-                cells = map(interval, (figures(which, "graph").mean(0) - figures(which, agent).mean(0)).T)
-                lines.append(f"| {known}: graph over {agent} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def interval(logs: NDArray[np.float64]) -> str:
-    """The geometric mean with its interval over cases."""
-    rng = np.random.default_rng(0)
-    means = [logs[rng.integers(len(logs), size=len(logs))].mean() for _ in range(RESAMPLES)]
-    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
-    return f"{np.exp(logs.mean()):.3f} [{low:.3f}, {high:.3f}]"
+            lines.append([f"{known}, {logs.shape[1]} cases: {agent}", *cells])
+        for agent in [agent for agent in agents if agent != "graph"]:
+            ratios = figures(which, "graph").mean(0) - figures(which, agent).mean(0)
+            lines.append([f"{known}: graph over {agent}", *map(with_interval, ratios.T)])
+    return markdown(["", *COLUMNS], lines).replace("|  |", "| |", 1)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="", help="LABEL=CHECKPOINT with commas; a label stands once for every training")
-    if asked := parser.parse_args().agents:
-        make(asked.split(","))
+    if asked := arguments(__doc__, agents=((), "LABEL=CHECKPOINT each; a label stands once for every training")).agents:
+        one_thread()
+        write_rows(ROWS, make(asked))
     print(table())

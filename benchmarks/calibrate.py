@@ -1,6 +1,6 @@
 """Predicted against measured training step time on the CPU, after calibration on other models.
 
-Usage: python benchmarks/calibrate.py [--folder calibration] [--repeats 15] [--time-limit 30]
+    python -m benchmarks.calibrate [--folder calibration] [--repeats 15] [--time-limit 30]
 
 Every model is measured by ``rlplace measure --ops --step`` in a process of its own; files that are there already are kept, so
 the run can be resumed. Then ``rlplace calibrate`` fits the models of the first list, and each model of the second list is
@@ -11,11 +11,16 @@ processor, or the thread's processor time when most did not; the column ``kept``
 for a CUDA device.
 """
 
-import argparse
-import os
+from __future__ import annotations
+
 import subprocess
 import sys
 from pathlib import Path
+
+import rlplace
+from benchmarks.harness import arguments, markdown, one_thread
+from rlplace.cost.timings import Measurement
+from rlplace.model.zoo import load_model
 
 FIT = {
     "bert": ("hf:bert,num_hidden_layers=3,hidden_size=384,num_attention_heads=6,intermediate_size=1536,vocab_size=6000", 4, 96),
@@ -44,72 +49,43 @@ PREDICT = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Measures what is missing, calibrates, predicts, prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("calibration"))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of timing a model")
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name, model in {**FIT, **PREDICT}.items():
-        measure(options, name, model)
-    table = options.folder / "host.cost.json"
-    run("calibrate", *[str(file_of(options, name)) for name in FIT], "--out", str(table))
-    print()
-    report(options, table)
+def run(*words: str) -> None:
+    """Runs the command line in a process of its own."""
+    print("rlplace", *words, file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "rlplace.cli.main", *words], check=True, stdout=sys.stderr)
 
 
-def file_of(options: argparse.Namespace, name: str) -> Path:
-    return options.folder / f"{name}.measure.json"
-
-
-def measure(options: argparse.Namespace, name: str, model: tuple[str, int, int]) -> None:
-    spec, batch, seq = model
-    out = file_of(options, name)
-    if out.exists():
-        return
-    sizes = ["--batch", str(batch), "--seq", str(seq), "--dtype", "fp32", "--device", "cpu", "--threads", "1"]
-    limits = ["--repeats", str(options.repeats), "--time-limit", str(options.time_limit)]
-    run("measure", spec, "--ops", "--step", "--out", str(out), *sizes, *limits, quiet=True)
-
-
-def run(*arguments: str, quiet: bool = False) -> None:
-    command = [sys.executable, "-m", "rlplace.cli.main", *arguments]
-    print("rlplace", *arguments, file=sys.stderr, flush=True)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
-
-
-def report(options: argparse.Namespace, table: Path) -> None:
-    import rlplace
-    from rlplace.cli.output import print_table
-    from rlplace.cost.timings import Measurement
-    from rlplace.model.zoo import load_model
-
-    cluster = rlplace.Cluster.detect()
-    rows = []
-    for name, (spec, batch, seq) in PREDICT.items():
-        step = Measurement.load(file_of(options, name)).step
-        assert step is not None
-        model = load_model(spec, batch=batch, seq=seq, dtype="fp32")
-        graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss, name=model.name)
-        problem = rlplace.price(graph, cluster, level="op", costs=str(table))
-        predicted_s = rlplace.simulate(problem, [0] * problem.num_groups).step_time_s
-        seen = problem.source["op_times"][cluster.kinds[0].name].get("measured", 0.0)
-        rows.append(
-            [
-                name,
-                f"{1e3 * step.quiet_s:.1f}",
-                f"{1e3 * step.p10_s:.1f}..{1e3 * step.p90_s:.1f}",
-                f"{step.undisturbed}/{step.repeats}",
-                f"{1e3 * predicted_s:.1f}",
-                f"{100 * (predicted_s / step.quiet_s - 1):+.1f}",
-                f"{100 * seen:.0f}",
-            ]
-        )
-    print_table(["model", "measured ms", "p10..p90", "kept", "predicted ms", "error %", "seen %"], rows)
+def predict(file: Path, spec: str, batch: int, seq: int, table: Path) -> list[str]:
+    """Prices a model with calibrated costs: measured and predicted step, and how much was measured of it."""
+    cluster, step = rlplace.Cluster.detect(), Measurement.load(file).step
+    assert step is not None
+    model = load_model(spec, batch=batch, seq=seq, dtype="fp32")
+    graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss, name=model.name)
+    problem = rlplace.price(graph, cluster, level="op", costs=str(table))
+    predicted_s = rlplace.simulate(problem, [0] * problem.num_groups).step_time_s
+    seen = problem.source["op_times"][cluster.kinds[0].name].get("measured", 0.0)
+    spread = f"{1e3 * step.p10_s:.1f}..{1e3 * step.p90_s:.1f}"
+    error = f"{100 * (predicted_s / step.quiet_s - 1):+.1f}"
+    kept = f"{step.undisturbed}/{step.repeats}"
+    return [f"{1e3 * step.quiet_s:.1f}", spread, kept, f"{1e3 * predicted_s:.1f}", error, f"{100 * seen:.0f}"]
 
 
 if __name__ == "__main__":
-    main()
+    options = arguments(
+        __doc__,
+        folder=(Path("calibration"), "of the measurements"),
+        repeats=(15, "of a step"),
+        time_limit=(30.0, "seconds of timing a model"),
+    )
+    one_thread()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    files = {name: options.folder / f"{name}.measure.json" for name in {**FIT, **PREDICT}}
+    for name, (spec, batch, seq) in {**FIT, **PREDICT}.items():
+        sizes = ["--batch", str(batch), "--seq", str(seq), "--dtype", "fp32", "--device", "cpu", "--threads", "1"]
+        limits = ["--repeats", str(options.repeats), "--time-limit", str(options.time_limit)]
+        if not files[name].exists():
+            run("measure", spec, "--ops", "--step", "--out", str(files[name]), *sizes, *limits)
+    costs = options.folder / "host.cost.json"
+    run("calibrate", *[str(files[name]) for name in FIT], "--out", str(costs))
+    rows = [[name, *predict(files[name], *model, costs)] for name, model in PREDICT.items()]
+    print(markdown(["model", "measured ms", "p10..p90", "kept", "predicted ms", "error %", "seen %"], rows))

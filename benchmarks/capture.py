@@ -1,15 +1,16 @@
 """Capture: method, ops and seconds per model type, and whole-process CPU time and memory of 8B and 70B steps.
 
-python benchmarks/capture.py [SPEC ...]
+python -m benchmarks.capture [SPEC ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
 import time
+
+from benchmarks.harness import arguments
 
 TYPES = (
     "gpt2", "bert", "distilbert", "llama", "mistral", "qwen2", "mixtral", "t5", "bart", "whisper", "vit", "swin", "convnext",
@@ -49,22 +50,16 @@ def capture_one(name: str, spec: str, batch: int, seq: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", nargs="*")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    """Captures every model in a process of its own, so that time and peak memory are those of one, imports included."""
+    options = arguments(
+        __doc__, "specs", batch=(8, "samples"), seq=(512, "positions"), one=("", "used inside: the name of the one to capture")
+    )
     if options.one:
-        capture_one(options.one, options.specs[0], options.batch, options.seq)
-        return
-    specs = {spec: spec for spec in options.specs}
-    if not specs:
-        specs = {**{f"hf:{t}": f"hf:{t}" for t in TYPES}, **{f"zoo:{n}": f"zoo:{n}" for n in ZOO}, **LARGE}
-    for name, spec in specs.items():
-        # A process each, so that its CPU time and peak memory are those of one capture, imports included.
-        command = [sys.executable, __file__, spec, "--one", name, "--batch", str(options.batch), "--seq", str(options.seq)]
-        if subprocess.run(command, check=False).returncode:
+        return capture_one(options.one, options.specs[0], options.batch, options.seq)
+    every = {**{f"hf:{t}": f"hf:{t}" for t in TYPES}, **{f"zoo:{n}": f"zoo:{n}" for n in ZOO}, **LARGE}
+    for name, spec in ({spec: spec for spec in options.specs} or every).items():
+        words = [spec, "--one", name, "--batch", str(options.batch), "--seq", str(options.seq)]
+        if subprocess.run([sys.executable, "-m", "benchmarks.capture", *words], check=False).returncode:
             print(f"{name:18s} failed", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Which model types of transformers are captured, and which of those can be cut into stages of their own blocks.
 
-python benchmarks/cut_types.py [TYPE ...] [--out FILE]
+    python -m benchmarks.cut_types [TYPE ...] [--out FILE]
 
 Every type that `hf:TYPE` builds, on the meta device, with two layers where its configuration has a word for them. Each type is
 looked at in a process of its own, so that one that runs on or out of memory ends alone. FILE gets one JSON line a type.
@@ -8,14 +8,12 @@ looked at in a process of its own, so that one that runs on or out of memory end
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import multiprocessing.connection
 import resource
-import sys
 import time
+from pathlib import Path
+from typing import Any
 
+from benchmarks.harness import Row, add_row, apart, arguments, write_rows
 from rlplace.errors import RlplaceError
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -23,8 +21,8 @@ LIMIT_S = 40
 REACHED = ("built", "captured", "cut")
 
 
-def build(kind: str):
-    """The type with two layers a tower, or as it is where it refuses that."""
+def build(kind: str) -> Any:
+    """Builds the type with two layers a tower, or as it is where it refuses that."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from rlplace.model.zoo import load_model
@@ -37,8 +35,8 @@ def build(kind: str):
         return load_model(f"hf:{kind}", batch=2, seq=16)
 
 
-def look(kind: str, answer: multiprocessing.connection.Connection) -> None:
-    """Says how far a type gets, and what ended it."""
+def look(kind: str) -> Row:
+    """Finds how far a type gets, and what ended it."""
     from rlplace.model.capture.capture import capture
     from rlplace.runtime.strategy.blocks import block_names
     from rlplace.runtime.strategy.capture import capture as record
@@ -57,31 +55,24 @@ def look(kind: str, answer: multiprocessing.connection.Connection) -> None:
         row["reached"] = "cut"
     except Exception as error:
         row["why"] = f"{type(error).__name__}: {error}"
-    answer.send({**row, "cpu_s": round(time.process_time() - begin, 1)})
+    return {**row, "cpu_s": round(time.process_time() - begin, 1)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*")
-    parser.add_argument("--out", type=argparse.FileType("a"), default=sys.stderr)
-    options = parser.parse_args()
+    """Looks at the types, each in a process of its own."""
+    options = arguments(__doc__, "types", out=(Path("cut_types.jsonl"), "file of rows, written anew"))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     import rlplace.model.capture.capture
     import rlplace.runtime.strategy.cut  # noqa: F401
 
-    context, rows = multiprocessing.get_context("fork"), []
+    rows: list[Row] = []
+    write_rows(options.out, rows)
     for kind in options.types or CONFIG_MAPPING_NAMES:
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=look, args=(kind, theirs))
-        process.start()
-        theirs.close()
-        try:
-            rows.append(mine.recv())
-        except EOFError:
-            rows.append({"type": kind, "reached": "nothing", "why": f"its process ended, or took {LIMIT_S} s"})
-        process.join()
-        print(json.dumps(rows[-1]), file=options.out, flush=True)
+        row = apart(
+            look, kind, limit_s=4 * LIMIT_S, lost=lambda why, kind=kind: {"type": kind, "reached": "nothing", "why": why}
+        )
+        rows.append(add_row(options.out, row))
     counts = [sum(row["reached"] in REACHED[at:] for row in rows) for at in range(len(REACHED))]
     print(f"{len(rows)} types:", ", ".join(f"{count} {name}" for name, count in zip(REACHED, counts, strict=True)))
 

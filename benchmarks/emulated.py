@@ -1,8 +1,8 @@
 """Predicted against measured step time of whole strategies on emulated hosts: blocks sleep for their priced time.
 
-    sudo python benchmarks/emulated.py                     all rows, about an hour; rows that stand there are not run again
-    sudo python benchmarks/emulated.py --models llama --rates 200mbit
-    python benchmarks/emulated.py --table                  the table of tools/hosts/README.md from the rows
+    sudo python -m benchmarks.emulated                     all rows, about an hour; rows that stand there are not run again
+    sudo python -m benchmarks.emulated --models llama --rates 200mbit
+    python -m benchmarks.emulated --table                  the table of tools/hosts/README.md from the rows
 
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
 buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the

@@ -1,7 +1,7 @@
 """Wall time of whole commands as a person waits for them: first line, all, and until the prompt is back.
 
-    python benchmarks/first_minute.py              every command five times, about ten minutes on idle cores
-    python benchmarks/first_minute.py --runs 1
+    python -m benchmarks.first_minute              every command five times, about ten minutes on idle cores
+    python -m benchmarks.first_minute --runs 1
 
 *First* runs have an empty cache of captures and no kernels compiled on the machine (those that came with the installation are
 there); *again* is the same command once more.
@@ -9,7 +9,6 @@ there); *again* is the same command once more.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import statistics
@@ -18,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from benchmarks.harness import arguments, markdown
 
 LLAMA = "hf:llama,vocab_size=128256,num_key_value_heads=8,"
 COMMANDS = {
@@ -33,7 +34,7 @@ COMMANDS = {
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float, float]:
-    """Seconds to the first line, to the end, and from the last line to the end."""
+    """Measures seconds to the first line, to the end, and from the last line to the end."""
     begin = time.perf_counter()
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert job.stdout is not None
@@ -47,26 +48,23 @@ def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float
     return (first or end) - begin, end - begin, end - (last or end)
 
 
-def main() -> None:
-    """Prints a row for every command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="of each command, whose median is shown (5)")
-    runs = parser.parse_args().runs
+def row(name: str, words: str, runs: int) -> list[str]:
+    """Times a command without and with what an earlier run of it kept."""
     script = str(Path(sys.executable).with_name("rlplace"))
-    print("| command | first s | again s | first line s | prompt back s |\n|---|---|---|---|---|")
-    for name, arguments in COMMANDS.items():
-        rows: dict[str, list[tuple[float, float, float]]] = {"first": [], "again": []}
-        command = [script, *shlex.split(arguments)] if arguments else [sys.executable, "-c", "import rlplace"]
-        for _ in range(runs):
-            with tempfile.TemporaryDirectory() as folder:
-                kept = {"RLPLACE_CACHE": f"{folder}/kept", "NUMBA_CACHE_DIR": f"{folder}/kernels", "OMP_NUM_THREADS": "1"}
-                for times in rows.values():
-                    times.append(timed(command, {**os.environ, **kept}))
-        whole = [statistics.median(row[1] for row in times) for times in rows.values()]
-        line, back = (max(statistics.median(row[at] for row in times) for times in rows.values()) for at in (0, 2))
-        shown = f"{line:.1f} | {back:.2f}" if arguments else "- | -"
-        print(f"| `{name}` | {whole[0]:.1f} | {whole[1]:.1f} | {shown} |", flush=True)
+    command = [script, *shlex.split(words)] if words else [sys.executable, "-c", "import rlplace"]
+    found: tuple[list[tuple[float, float, float]], ...] = ([], [])
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = {"RLPLACE_CACHE": f"{folder}/kept", "NUMBA_CACHE_DIR": f"{folder}/kernels", "OMP_NUM_THREADS": "1"}
+            for times in found:
+                times.append(timed(command, {**os.environ, **kept}))
+    whole = [statistics.median(each[1] for each in times) for times in found]
+    line, back = (max(statistics.median(each[at] for each in times) for times in found) for at in (0, 2))
+    shown = [f"{line:.1f}", f"{back:.2f}"] if words else ["-", "-"]
+    return [f"`{name}`", *(f"{seconds:.1f}" for seconds in whole), *shown]
 
 
 if __name__ == "__main__":
-    main()
+    runs = arguments(__doc__, runs=(5, "of each command, whose median is shown (5)")).runs
+    rows = [row(name, words, runs) for name, words in COMMANDS.items()]
+    print(markdown(["command", "first s", "again s", "first line s", "prompt back s"], rows))

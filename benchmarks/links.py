@@ -1,7 +1,7 @@
 """Scores the collective curves on measured all-reduce times that were not fitted, and on published bus bandwidths.
 
-    python benchmarks/links.py                  errors of the shipped curves, anchors, cost of a call
-    python benchmarks/links.py --coefficients   fits again and prints what rlplace/cluster/presets.py holds
+    python -m benchmarks.links                  errors of the shipped curves, anchors, cost of a call
+    python -m benchmarks.links --coefficients   fits again and prints what rlplace/cluster/presets.py holds
 
 The times (NCCL all-reduce on 2, 4 and 8 devices of an A100 and of a V100 host; vTrain, MICRO 2024, MIT licence) are read from
 --data, by default a folder shared/data beside the repository; without them only the anchors are checked. Split: the fit sees
@@ -10,7 +10,6 @@ the seven sizes of `FIT_SIZES_MB`, every other size is held out. MB is 2^20 byte
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import sys
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import SHARED, arguments
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.fabric import CollectiveCurve, bus_factor
@@ -127,27 +127,30 @@ def cost() -> None:
         print(f"{name:10s} {1e6 * spent:8.1f} us")
 
 
+def coefficients(tables: Tables) -> None:
+    """Fits again and prints what the fabrics hold."""
+    for key in tables:
+        curve = fit(tables, key, FIT_SIZES_MB, FIT_BREAKS_MB)
+        rates = ", ".join(f"{piece.bus_bytes_per_s / 1e9:.4g}" for piece in curve.pieces)
+        print(f"{key[0]}: _fitted({key[1]}, {curve.pieces[0].latency_s * 1e6:.2f}, {rates})")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data")
-    parser.add_argument("--coefficients", action="store_true", help="fit again and print the coefficients")
-    options = parser.parse_args()
-    path = options.data / "allreduce" / "allreduce.csv"
-    good = True
-    if path.is_file():
-        tables = read(path)
-        if options.coefficients:
-            for key in tables:
-                curve = fit(tables, key, FIT_SIZES_MB, FIT_BREAKS_MB)
-                rates = ", ".join(f"{piece.bus_bytes_per_s / 1e9:.4g}" for piece in curve.pieces)
-                print(f"{key[0]}: _fitted({key[1]}, {curve.pieces[0].latency_s * 1e6:.2f}, {rates})")
-            return 0
-        good = report(tables)
-    else:
+    """Prints errors, or coefficients; the exit code."""
+    options = arguments(
+        __doc__, data=(SHARED, "folder of published timings"), coefficients="fit again and print the coefficients"
+    )
+    path, good = options.data / "allreduce" / "allreduce.csv", True
+    if not path.is_file():
         print(f"no measured all-reduce times at {path}; checking the anchors alone", file=sys.stderr)
+    elif options.coefficients:
+        coefficients(read(path))
+        return 0
+    else:
+        good = report(read(path))
     anchors()
     cost()
-    return 0 if good else 1
+    return not good
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicted memory against real training steps on the CPU, against closed forms and against published runs.
 
-    python benchmarks/memory.py [real] [formula] [anchors]      default: all
+    python -m benchmarks.memory [real] [formula] [anchors]      default: all
 
 `real` runs forward and backward of small models and counts every live storage (and asks torch's MemTracker too); `anchors`
 captures the published models at full size without allocating anything (minutes). One thread.

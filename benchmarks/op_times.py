@@ -1,8 +1,8 @@
 """Fits op-time curves on public kernel timings, and reports their error on shapes that were not fitted.
 
-    python benchmarks/op_times.py              errors of the shipped coefficients on held-out shapes
-    python benchmarks/op_times.py --left-out   errors on devices whose timings were not used
-    python benchmarks/op_times.py --write      fits again and writes rlplace/cost/shipped.cost.json
+    python -m benchmarks.op_times              errors of the shipped coefficients on held-out shapes
+    python -m benchmarks.op_times --left-out   errors on devices whose timings were not used
+    python -m benchmarks.op_times --write      fits again and writes rlplace/cost/shipped.cost.json
 
 The timings (NeuSight, ASPLOS 2025, MIT licence: fp32 kernels, TF32 off, PyTorch 2.1) are read from --data, by default
 ../shared/data beside the repository; without them there is nothing to do. Two sets are there: shapes on a grid, and shapes

@@ -1,6 +1,6 @@
 """Times a training step of placements beside the plain model's, in the same processes by turns.
 
-    python benchmarks/placed_step.py [--repeats 15] [--processes 1 2]
+    python -m benchmarks.placed_step [--repeats 15] [--processes 1 2]
 
 On one process: `rlplace.apply` and `rlplace.distribute` with everything on one device. On two processes (gloo, a thread each):
 halves of the ops, while the plain model trains in either process alone. The table has medians over the plain model's.
@@ -8,10 +8,8 @@ halves of the ops, while the plain model trains in either process alone. The tab
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import rlplace
+from benchmarks.harness import arguments
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
 from rlplace.runtime.base.steps import loss_of
@@ -36,7 +35,7 @@ MODELS = {
 
 
 def plan_of(graph: ForwardGraph, devices: int) -> PlacementPlan:
-    """Halves of the forward ops on two devices, or everything on one."""
+    """Plans halves of the forward ops on two devices, or everything on one."""
     ops = list(graph.op_of_node.values())
     groups = [{"name": str(d), "ops": ops[len(ops) * d // devices : len(ops) * (d + 1) // devices]} for d in range(devices)]
     return PlacementPlan("0" * 64, "halves", 0, np.arange(devices, dtype=np.int32), groups=groups)
@@ -82,15 +81,8 @@ def worker(rank: int, world: int, store: str, repeats: int) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    options = parser.parse_args(arguments)
+if __name__ == "__main__":
+    options = arguments(__doc__, repeats=(15, "of a step"), processes=((1, 2), "numbers of processes", (1, 2)))
     for world in options.processes:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (world, f"{folder}/store", options.repeats), nprocs=world)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Planners on generated problems: step time, simulator calls and seconds.
 
-Usage: python benchmarks/planners.py [--planners a,b,c] [--groups N] [--calls N] [--large | --rates]
+    python -m benchmarks.planners [--planners a b c] [--groups N] [--calls N] [--large | --rates]
 
 The tables are those of `rlplace compare`, on generated costs. Search planners start from the floor.
 `--large` times every one-shot planner on steps of 5,000 ops, and the floor on larger ones; `--rates` counts the simulations a
@@ -9,11 +9,10 @@ second of search planners on steps of 201 ops (67 groups, three phases), floor l
 
 from __future__ import annotations
 
-import argparse
-import functools
 import time
 from typing import Any
 
+from benchmarks.harness import arguments
 from rlplace.cli.compare_table import print_comparison
 from rlplace.errors import InfeasibleError
 from rlplace.explanation.compare import Case, Settings, Store, compare, gather
@@ -27,7 +26,7 @@ SEARCH = ("annealing", "local_search")
 
 
 def problems(groups: int) -> list[Problem]:
-    """Shapes, links, memory and speeds that pull in different directions."""
+    """Makes problems whose shapes, links, memory and speeds pull in different directions."""
     settings: list[dict[str, Any]] = [
         {"shape": shape, **more}
         for shape in ("layered", "branchy", "chain")
@@ -42,25 +41,8 @@ def problems(groups: int) -> list[Problem]:
     return [random_problem(index, groups, **setting) for index, setting in enumerate(settings)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--planners", default=",".join(("random", *ONE_SHOT, "best", *SEARCH)))
-    parser.add_argument("--groups", type=int, default=200)
-    parser.add_argument("--calls", type=int, default=1024, help="simulator calls of search planners after the floor")
-    parser.add_argument("--large", action="store_true", help="seconds on 5,000 ops, and of best on up to 100,000 ops")
-    parser.add_argument("--rates", action="store_true", help="simulations a second of search planners on 201 ops")
-    args = parser.parse_args()
-    if args.large or args.rates:
-        large() if args.large else rates()
-        return
-    cases = [Case(problem.name, "", functools.partial(lambda same: same, problem)) for problem in problems(args.groups)]
-    names, store = args.planners.split(","), Store(Settings(calls=args.calls, seeds=1))
-    compare(cases, names, store)
-    print_comparison(gather(store, cases, names))
-
-
 def rates() -> None:
-    """Process time, so that other work on the machine counts little."""
+    """Counts simulations a second of process time, so that other work on the machine counts little."""
     calls = {"annealing": 20_000, "local_search": 4_000}
     for name in SEARCH:
         run_planner(name, random_problem(0, 8), calls=8)  # compiles
@@ -81,6 +63,7 @@ def rates() -> None:
 
 
 def large() -> None:
+    """Times one-shot planners on 5,000 ops, and `best` on up to 100,000."""
     run_planner("best", random_problem(0, 8))  # compiles
     for devices in (4, 8):
         problem = random_problem(1, 1_667, devices, memory_factor=1.6)
@@ -101,6 +84,24 @@ def large() -> None:
                 f"{problem.num_ops} ops, {groups} groups, memory factor {factor}: {1e3 * step:.1f} ms, "
                 f"{step / lower_bounds(problem).step_time_s:.3f} x bound, {run.simulator_calls} calls, {run.seconds:.2f} s"
             )
+
+
+def main() -> None:
+    """Compares planners, or times them."""
+    options = arguments(
+        __doc__,
+        planners=(("random", *ONE_SHOT, "best", *SEARCH), "names"),
+        groups=(200, "of every problem"),
+        calls=(1024, "simulator calls of search planners after the floor"),
+        large="seconds on 5,000 ops, and of best on up to 100,000 ops",
+        rates="simulations a second of search planners on 201 ops",
+    )
+    if options.large or options.rates:
+        return large() if options.large else rates()
+    cases = [Case(problem.name, "", lambda same=problem: same) for problem in problems(options.groups)]
+    store = Store(Settings(calls=options.calls, seeds=1))
+    compare(cases, options.planners, store)
+    print_comparison(gather(store, cases, options.planners))
 
 
 if __name__ == "__main__":

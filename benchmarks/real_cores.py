@@ -1,7 +1,7 @@
 """Predicted against measured step time of whole strategies on two emulated hosts of one core each that compute for real.
 
-    sudo python benchmarks/real_cores.py            all rows, about half an hour; rows that stand there are not run again
-    sudo python benchmarks/real_cores.py --table    a table of the rows
+    sudo python -m benchmarks.real_cores            all rows, about half an hour; rows that stand there are not run again
+    sudo python -m benchmarks.real_cores --table    a table of the rows
 
 Every host is pinned to a core of its own. Ops are timed by `rlplace measure` and fitted by `rlplace calibrate` in three ways:
 *alone*, on one core while the other idles; *together*, on both at once, so that they share what cores share (caches, memory,

@@ -1,6 +1,6 @@
 """Times the compiled simulator: by size, on two threads, against the reference, from a cold start.
 
-    python benchmarks/simulator.py [--quick]
+    python -m benchmarks.simulator [--quick]
 
 Problems come from `random_problem`, with three tasks a group (forward, backward, update). Plans: `blocks` cuts the groups into
 blocks, `random` deals them out (most tensors then move). What is compared runs in turns, round by round. Times are the shortest
@@ -10,7 +10,6 @@ it says otherwise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,8 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+from benchmarks.harness import arguments, one_thread
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import Simulator, simulate, simulate_many
@@ -121,16 +119,10 @@ def against_reference() -> None:
         print(f"{problem.num_ops:8d} ops: {ours:.3f} ms, {theirs:.1f} ms, {theirs / ours:.0f}x")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
-    arguments = parser.parse_args()
-    sizes = (500, 5_000) if arguments.quick else (500, 5_000, 100_000)
+if __name__ == "__main__":
+    sizes = (500, 5_000) if arguments(__doc__, quick="small sizes only").quick else (500, 5_000, 100_000)
+    one_thread()
     starts()
     buffers(sizes)
     threads(sizes)
     against_reference()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,22 @@
 """What stock PPO learns in `rlplace/Strategy-v0` in a minute or a few of one core: the table in docs/agent/environments.md.
 
-``python benchmarks/strategy_env.py [--split train] [--seeds 3] [--seconds 60]``: scores are the mean log of the step time of
+    python -m benchmarks.strategy_env [--split train] [--seeds 3] [--seconds 60]
+
+Scores are the mean log of the step time of
 the best strategy of an episode over that of the classical search; players meet the same starts, random uniform strategies.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
+from benchmarks.harness import arguments, one_thread
 from rlplace.agents.policy import PlacerPolicy
 from rlplace.agents.problems.questions import DEALT, strategy_questions
 from rlplace.envs import StrategyEnv
@@ -26,7 +27,7 @@ Player = Callable[[StrategyEnv, Any], int]
 
 
 def scores(env: StrategyEnv, player: Player) -> np.ndarray:
-    """float64 [`EPISODES`], the final score of each episode."""
+    """Plays episodes: float64 [`EPISODES`], the final score of each episode."""
     found = []
     for episode in range(EPISODES):
         observation, _ = env.reset(seed=10_000 + episode, options={"problem": episode % len(env.boards)})
@@ -38,7 +39,7 @@ def scores(env: StrategyEnv, player: Player) -> np.ndarray:
 
 
 def chance(stops: bool) -> Player:
-    """A legal action at random, or a legal move where there is one."""
+    """Takes a legal action at random, or a legal move where there is one."""
     rng = np.random.default_rng(0)
 
     def choose(env: StrategyEnv, observation: Any) -> int:
@@ -49,7 +50,7 @@ def chance(stops: bool) -> Player:
 
 
 def greedy(stops: bool) -> Player:
-    """The move that lowers the score most, or rises it least where it is not to stop."""
+    """Takes the move that lowers the score most, or rises it least where it is not to stop."""
 
     def choose(env: StrategyEnv, observation: Any) -> int:
         gains = env.move_scores()
@@ -63,12 +64,14 @@ def learned(model: MaskablePPO) -> Player:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", choices=tuple(DEALT), help="default: the questions that need no split")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for each seed")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    """Prints a row for every player and training."""
+    chosen = arguments(
+        __doc__,
+        split=(None, "default: the questions that need no split", DEALT),
+        seeds=(3, "trainings"),
+        seconds=(60.0, "of the processor, for each seed"),
+    )
+    one_thread()
     asked = default_questions() if chosen.split is None else strategy_questions(chosen.split)
     env = StrategyEnv(asked, start="random")
     rows = {"chance": chance(True), "chance, no stop": chance(False), "greedy": greedy(True), "greedy, no stop": greedy(False)}

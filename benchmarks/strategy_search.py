@@ -1,8 +1,8 @@
 """How good the search for whole strategies is: regret against long runs of three unlike searches, and brute force.
 
-``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py [--problems 24] [--reference-s 60] [--rows FILE]``
-``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py --large``: 512 devices
-``PYTHONPATH=.:tests/strategy python benchmarks/strategy_search.py --brute-force 200``
+``python -m benchmarks.strategy_search [--problems 24] [--reference-s 60] [--rows FILE]``
+``python -m benchmarks.strategy_search --large``: 512 devices
+``python -m benchmarks.strategy_search --brute-force 200``
 
 Problems are random models (tests/strategy/random_costs.py) on preset clusters, of four kinds in turn: like devices, unlike
 devices, little memory, unlike layers. The references are the search itself for a long time, annealing over its moves from

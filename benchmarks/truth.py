@@ -1,6 +1,6 @@
 """Predicts every published training step whose strategy can be expressed, and says how far off that is.
 
-    python benchmarks/truth.py STEPS.csv [--only TEXT] [--graphs DIR] [--save FILE]
+    python -m benchmarks.truth STEPS.csv [--only TEXT] [--graphs DIR] [--save FILE]
 
 STEPS.csv holds published steps (model, devices, strategy, batch, precision, tokens/s a device, ms a step or peak memory); it is
 no part of this repository. Sources are split in halves: what the benchmark or the cost model takes from such rows comes from

@@ -46,7 +46,7 @@ def _fitted(group_size: int, latency_us: float, small: float, medium: float, lar
     return joined_curve(group_size, latency_us * 1e-6, stretches, algorithm="ring")
 
 
-# `python benchmarks/links.py --coefficients`; the V100 pair is joined by one link.
+# `python -m benchmarks.links --coefficients`; the V100 pair is joined by one link.
 _NVLINK2 = (
     _fitted(2, 24.09, 22.77, 22.62, 22.56),
     _fitted(4, 45.76, 73.15, 96.92, 85.22),

@@ -26,7 +26,6 @@ from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
 from rlplace.runtime.job.distribute import distribute, microbatch_of, samples_of_step
 from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
-from rlplace.runtime.state.whole import gather_values
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -66,18 +65,6 @@ class JobResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data."""
-        comparison = self.comparison
-        verified = None if comparison is None else {
-            "equal": comparison.equal,
-            "tolerance": comparison.tolerance,
-            "losses": comparison.losses,
-            "worst_gradient": list(comparison.worst["gradient"]),
-            "worst_parameter": list(comparison.worst["parameter"]),
-            "worst_buffer": list(comparison.worst["buffer"]),
-            "first_loss": list(comparison.first or ()),
-            "mean_of_parts": comparison.mean_of_parts,
-            "why": comparison.why or None,
-        }  # fmt: skip
         return {
             "engine": self.engine,
             "first_step": self.first_step,
@@ -85,7 +72,7 @@ class JobResult:
             "step_time_s": self.step_s,
             "predicted_step_time_s": self.predicted_step_s,
             "ranks": self.ranks,
-            "verified": verified,
+            "verified": None if self.comparison is None else self.comparison.to_dict(),
         }
 
 
@@ -150,13 +137,14 @@ def train(
     samples, example = samples_of_step(plan, loaded.example_inputs), loaded.example_inputs
     if plan.strategy is not None and samples != microbatch_of(plan, recipe.batch):
         example = known.build("meta", options.seed, batch=samples).example_inputs  # as many samples, each of its own
-    comparison = RunComparison(TOLERANCE[name or recipe.dtype]) if options.verify else None
-    reference = None
+    comparison = reference = None
     if whole is not None:
         whole = whole.to(device)
         updates = make([p for p in whole.parameters() if p.requires_grad])
         dtype = None if policy is None else policy.param_dtype
         reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype)
+    if options.verify:
+        comparison = RunComparison(TOLERANCE[name or recipe.dtype], device, reference)
     first_step, folder = 0, options.checkpoint
     losses: list[float] = []
     seconds: list[float] = []
@@ -178,14 +166,10 @@ def train(
             peak_bytes = memory.read_bytes()
         if draws is not None:
             _check_draws(plan, draws.count)
-        if reference is not None and comparison is not None:
-            with alike_draws(device) as own:
-                comparison.compare_loss(losses[-1], reference.step(batch, comparison.tolerance))
-            comparison.random, comparison.unlike = comparison.random or own.count > 0, comparison.unlike or own.unlike
-        if comparison is not None and step == first_step:  # later, the optimizer has enlarged rounding
-            gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, device)
-            if reference is not None:
-                comparison.compare_gradients(gradients, reference)
+        if comparison is not None:
+            comparison.compare_step(losses[-1], batch)
+            if step == first_step:
+                comparison.compare_gradients(model)
         if on_step is not None and dist.get_rank() == 0:
             on_step(step, losses[-1], seconds[-1])
         due = step + 1 == options.steps or (options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
@@ -194,10 +178,7 @@ def train(
     ranks = _ranks(plan, device, seconds, peak_bytes)
     step_s = max((r["median_step_s"] for r in ranks if r["median_step_s"] is not None), default=None)
     if comparison is not None:
-        parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, device)
-        buffers = gather_values({name: buffer.detach() for name, buffer in model.named_buffers()}, device)
-        if reference is not None:
-            comparison.compare_state(parameters, buffers, reference)
+        comparison.compare_state(model)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 

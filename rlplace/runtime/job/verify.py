@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import even_sizes
+from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
+from rlplace.runtime.state.whole import gather_values
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.watching import AlikeDraws
 
@@ -95,7 +97,7 @@ class Reference:
         """
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         magnitudes = {name: p.grad.detach().to_dense().abs() for name, p in self.parameters.items() if p.grad is not None}
-        largest = max((float(g.max()) for g in magnitudes.values() if g.numel()), default=0.0)
+        largest = max(map(_largest, magnitudes.values()), default=0.0)
         for name, gradient in magnitudes.items():
             unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
             self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
@@ -108,19 +110,19 @@ def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
         yield draws
 
 
-@dataclass
+@dataclass(eq=False)
 class RunComparison:
     """Differences of the distributed model from the unplaced one; errors are in units of the accepted error."""
 
     tolerance: float  # see `TOLERANCE`
+    device: torch.device
+    reference: Reference | None  # on rank 0
     losses: list[float] = field(default_factory=list)  # per step the relative difference of the loss
     first: tuple[float, float] | None = None  # loss of the first step: distributed, and of the whole batch in one piece
     # name and error of the worst "gradient", after the first step, "parameter" and "buffer", after the last
     worst: dict[str, tuple[str, float]] = field(
         default_factory=lambda: {"gradient": ("", 0.0), "parameter": ("", 0.0), "buffer": ("", 0.0)}
     )
-    mean_of_parts: float | None = None  # see `Reference`; so is `why`
-    why: str = ""
     random: bool = False  # the model draws random numbers, which were alike for all samples
     unlike: str | None = None  # a random op whose numbers could not be made alike; None without one
 
@@ -129,41 +131,50 @@ class RunComparison:
         """True where everything is within the tolerance."""
         return max(self.losses, default=0.0) <= self.tolerance and all(error <= 1.0 for _, error in self.worst.values())
 
-    def compare_loss(self, loss: float, expected: float) -> None:
-        """Notes the losses of one step."""
+    def compare_step(self, loss: float, batch: Any) -> None:
+        """Runs the reference on the batch of a step, and notes the losses."""
+        if self.reference is None:
+            return
+        with alike_draws(self.device) as own:
+            expected = self.reference.step(batch, self.tolerance)
+        self.random, self.unlike = self.random or own.count > 0, self.unlike or own.unlike
         self.first = self.first or (loss, expected)
         difference = abs(loss - expected) / max(abs(expected), 1e-12)
         self.losses.append(difference if difference == difference else float("inf"))
 
-    def compare_gradients(self, gradients: Mapping[str, Any], reference: Reference) -> None:
-        """Notes gradients (None: there is none) by first name, after the first step."""
-        dense = {name: p.grad.to_dense() for name, p in reference.parameters.items() if p.grad is not None}
-        largest = max((float(grad.abs().max()) for grad in dense.values() if grad.numel()), default=0.0)
-        for name, expected in reference.parameters.items():
+    def compare_gradients(self, model: DistributedModel) -> None:
+        """Notes gradients after the first step: later, the optimizer has enlarged rounding. Every rank calls it."""
+        gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, self.device)
+        if self.reference is None:
+            return
+        dense = {name: p.grad.to_dense() for name, p in self.reference.parameters.items() if p.grad is not None}
+        largest = max(map(_largest, dense.values()), default=0.0)
+        for name, expected in self.reference.parameters.items():
             grad = dense.get(name, torch.zeros_like(expected))
             found = gradients.get(name)
-            most = float(grad.abs().max()) if grad.numel() else 0.0
-            accepted = self.tolerance * (most + _NOISE * largest) + 1e-30
+            accepted = self.tolerance * (_largest(grad) + _NOISE * largest) + 1e-30
             self._note("gradient", name, grad if found is None else found.to_dense().to(grad) - grad, accepted)
 
-    def compare_state(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], reference: Reference) -> None:
-        """Notes parameters by first name, and buffers, after the last step."""
-        self.mean_of_parts, self.why = reference.mean_of_parts, reference.why
-        for name, expected in reference.parameters.items():
-            slack = reference.slack.get(name, torch.zeros(()))
-            most = float(expected.detach().abs().max()) if expected.numel() else 0.0
-            allowed = self.tolerance * most + slack.to(expected.device) + 1e-30
-            self._note("parameter", name, parameters[name].to(expected.detach()) - expected.detach(), allowed)
+    def compare_state(self, model: DistributedModel) -> None:
+        """Notes parameters and buffers after the last step; every rank calls it."""
+        parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, self.device)
+        buffers = gather_values({name: buffer.detach() for name, buffer in model.named_buffers()}, self.device)
+        reference = self.reference
+        if reference is None:
+            return
+        for name, parameter in reference.parameters.items():
+            expected, slack = parameter.detach(), reference.slack.get(name, torch.zeros(()))
+            allowed = self.tolerance * _largest(expected) + slack.to(expected.device) + 1e-30
+            self._note("parameter", name, parameters[name].to(expected) - expected, allowed)
         for name, buffer in reference.model.named_buffers():
             if name in buffers and buffer.numel():
                 found, own = (value.to(buffer.device, torch.complex128) for value in (buffers[name], buffer))
-                accepted = self.tolerance * float(own.abs().max()) + 1e-30
-                same = found.shape == own.shape
-                self._note("buffer", name, found - own if same else torch.full((1,), float("inf")), accepted)
+                difference = found - own if found.shape == own.shape else torch.full((1,), float("inf"))
+                self._note("buffer", name, difference, self.tolerance * _largest(own) + 1e-30)
 
     def _note(self, kind: str, name: str, difference: torch.Tensor, accepted: Any) -> None:
-        """Keeps the worst tensor; not a number counts as infinitely far."""
-        error = float((difference.abs() / accepted).max()) if difference.numel() else 0.0
+        """Notes a tensor if it is the worst so far; not a number counts as infinitely far."""
+        error = _largest(difference / accepted)
         error = error if error == error else float("inf")
         self.worst[kind] = max(self.worst[kind], (name, error), key=lambda pair: pair[1])
 
@@ -184,10 +195,27 @@ class RunComparison:
             made.append(
                 f"the model draws by {self.unlike}, whose numbers depend on the plan: what it reaches cannot be compared"
             )
-        if not self.equal and self.first is not None and self.mean_of_parts is not None:
-            loss, whole = self.first
+        parts = None if self.reference is None else self.reference.mean_of_parts
+        if self.reference is not None and self.first is not None and parts is not None and not self.equal:
+            (loss, whole), why = self.first, self.reference.why
             made.append(
-                f"the first batch in one piece has loss {whole:.6g}, the mean over the plan's parts of it is "
-                f"{self.mean_of_parts:.6g}, and {loss:.6g} was trained{f': {self.why}' if self.why else ''}"
+                f"the first batch in one piece has loss {whole:.6g}, the mean over the plan's parts of it is {parts:.6g}, and "
+                f"{loss:.6g} was trained{f': {why}' if why else ''}"
             )
         return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON data."""
+        return {
+            "equal": self.equal,
+            "tolerance": self.tolerance,
+            "losses": self.losses,
+            **{f"worst_{kind}": list(worst) for kind, worst in self.worst.items()},
+            "first_loss": list(self.first or ()),
+            "mean_of_parts": None if self.reference is None else self.reference.mean_of_parts,
+            "why": (None if self.reference is None else self.reference.why) or None,
+        }
+
+
+def _largest(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0

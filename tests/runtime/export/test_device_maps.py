@@ -189,12 +189,3 @@ def test_device_map_merges_subtrees():
 def test_a_plan_without_groups_is_refused():
     with pytest.raises(InputError, match="made from a problem file"):
         to_device_map(plan([], [0], groups=None))
-
-
-def test_accelerate_accepts_the_map():
-    accelerate = pytest.importorskip("accelerate")
-    torch = pytest.importorskip("torch")
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
-    made = to_device_map(plan([["0/linear"], ["1.0/linear", "1.1/relu"]], [0, 1]))
-    assert made == {"0": 0, "1": 1}
-    accelerate.utils.modeling.check_device_map(model, made)

@@ -73,8 +73,8 @@ def folders(tmp_path, monkeypatch):
     """An empty folder for each of the two runs, and the examples on the path."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
     return tmp_path / "one", tmp_path / "two"
 
 

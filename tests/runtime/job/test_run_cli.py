@@ -14,7 +14,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.steps import synthetic_batch
 from rlplace.runtime.job.distribute import check_strategy
 from tests.runtime.job import timer_worker
-from tests.runtime.job.launch import run, torchrun
+from tests.runtime.job.launch import forked, run, torchrun
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
 
@@ -58,9 +58,9 @@ def leaves_one_out(tmp_path_factory):
 
 @pytest.mark.slow
 def test_processes_take_the_devices_that_a_plan_uses(leaves_one_out):
-    code, out, err = torchrun(2, "-m", "rlplace", "run", "--plan", leaves_one_out, "--steps", 2, "--verify", "--json")
+    code, out, err = forked(2, "-m", "rlplace", "run", "--plan", leaves_one_out, "--steps", 2, "--verify", "--json")
     assert code == 0, err
-    found = json.loads(out)
+    found = json.loads(out[0])
     assert found["verified"]["equal"] and [rank["stage"] for rank in found["ranks"]] == [0, 2]
 
 
@@ -75,12 +75,16 @@ def test_devices_left_out_must_not_matter(leaves_one_out):
             check_strategy(PlacementPlan.load(other), "run")
 
 
-def test_other_cluster_and_changed_plan(tmp_path, capsys, alone):
-    path = tmp_path / "one.plan.json"
-    place(path, cluster="cpu:1", planner="single")
+@pytest.fixture
+def of_one(tmp_path, alone):
+    """A plan of one device, outside of any job."""
+    place(tmp_path / "one.plan.json", cluster="cpu:1", planner="single")
+    return tmp_path / "one.plan.json"
 
+
+def test_other_cluster_and_changed_plan(of_one, capsys):
     def refusal(*options):
-        assert main(["run", "--plan", str(path), "--device", "cpu", *options]) == 2
+        assert main(["run", "--plan", str(of_one), "--device", "cpu", *options]) == 2
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlplace:")]
@@ -88,9 +92,9 @@ def test_other_cluster_and_changed_plan(tmp_path, capsys, alone):
 
     line = refusal("--cluster", "v100:1")
     assert re.search(r"the plan is for cluster [0-9a-f]{12} \(cpu:1\), 'v100:1' is [0-9a-f]{12}; plan again", line)
-    changed = json.loads(path.read_text())
+    changed = json.loads(of_one.read_text())
     changed["source"]["graph"]["model"] = MODEL.replace("n_layer=2", "n_layer=3")
-    path.write_text(json.dumps(changed))
+    of_one.write_text(json.dumps(changed))
     line = refusal()
     assert re.search(r"for graph [0-9a-f]{12}, its model gives [0-9a-f]{12}: its graph is another", line)
 
@@ -112,10 +116,8 @@ def test_arguments_that_do_not_go_together(plan, capsys):
         main(["run", "--plan", str(plan), "--lr", "-1"])
 
 
-def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
-    path, folder = tmp_path / "one.plan.json", tmp_path / "checkpoints"
-    place(path, cluster="cpu:1", planner="single")
-    run = ["run", "--plan", str(path), "--device", "cpu", "--checkpoint", str(folder), "--json"]
+def test_a_plan_of_one_device_needs_no_torchrun(of_one, capsys):
+    run = ["run", "--plan", str(of_one), "--device", "cpu", "--checkpoint", str(of_one.parent / "checkpoints"), "--json"]
     capsys.readouterr()
     assert main([*run, "--steps", "3", "--verify"]) == 0
     whole = json.loads(capsys.readouterr().out)
@@ -127,11 +129,9 @@ def test_a_plan_of_one_device_needs_no_torchrun(tmp_path, capsys, alone):
     assert json.loads(capsys.readouterr().out)["losses"] == whole["losses"] + rest["losses"]
 
 
-def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
+def test_a_wrong_gradient_is_found(of_one, capsys, monkeypatch):
     from rlplace.runtime.job import job
 
-    path = tmp_path / "one.plan.json"
-    place(path, cluster="cpu:1", planner="single")
     right = job.train_step
 
     def wrong(model, *args, **options):
@@ -140,7 +140,7 @@ def test_a_wrong_gradient_is_found(tmp_path, capsys, alone, monkeypatch):
         return loss
 
     monkeypatch.setattr(job, "train_step", wrong)
-    assert main(["run", "--plan", str(path), "--device", "cpu", "--steps", "2", "--verify"]) == 1
+    assert main(["run", "--plan", str(of_one), "--device", "cpu", "--steps", "2", "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^step 2  loss [\d.]+  [\d.]+ ms$", out, re.MULTILINE)
     assert "predicted GB" in out and "median step time" in out

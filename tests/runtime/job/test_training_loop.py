@@ -1,14 +1,22 @@
-"""What a training loop may do with a distributed model: everything here is done to the plain model as well, and compared."""
+"""What a training loop may do with a distributed model, compared with the plain model; which calls are refused."""
 
 import copy
+import gc
+import weakref
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import rlplace
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
+from rlplace.runtime.base.steps import check_inputs
 from rlplace.runtime.job.distribute import distribute
-from tests.runtime.job.equal import largest_difference
+from tests.runtime.job.equal import build, largest_difference
 from tests.runtime.job.launch import run
 from tests.runtime.job.plans import plan_of
 
@@ -245,6 +253,88 @@ def summed(places):
         assert torch.allclose(placed(**tokens, target=labels), total(model(**tokens), labels), rtol=1e-12)
 
 
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def loss_outside():
+    """The loss is given to `distribute`, by a plan that was captured with one and without an example target."""
+    torch.manual_seed(0)
+    model, x, y = Scores(), torch.randn(8, 6), torch.randint(4, (8,))
+    plan = rlplace.place(model, "cpu:2", planner="single", example_inputs=(x,), loss=lambda output: F.cross_entropy(output, y))
+    moved = plan.device_of_group.copy()
+    moved[len(moved) // 2 :] = 1
+    placed = distribute(copy.deepcopy(model), changed(plan, device_of_group=moved), loss=F.cross_entropy)
+    found, expected = placed(x, target=y), F.cross_entropy(model(x), y)
+    found.backward(), expected.backward()
+    torch.testing.assert_close(found, expected)
+    assert len(list(placed.parameters())) == 2
+    for name, parameter in placed.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+    placed.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(placed(x), model(x))
+
+
+def changed(plan, **fields):
+    return PlacementPlan(**{**vars(plan), **fields})
+
+
+class ByRank(nn.Module):
+    """A forward that may differ between processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.late = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.down(x.relu() if self.late else x).square().mean()
+
+
+def refusals():
+    """Messages that are the same on every rank, and two that depend on it."""
+    model, inputs, _ = build("gpt2", double=False)
+    plan, rank = plan_of(model, inputs, 2, deal=[0, 1, 0, 1, 0, 1]), dist.get_rank()
+    wrong, _, _ = build("bert", double=False)
+    found = []
+    for refused, deal, options in (
+        (model, [0, 1, 0, 1, 0, 1], {"share": "mine"}),
+        (model, [0, 1, 2, 1, 0, 1], {}),
+        (model, [0, 1, 0, 1, rank, 1], {}),
+        (wrong, [0, 1, 0, 1, 0, 1], {}),
+    ):
+        with pytest.raises(InputError) as caught:
+            distribute(refused, changed(plan, device_of_group=np.array(deal, dtype=np.int32)), inputs, **options)
+        found.append(str(caught.value))
+    uneven, x = ByRank(), {"x": torch.ones(2, 4)}
+    of_one = plan_of(uneven, x, 2, deal="chain", groups=2)
+    placed = distribute(copy.deepcopy(uneven), of_one, x)
+    assert float(placed(**x).detach()) > 0
+    with pytest.raises(InputError) as unlike:
+        placed(x=torch.full((2, 4), float(rank)))
+    uneven.late = rank == 1
+    with pytest.raises(InputError) as caught:
+        distribute(uneven, of_one, x)
+    return found, str(unlike.value), str(caught.value)
+
+
+def freed():
+    model, inputs, _ = build("gpt2", double=False)
+    plan, watched = plan_of(model, inputs, 2, deal="chain"), weakref.ref(model)
+    total = sum(p.numel() for p in model.parameters())
+    placed = distribute(model, plan, inputs)
+    del model
+    gc.collect()
+    placed(**inputs).loss.backward()
+    assert watched() is None and sum(p.numel() for p in placed.parameters()) < total
+
+
 def everything(places):
     pair = Pair(places)
     gradients(pair)
@@ -255,9 +345,31 @@ def everything(places):
     autocast(places)
     dropout(places)
     summed(places)
-    return True
+    loss_outside()
+    freed()
+    return refusals()
 
 
 @pytest.mark.slow
 def test_two_devices():
-    assert run(2, everything, 2) == [True] * 2
+    """Facts of a loop are checked in the processes; refusals here."""
+    (first, unlike, other), (second, _, another) = run(2, everything, 2)
+    assert first == second
+    for text, part in zip(first, ("'mine'", "3 devices", "different plans", "another model"), strict=True):
+        assert part in text and "\n" not in text, text
+    assert "different batches" in unlike
+    for text, rank, op in ((other, 0, "%linear_1 :"), (another, 1, "%relu :")):
+        assert "ranks 0 and 1 traced different forwards" in text and f"(rank {rank} has there: {op}" in text, text
+
+
+def test_nothing_runs_without_a_process_group():
+    model, x = nn.Linear(2, 2), {"input": torch.ones(3, 2)}
+    assert not dist.is_initialized()
+    with pytest.raises(InputError, match="torchrun"):
+        distribute(model, plan_of(model, x, 2, deal="chain", groups=1), x)
+
+
+def test_inputs_that_require_a_gradient_are_refused():
+    check_inputs((((torch.ones(2),), {"scale": 2.0}),))
+    with pytest.raises(InputError, match="an input requires a gradient"):
+        check_inputs((((), {"input": torch.ones(2, requires_grad=True)}),))

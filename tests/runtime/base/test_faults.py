@@ -128,51 +128,33 @@ def test_nothing_wrong(tmp_path):
     assert job(tmp_path, "none") == ([0, 0], [])
 
 
-def test_raises(tmp_path):
-    codes, lines = job(tmp_path, "raise")
-    assert codes == [1, 1]
-    (line,) = lines
-    assert re.fullmatch(
-        rf"rlplace: rank 1 \(stage 1, {HOST}\) failed in the training script, outside of the model "
+MORE = [pytest.mark.long, pytest.mark.slow]
+HANG = rf"rank {{who}} \(stage {{who}}, {HOST}\) hangs: rank \d \(stage \d, .*\) waited \d+ s for .*"
+GONE = rf"rank 1 \(stage 1, {HOST}\) is gone: it was killed or has crashed.*"
+ENDS = {
+    "raise": (
+        {}, [1, 1], rf"rank 1 \(stage 1, {HOST}\) failed in the training script, outside of the model "
         r"\(test_faults.py:\d+ in go_wrong\): ValueError: my own mistake",
-        line,
-    )
+    ),
+    "memory": (
+        {"who": 0}, [1, 1],
+        rf"rank 0 \(stage 0, {HOST}\) ran out of memory in the gradients of its parameters: .*allocate 2.00 GiB.*",
+    ),
+    "kill": ({}, [1, -9], GONE),
+    "kill, a strategy": ({"by_strategy": True}, [1, -9], GONE),
+    "hang": ({}, [1, None], HANG.format(who=1)),
+    "stop": ({}, [1, None], HANG.format(who=1)),
+    "loop": ({"who": 2, "world": 3}, [1, 1, None], HANG.format(who=2)),
+    "leave": ({}, [1, 0], rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0 \(stage 0, {HOST}\) wait.*"),
+}  # fmt: skip
 
 
-def test_out_of_memory(tmp_path):
-    codes, lines = job(tmp_path, "memory", who=0)
-    assert codes == [1, 1]
-    (line,) = lines
-    assert re.search(
-        rf"rank 0 \(stage 0, {HOST}\) ran out of memory in the gradients of its parameters: .*allocate 2.00 GiB", line
-    )
-
-
-@pytest.mark.parametrize("by_strategy", [False, True])
-def test_killed(tmp_path, by_strategy):
-    codes, lines = job(tmp_path, "kill", by_strategy=by_strategy)
-    assert codes == [1, -signal.SIGKILL]
-    (line,) = lines
-    assert re.search(rf"rank 1 \(stage 1, {HOST}\) is gone: it was killed or has crashed", line)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "who", "world"), [("hang", 1, 2), ("stop", 1, 2), ("loop", 2, 3)])
-def test_hangs(tmp_path, mode, who, world):
-    codes, lines = job(tmp_path, mode, who=who, world=world)
-    assert codes == [None if rank == who else 1 for rank in range(world)]
-    (line,) = lines
-    assert re.search(rf"rank {who} \(stage {who}, {HOST}\) hangs: rank \d \(stage \d, .*\) waited \d+ s for ", line)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_leaves_early(tmp_path):
-    codes, lines = job(tmp_path, "leave")
-    assert codes == [1, 0]
-    (line,) = lines
-    assert re.search(rf"rank 1 \(stage 1, {HOST}\) has ended its script while rank 0 \(stage 0, {HOST}\) wait", line)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MORE if n in (*HANGS, "leave") else []) for n in ENDS])
+def test_every_end_has_one_line(tmp_path, name):
+    options, codes, line = ENDS[name]
+    found, lines = job(tmp_path, name.partition(",")[0], **options)
+    assert found == codes and len(lines) == 1
+    assert re.fullmatch(f"rlplace: {line}", lines[0])
 
 
 ONLY_ONE = """

@@ -1,43 +1,9 @@
 """Forwards of real models as graphs: plans that name their ops, and what processes compare."""
 
-import pytest
 import torch
 
-from rlplace.errors import InputError
-from rlplace.runtime.placement.assign import check_same_ops, planned_devices
 from rlplace.runtime.placement.forward_graph import forward_graph, graph_lines
 from tests.runtime import small_models
-from tests.runtime.job.plans import plan_of
-from tests.runtime.small_models import MODELS
-
-
-@pytest.fixture(scope="module")
-def graphs():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            torch.manual_seed(0)
-            model, inputs, _ = MODELS[name]()
-            made[name] = model, inputs, forward_graph(model, (), inputs)
-        return made[name]
-
-    return get
-
-
-def test_a_plan_of_another_model_is_refused(graphs):
-    model, inputs, _ = graphs("gpt2")
-    plan = plan_of(model, inputs, 2)
-    with pytest.raises(InputError, match=r"it is for another model.*the plan names"):
-        check_same_ops(graphs("lstm")[2], planned_devices(plan))
-
-
-def test_a_plan_without_ops_is_refused(graphs):
-    model, inputs, _ = graphs("gpt2")
-    plan = plan_of(model, inputs, 2)
-    empty = type(plan)(**{**vars(plan), "groups": [{"name": g["name"], "modules": ["m"], "ops": []} for g in plan.groups]})
-    with pytest.raises(InputError, match="name no ops"):
-        planned_devices(empty)
 
 
 class Scaled(torch.nn.Module):
@@ -55,14 +21,13 @@ def lines(model, inputs):
 
 
 def test_the_same_model_gives_the_same_lines():
-    for name in ("gpt2", "t5", "mixtral"):
-        both = []
-        for seed in (0, 1):  # the values of the parameters do not matter
-            torch.manual_seed(seed)
-            model, inputs, _ = small_models.MODELS[name]()
-            both.append(lines(model, inputs))
-        assert both[0] == both[1]
-        assert len(both[0]) > 20
+    both = []
+    for seed in (0, 1):  # the values of the parameters do not matter
+        torch.manual_seed(seed)
+        model, inputs, _ = small_models.mixtral()
+        both.append(lines(model, inputs))
+    assert both[0] == both[1]
+    assert len(both[0]) > 20
 
 
 def test_arguments_and_constants_are_told_apart():

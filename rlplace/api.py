@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from rlplace.errors import InputError, unknown_name, whole_number
-from rlplace.model.capture.sizes import at_batch, resize_batch
+from rlplace.model.capture.inputs import at_batch, resize_batch
 from rlplace.placement import OF_STRATEGIES, get_planner, planner_options
 from rlplace.placement.ask import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan

@@ -19,7 +19,7 @@ compiled
 cluster
 problem
 plan
-model.torch_adapter
+model.torch_adapter model.aten
 model.graph
 model.axes
 model.capture model

@@ -20,7 +20,7 @@ from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import Agent, load_agent
 from rlplace.budget import Budget
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.model.zoo.options import guessed
+from rlplace.model.zoo.functions import guessed
 from rlplace.placement import get_planner
 from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.floor import finish

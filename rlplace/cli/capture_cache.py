@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from rlplace.files import cache_folder, read_bytes
 from rlplace.limits import CONFIG_BYTES
-from rlplace.model.zoo.options import config_file
+from rlplace.model.zoo.functions import config_file
 from rlplace.plugins import version_of
 
 T = TypeVar("T")

@@ -53,7 +53,7 @@ def microbatch(model: str, options: ModelOptions) -> int:
     Raises:
         InputError: The options contradict each other, or the model.
     """
-    from rlplace.model.capture.sizes import samples_of_pass
+    from rlplace.model.capture.inputs import samples_of_pass
 
     samples = samples_of_pass(asked_batch(model, options)[0], options.microbatch)
     return MICROBATCH if samples is None else samples

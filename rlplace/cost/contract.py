@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.model.capture.inputs import OPTIMIZERS
+from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.model.graph.coarsen import Grouping
 from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, PHASES, Problem
@@ -223,7 +223,7 @@ def foreach_update_bytes(
     Args:
         problem: The problem.
         plan: A plan for it.
-        optimizer: One of `rlplace.model.capture.inputs.OPTIMIZERS`.
+        optimizer: One of `rlplace.model.capture.optimizers.OPTIMIZERS`.
         master_weights: Whether the state holds a float32 copy of the weights besides its moments.
 
     Returns:

@@ -30,7 +30,7 @@ from rlplace.cost.lifetimes import (
     lifetimes,
 )
 from rlplace.errors import InputError, unknown_name
-from rlplace.model.capture.inputs import KERNELS, OPTIMIZERS
+from rlplace.model.capture.optimizers import KERNELS, OPTIMIZERS
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem

@@ -16,7 +16,7 @@ from rlplace.cost.contract import PricedOps, contract_tasks, split_backward
 from rlplace.cost.foreign import as_costs
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
-from rlplace.model.graph.atoms import ModuleTree
+from rlplace.model.graph.atoms import ModuleHierarchy
 from rlplace.model.graph.coarsen import DEFAULT_TARGET, Grouping, coarsen
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph, with_causal_attention
 from rlplace.problem import Problem
@@ -135,7 +135,7 @@ def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArr
     missing = np.flatnonzero(of_parameter < 0)
     if len(missing):
         forward = np.flatnonzero(graph.op_phase == FORWARD)
-        tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        tree = ModuleHierarchy(graph.op_module[op] for op in forward.tolist())
         for index in missing.tolist():
             op = forward[tree.nearest(graph.parameters[index].name.rpartition(".")[0])]
             of_parameter[index] = op_group[op]

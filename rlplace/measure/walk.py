@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from rlplace.errors import CaptureError, InputError
 from rlplace.model.capture.export import export_training_graph, flatten_inputs
-from rlplace.model.capture.inputs import LOSS_LABEL, split_inputs
+from rlplace.model.capture.inputs import split_inputs
+from rlplace.model.capture.record import LOSS_LABEL
 from rlplace.model.torch_adapter import pytree, sequence_number, sleep_on_gpu
 from rlplace.runtime.base.environment import own_clock, read_clock
 from rlplace.runtime.base.steps import OPTIMIZERS, loss_of

@@ -71,7 +71,7 @@ def run_backward(loss: Tensor) -> None:
 
 
 def packed_sequence_functions() -> tuple[Any, Any]:
-    """What `pack_padded_sequence` and `pad_packed_sequence` of `torch.nn.utils.rnn` call, to be replaced by function modes."""
+    """Returns the functions that `pack_padded_sequence` and `pad_packed_sequence` call, to be replaced by function modes."""
     return torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 
 

@@ -30,7 +30,7 @@ ALLOWED = {
         "rlplace/cli/capture_cache.py",  # versions
         "rlplace/placement/__init__.py",  # names of a literal table
         "rlplace/placement/search.py",
-        "rlplace/model/capture/scan.py",  # names of a literal table
+        "rlplace/model/capture/whole_ops.py",  # names of a literal table
         "rlplace/runtime/strategy/why_not.py",  # importlib.metadata
         "agents/checkpoint.py",  # importlib.resources
         "agents/config.py",

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rlplace.model.axes.access import Space
+from rlplace.model.axes.access import IterationSpace
 from rlplace.model.axes.access_rules import RULES, elementwise
 from rlplace.model.capture.capture import capture
-from rlplace.model.graph.indices import Cuts
+from rlplace.model.graph.indices import StrideCuts
 from rlplace.model.graph.opgraph import BACKWARD
 
 torch.manual_seed(0)
@@ -64,7 +64,7 @@ def test_parts_of_a_cut_dimension_make_up_the_result(case):
     """What a rule names is true: halves of the inputs give halves of the output, or halves of a sum."""
     rule, function, inputs, statistics = CASES[case]
     whole = function(*inputs)
-    space = Space()
+    space = IterationSpace()
     assert rule(space, ARGUMENTS.get(case, lambda *tensors: list(tensors))(*inputs), whole)
     names_of = {id(tensor): names for tensor, names in space.tensors}
     dims = [name for name, size in space.dims.items() if size > 1]
@@ -90,7 +90,7 @@ def test_parts_of_a_cut_dimension_make_up_the_result(case):
 def test_grouped_queries_are_cut_by_heads_of_keys_or_inside_groups(name):
     query, key, value = R(2, 8, 6, 4), R(2, 4, 6, 4), R(2, 4, 6, 4)
     whole = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    space = Space()
+    space = IterationSpace()
     assert RULES["scaled_dot_product_attention"](space, [query, key, value], whole)
     assert {dim: size for dim, size in space.dims.items() if size > 1} == {"batch": 2, "heads": 4, "group": 2, "queries": 6}
     (seen, names), *others, (keys, key_names), (values, value_names) = space.tensors
@@ -104,7 +104,7 @@ def test_grouped_queries_are_cut_by_heads_of_keys_or_inside_groups(name):
 
 
 def test_cuts_of_a_number_line_divide_each_other():
-    cuts = Cuts(24)
+    cuts = StrideCuts(24)
     assert cuts.add(4) and cuts.add(12) and cuts.add(4)
     assert not cuts.add(6) and not cuts.add(48) and not cuts.add(5)
     assert cuts.ranges() == [(12, 24), (4, 12), (1, 4)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlplace.model.capture import unroll
+from rlplace.model.capture import layers
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo.load import load_model
 
@@ -74,11 +74,11 @@ def differing(a, b):
 
 def repeated(monkeypatch, model, inputs, **options):
     """The graph of a model whose lists may be repeated, and whether it was made from a few of their elements."""
-    real, used = unroll.unroll, []
+    real, used = layers.unroll, []
     with monkeypatch.context() as patch:
-        patch.setattr(unroll, "LEAST", 6)
-        patch.setattr(unroll, "WORTH", 1)
-        patch.setattr(unroll, "unroll", lambda *given: used.append(real(*given)) or used[-1])
+        patch.setattr(layers, "LEAST", 6)
+        patch.setattr(layers, "WORTH", 1)
+        patch.setattr(layers, "unroll", lambda *given: used.append(real(*given)) or used[-1])
         return capture(model, inputs, **options), len(used) == 2
 
 
@@ -131,6 +131,6 @@ def test_frozen_layers_are_recorded_whole(monkeypatch, frozen):
 
 
 def test_lists_that_save_little_or_differ_stay_whole():
-    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(9)]))) == {}
-    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(10)]))) == {"0": 10}
-    assert unroll.repeated_lists(nn.Sequential(nn.Sequential(*[Block(8 + i % 2) for i in range(20)]))) == {}
+    assert layers.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(9)]))) == {}
+    assert layers.repeated_lists(nn.Sequential(nn.Sequential(*[Block() for _ in range(10)]))) == {"0": 10}
+    assert layers.repeated_lists(nn.Sequential(nn.Sequential(*[Block(8 + i % 2) for i in range(20)]))) == {}

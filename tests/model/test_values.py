@@ -10,7 +10,7 @@ import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import CaptureError, InputError
 from rlplace.model.capture.capture import capture
-from rlplace.model.capture.sizes import resize_batch, rows_of
+from rlplace.model.capture.inputs import resize_batch, rows_of
 from rlplace.model.graph.rescale import two_captures
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import Planned

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from rlplace.model.axes.dims import base_name, kind_of
+from rlplace.model.aten import base_name, kind_of
 from rlplace.model.graph.indices import Access, Names, Use
 
 
 @dataclass
-class Space:
+class IterationSpace:
     """The iteration space that a rule fills in."""
 
     dims: dict[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Space:
     statistics: list[tuple[Names, int]] = field(default_factory=list)
 
     def add(self, tensor: Any, names: Sequence[str]) -> None:
-        """A tensor and the names of its dimensions; sizes are taken from it."""
+        """Adds a tensor with the names of its dimensions; sizes are taken from it."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != len(names):
             return
         for name, size in zip(names, tensor.shape, strict=True):
@@ -42,7 +42,7 @@ class Space:
         self.tensors.append((tensor, tuple(names)))
 
 
-Rule = Callable[[Space, Sequence[Any], Any], bool]
+Rule = Callable[[IterationSpace, Sequence[Any], Any], bool]
 """Fills in a space from arguments and result; False when it does not know this call."""
 
 
@@ -59,7 +59,7 @@ def access_of(
         storage: Numbers the storage of a tensor.
     """
     rule = rule_of(target)
-    space = Space()
+    space = IterationSpace()
     try:
         if rule is None or not rule(space, _in_order(target, args, kwargs), result):
             return None
@@ -113,7 +113,7 @@ def _use(tensor: torch.Tensor, names: Names, dims: Mapping[str, int], storage: C
 
 
 def numbered(prefix: str, count: int) -> Names:
-    """``("m",)`` for one dimension, else ``("m0", "m1", ...)``."""
+    """Returns ``("m",)`` for one dimension, else ``("m0", "m1", ...)``."""
     return (prefix,) if count == 1 else tuple(f"{prefix}{index}" for index in range(count))
 
 
@@ -126,8 +126,8 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
-    """Returns a view only names the dimensions of its base; a reshape that has to copy is a view of either side."""
+def _view(space: IterationSpace, args: Sequence[Any], result: Any) -> bool:
+    """Names the dimensions of a view's base; a reshape that has to copy is a view of either side."""
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return False
@@ -138,8 +138,8 @@ def _view(space: Space, args: Sequence[Any], result: Any) -> bool:
     return _reshape(space, first, output)
 
 
-def _reshape(space: Space, source: torch.Tensor, output: torch.Tensor) -> bool:
-    """Returns both sides in the finest common shape."""
+def _reshape(space: IterationSpace, source: torch.Tensor, output: torch.Tensor) -> bool:
+    """Adds both sides of a reshape in their finest common shape."""
     if source.numel() != output.numel() or source.numel() == 0:
         return False
     common = _common_shape(source.shape, output.shape)

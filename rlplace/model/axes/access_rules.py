@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from rlplace.model.axes.access import Rule, Space, numbered, tensors_in
+from rlplace.model.axes.access import IterationSpace, Rule, numbered, tensors_in
 
 Args = Sequence[Any]
 
 
-def elementwise(space: Space, args: Args, result: Any) -> bool:
-    """Returns one dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
+def elementwise(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names one dimension for each of the result; arguments are aligned at the right, broadcast ones stay whole."""
     output = next(tensors_in(result), None)
     if output is None or output.dim() == 0:
         return False
@@ -35,7 +35,7 @@ def elementwise(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _linear(space: Space, args: Args, result: Any) -> bool:
+def _linear(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
     rows = numbered("m", inputs.dim() - 1)
     space.add(inputs, [*rows, "k"])
@@ -45,14 +45,14 @@ def _linear(space: Space, args: Args, result: Any) -> bool:
     return bool(weight.dim() == 2)
 
 
-def _addmm(space: Space, args: Args, result: Any) -> bool:
+def _addmm(space: IterationSpace, args: Args, result: Any) -> bool:
     bias = args[0]
     if bias.dim() in (1, 2):
         space.add(bias, ["m", "n"][2 - bias.dim() :] if bias.dim() == 1 or bias.shape[0] > 1 else ["", "n"])
     return _matmul(space, args[1:], result)
 
 
-def _matmul(space: Space, args: Args, result: Any) -> bool:
+def _matmul(space: IterationSpace, args: Args, result: Any) -> bool:
     left, right = args[0], args[1]
     if left.dim() < 2 or right.dim() < 2:
         return False
@@ -71,13 +71,13 @@ def _matmul(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _baddbmm(space: Space, args: Args, result: Any) -> bool:
+def _baddbmm(space: IterationSpace, args: Args, result: Any) -> bool:
     if args[0].shape == result.shape:
         space.add(args[0], ["b", "m", "n"])
     return _matmul(space, args[1:], result)
 
 
-def _attention(space: Space, args: Args, result: Any) -> bool:
+def _attention(space: IterationSpace, args: Args, result: Any) -> bool:
     query, key, value = args[:3]
     output = next(tensors_in(result), None)
     if output is None or query.dim() != 4 or key.dim() != 4:
@@ -102,7 +102,7 @@ def _attention(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _convolution(space: Space, args: Args, result: Any) -> bool:
+def _convolution(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs, weight, bias = args[:3]
     spatial = inputs.dim() - 2
     if len(args) > 6 and args[6] is True:  # transposed
@@ -118,7 +118,7 @@ def _convolution(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _pool(space: Space, args: Args, result: Any) -> bool:
+def _pool(space: IterationSpace, args: Args, result: Any) -> bool:
     output = next(tensors_in(result), None)
     if output is None or output.dim() != args[0].dim() or output.dim() < 3:
         return False
@@ -128,7 +128,7 @@ def _pool(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _layer_norm(space: Space, args: Args, result: Any) -> bool:
+def _layer_norm(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs = args[0]
     width = len(args[1])
     rows = numbered("m", inputs.dim() - width) if inputs.dim() > width else ()
@@ -142,7 +142,7 @@ def _layer_norm(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _batch_norm(space: Space, args: Args, result: Any) -> bool:
+def _batch_norm(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs = args[0]
     output = next(tensors_in(result), None)
     if inputs.dim() < 2 or output is None:
@@ -157,7 +157,7 @@ def _batch_norm(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _softmax(space: Space, args: Args, result: Any) -> bool:
+def _softmax(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs = args[0]
     if inputs.dim() == 0:
         return False
@@ -169,7 +169,7 @@ def _softmax(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
+def _cross_entropy(space: IterationSpace, args: Args, result: Any) -> bool:
     inputs, target = args[:2]
     if inputs.dim() < 2 or target.dim() != inputs.dim() - 1:
         return False
@@ -181,8 +181,8 @@ def _cross_entropy(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _picked(space: Space, args: Args, result: Any) -> bool:
-    """Log-likelihoods of targets; a part of the vocabulary has those of its own targets."""
+def _picked(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Picks log-likelihoods of targets; a part of the vocabulary has those of its own targets."""
     inputs, target = args[:2]
     outputs = list(tensors_in(result))
     if inputs.dim() != 2 or target.dim() != 1 or not outputs:
@@ -194,7 +194,7 @@ def _picked(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _embedding(space: Space, args: Args, result: Any) -> bool:
+def _embedding(space: IterationSpace, args: Args, result: Any) -> bool:
     weight, rows = args[:2]
     names = numbered("m", rows.dim()) if rows.dim() else ()
     space.add(weight, ["v", "n"])
@@ -203,8 +203,8 @@ def _embedding(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _reduce(space: Space, args: Args, result: Any) -> bool:
-    """Sums and means: reduced dimensions can be cut, as partial sums add up."""
+def _reduce(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names all dimensions of sums and means: reduced ones can be cut, as partial sums add up."""
     inputs, dims = args[0], args[1] if len(args) > 1 else None
     if inputs.dim() == 0 or not isinstance(result, torch.Tensor):
         return False
@@ -218,14 +218,14 @@ def _reduce(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _made_up(space: Space, args: Args, result: Any) -> bool:
-    """Returns constants and ranges: each device makes its own part."""
+def _made_up(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names all dimensions of constants and ranges: each device makes its own part."""
     space.add(result, numbered("d", result.dim()) if result.dim() else ())
     return bool(result.dim())
 
 
-def _loss(space: Space, args: Args, result: Any) -> bool:
-    """Returns losses of two tensors of one shape, element by element or summed up."""
+def _loss(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names the dimensions of losses of two tensors of one shape, element by element or summed up."""
     inputs, target = args[:2]
     if inputs.shape != target.shape or result.dim() not in (0, inputs.dim()):
         return False
@@ -236,8 +236,8 @@ def _loss(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _joined(space: Space, args: Args, result: Any) -> bool:
-    """Returns tensors one after another along an axis, of their own or of the result alone."""
+def _joined(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names the dimensions of concatenated or stacked tensors apart from the joined one."""
     dim = (int(args[1]) if len(args) > 1 and args[1] is not None else 0) % result.dim()
     names = ["" if i == dim else f"d{i}" for i in range(result.dim())]
     for tensor in tensors_in(args[0]):
@@ -246,16 +246,16 @@ def _joined(space: Space, args: Args, result: Any) -> bool:
     return True
 
 
-def _pad(space: Space, args: Args, result: Any) -> bool:
-    """Returns dimensions without padding can be cut."""
+def _pad(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names the dimensions without padding."""
     names = [f"d{i}" if a == b else "" for i, (a, b) in enumerate(zip(args[0].shape, result.shape, strict=True))]
     space.add(args[0], names)
     space.add(result, names)
     return True
 
 
-def _recurrent(space: Space, args: Args, result: Any) -> bool:
-    """Returns all layers and steps as one op, cut along the batch alone."""
+def _recurrent(space: IterationSpace, args: Args, result: Any) -> bool:
+    """Names the batch alone: all layers and steps are one op."""
     batch_first = args[-1] is True
     inputs, states = args[0], args[1]
     names = ["b", "", ""] if batch_first else ["", "b", ""]

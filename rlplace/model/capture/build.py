@@ -2,7 +2,7 @@
 
 One iteration space for an op that runs several ATen ops, such as a loss function.
 
-The spaces of the ATen ops are joined through the storages that they hand on: dimensions that run along the same strides are
+The spaces of the ATen ops are joined through the storages that they share: dimensions that run along the same strides are
 one. A sum inside the op, over a dimension that does not run along what it makes, is a statistic: devices that share the
 dimension need it before they can go on.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.model.capture.assemble import Assembly, CyclicStepError, Key
+from rlplace.model.capture.assemble import Assembly, CyclicStepError, Key, TensorRow, Tensors
 from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
-from rlplace.model.capture.tensors import TensorRow, Tensors
-from rlplace.model.graph.indices import Access, Layouts, Names, Traced, Use
+from rlplace.model.graph.indices import Access, AxisSystem, Names, Traced, Use
 from rlplace.model.graph.opgraph import BACKWARD, UPDATE, OpGraph
 from rlplace.problem.order import UnionFind, components, topological_order
 
@@ -141,7 +140,7 @@ def _execution_order(assembly: Assembly, tensors: Tensors) -> list[Key]:
 
 
 def _colocation(assembly: Assembly, order: list[Key], number: dict[Key, int]) -> NDArray[np.int32]:
-    """Sets of ops that must share a device; the smallest op number of each set stands for it."""
+    """Sets of ops that must share a device; each set is named by its smallest op number."""
     pairs = [(number[key], number[FORWARD_OF, key[1]]) for key in order if key[0] == BACKWARD_OF]
     views = {key for key in order if key[0] == FORWARD_OF and assembly.is_view(key)}
     for storage, touches in assembly.touches.items():
@@ -170,7 +169,7 @@ def composed(parts: Sequence[Access], inner: frozenset[int]) -> Access | None:
     Returns:
         None when nothing can be cut.
     """
-    layouts = Layouts(dict(enumerate(parts)))
+    layouts = AxisSystem(dict(enumerate(parts)))
     classes = _classes(layouts)
     dims = {name: layouts.dims[part][piece] for (part, piece), name in classes.items()}
     outer: dict[int, Use] = {}
@@ -206,7 +205,7 @@ def _agreed(classes: dict[tuple[int, str], str], access: dict[int, Names]) -> li
     return [row[0] if len(set(row)) == 1 else "" for row in zip(*seen, strict=True)]
 
 
-def _classes(layouts: Layouts) -> dict[tuple[int, str], str]:
+def _classes(layouts: AxisSystem) -> dict[tuple[int, str], str]:
     """Returns a common name for the dimensions of different ATen ops that run along the same axes."""
     sets = UnionFind()
     for access in layouts.access.values():

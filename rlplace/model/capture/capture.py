@@ -13,27 +13,25 @@ The first that succeeds is used; ``capture["notes"]`` has the errors of the earl
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.files import without_collections
-from rlplace.model.capture.inputs import OPTIMIZERS
-from rlplace.model.capture.sizes import rows_of
-from rlplace.model.graph.opgraph import OpGraph, Parameter
+from rlplace.model.capture.inputs import describe_inputs, rows_of, split_inputs
+from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.model.graph.opgraph import OpGraph
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rlplace.model.capture.assemble import Leaf
-    from rlplace.model.capture.record import Recorder
-    from rlplace.model.capture.recording import Recording
+    from rlplace.model.capture.record import Leaf
+    from rlplace.model.capture.step import TrainingStep
 
 METHODS = ("export", "dispatch", "module")
 
@@ -75,8 +73,8 @@ def capture(
         method: "export", "dispatch" or "module" to allow only that one; None tries them in this order.
         name: Name of the graph; default the class name of the module.
         source: Origin of the graph, kept for later verbs; a description of the inputs is added as ``inputs``.
-        like: A capture of the same model at another batch: that its equal layers are equal is not looked at again where the
-            ops come out the same.
+        like: A capture of the same model at another batch: its equal layers are not compared again where the ops come out the
+            same.
 
     Returns:
         The graph; its `capture` states the method and has notes.
@@ -89,12 +87,19 @@ def capture(
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     if method is not None and method not in METHODS:
         raise unknown_name("capture method", method, METHODS)
-    _check_model(model, loss)
+    from rlplace.model.capture.fake import DEVICES
+    from rlplace.model.capture.step import TrainingStep, nn
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, found {show(model)}")
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss: expected a function of the model's output, found {show(loss)}")
     args, kwargs = _split_inputs(example_inputs)
-    step = _Step(
-        model, args, kwargs, loss, optimizer, _dtype(dtype), _autocast(autocast, autocast_device), autocast_device,
-        bool(master_weights),
-    )  # fmt: skip
+    kept_dtype = _dtype(dtype)
+    if autocast_device not in DEVICES:
+        raise unknown_name("autocast device", autocast_device, DEVICES)
+    low = _dtype(autocast, "autocast dtype", ("fp16", "bf16"))
+    step = TrainingStep(model, args, kwargs, loss, optimizer, kept_dtype, low, autocast_device, bool(master_weights))
     weights = {step.dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
     if step.master_weights and not any(item.itemsize < 4 for item in weights):
         raise InputError("master_weights: the weights are float32 already; leave it out, or capture with dtype='bf16'")
@@ -103,7 +108,7 @@ def capture(
     for attempt in METHODS if method is None else (method,):
         try:
             with without_collections():
-                graph = _capture_with(attempt, step, name, source, notes, seen=like is not None)
+                graph = _capture_with(attempt, step, name, source, notes, equal_known=like is not None)
                 if like is None or graph.op_names == like.op_names:
                     return graph
                 return _capture_with(attempt, step, name, source, notes)
@@ -120,8 +125,8 @@ def capture(
     raise CaptureError(f"cannot capture {type(model).__name__}: {reason}{_advice(shown, step)}{_hint(model)}") from shown
 
 
-def _advice(error: BaseException, step: _Step) -> str:
-    """What to change where a call does not fit, or where a forward needs values, which a capture has none of."""
+def _advice(error: BaseException, step: TrainingStep) -> str:
+    """Suggests a change where a call does not fit, or where a forward needs values, which a capture has none of."""
     from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException
 
     if isinstance(error, TypeError):
@@ -153,39 +158,30 @@ def _hint(model: nn.Module) -> str:
     return "; its loss is in training_step, as in Lightning: give a module whose forward(batch) calls training_step(batch, 0)"
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What is run, and how; see `capture`."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Loss | None
-    optimizer: str
-    dtype: torch.dtype | None
-    autocast: torch.dtype | None
-    autocast_device: str
-    master_weights: bool
-
-
 def _capture_with(
-    method: str, step: _Step, name: str | None, source: Mapping[str, Any] | None, earlier: list[str], seen: bool = False
+    method: str,
+    step: TrainingStep,
+    name: str | None,
+    source: Mapping[str, Any] | None,
+    earlier: list[str],
+    equal_known: bool = False,
 ) -> OpGraph:
     import torch
 
     from rlplace.model.capture.assemble import Assembly
     from rlplace.model.capture.build import build_graph
     from rlplace.model.capture.fake import fake_inputs, new_fake_mode
-    from rlplace.model.capture.inputs import describe_inputs
+    from rlplace.model.capture.step import record
 
-    recording, guesses = _recorded(method, step, seen)
+    recording, guesses = record(method, step, equal_known)
     rule = OPTIMIZERS[step.optimizer]
     assembly = Assembly(recording, (rule.flops, rule.weight_traffic))
     described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
-    notes = [*earlier, *_notes(recording.leaves, assembly.unattributed)]
-    if guesses:
-        counts = ", ".join(f"{op} x{count}" for op, count in sorted(guesses.items()))
-        notes.append(f"the forward depends on tensor values; guessed: {counts}")
+    sizes: Counter[str] = Counter()
+    for parameter in (leaf.record for leaf in recording.leaves if not leaf.record.is_buffer):
+        sizes[parameter.dtype] += parameter.size_bytes
+    tf32 = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
+    tf32 += ["gemm", "bmm"] if torch.backends.cuda.matmul.allow_tf32 else []
     return build_graph(
         assembly,
         name=name or type(step.model).__name__,
@@ -193,104 +189,33 @@ def _capture_with(
         capture={
             "method": method,
             "optimizer": step.optimizer,
-            "dtype": _main_dtype(recording.leaves),
+            "dtype": max(sizes, key=sizes.__getitem__, default="float32"),
             "autocast": None if step.autocast is None else str(step.autocast).removeprefix("torch."),
             "master_weights": step.master_weights,
             "training": step.model.training,
             "torch": str(torch.__version__),
-            "notes": notes,
-            **_tf32(),
+            "notes": [*earlier, *_notes(recording.leaves, assembly.unattributed, guesses)],
+            **({} if tf32 == ["conv", "recurrent"] else {"tf32": tf32}),  # where it is not as PyTorch is set by itself
         },
         source=source if described is None else {**(source or {}), "inputs": described},
     )
 
 
-def _tf32() -> dict[str, list[str]]:
-    """Returns the op classes whose float32 arithmetic may run in tf32, where that is not as PyTorch is set by itself."""
-    import torch
-
-    found = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
-    found += ["gemm", "bmm"] if torch.backends.cuda.matmul.allow_tf32 else []
-    return {} if found == ["conv", "recurrent"] else {"tf32": found}
-
-
-def _recorded(method: str, step: _Step, seen: bool) -> tuple[Recording, Mapping[str, int]]:
-    """Returns the step of a model, exported from a few of its equal layers where that is (or was seen to be) the same; and
-    guesses.
-    """
-    from rlplace.model.capture import unroll
-    from rlplace.model.capture.record import Recorder
-    from rlplace.model.capture.trace import EagerRecorder
-
-    if method != "export":
-        recorder = EagerRecorder(by_module=method == "module")
-        try:
-            return _run(step, recorder), recorder.guesses
-        except Exception:
-            if not recorder.guesses:
-                raise
-        recorder = EagerRecorder(by_module=True, truth=False)  # what a value decided, the other way
-        return _run(step, recorder), recorder.guesses
-    lists = unroll.repeated_lists(step.model)
-    if lists:
-        with contextlib.suppress(Exception):  # the short model is not the user's: whatever it raises, the whole one decides
-            if not seen:
-                unroll.check_equal(unroll.unroll(_run(step, unroll.Watcher(), lists), lists), _run(step, unroll.Watcher()))
-            return unroll.unroll(_run(step, Recorder(), lists), lists), {}
-    return _run(step, Recorder()), {}
-
-
-def _run(step: _Step, recorder: Recorder, lists: Iterable[str] = ()) -> Recording:
-    """Runs the step of a fake copy, with these lists shortened, under the recorder; a `Watcher` sees the forward alone."""
-    import torch
-
-    from rlplace.model.capture.export import quiet_logs
-    from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-    from rlplace.model.capture.inputs import loss_of_output
-    from rlplace.model.capture.recording import Recording
-    from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
-    from rlplace.model.capture.unroll import Watcher, shortened
-    from rlplace.model.torch_adapter import run_backward
-
-    mode = new_fake_mode()
-    fake = fake_copy(shortened(step.model, lists), mode, step.dtype)
-    fake_args, fake_kwargs = fake_inputs((step.args, step.kwargs), mode, step.dtype)
-    tensors = _state(fake)
-    for index, (tensor, _, _) in enumerate(tensors):
-        recorder.parameter_of_storage[recorder.storage(tensor)] = index
-    recorder.storages_of((fake_args, fake_kwargs))  # inputs are numbered after the state, before all that the step makes
-    num_external = len(recorder.storages)
-    region = contextlib.ExitStack()
-
-    def finish(output: Any) -> None:
-        value = loss_of_output(output, step.loss, recorder)
-        region.close()  # the backward runs outside of autocast
-        if not isinstance(recorder, Watcher):
-            run_backward(value)
-
-    nodes: frozenset[str] = frozenset()
-    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
-        region.enter_context(autocast_region(step.autocast, step.autocast_device))
-        if isinstance(recorder, EagerRecorder):
-            trace_eager(fake, fake_args, fake_kwargs, recorder, finish)
-        else:
-            nodes = trace_export(fake, fake_args, fake_kwargs, recorder, finish)
-    leaves = _leaves(tensors, recorder, step)
-    return Recording(recorder.labels, recorder.events, recorder.storages, leaves, num_external, nodes)
-
-
-def _check_model(model: Any, loss: Any) -> None:
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, found {show(model)}")
-    if loss is not None and not callable(loss):
-        raise InputError(f"loss: expected a function of the model's output, found {show(loss)}")
+def _notes(leaves: Sequence[Leaf], unattributed: int, guesses: Mapping[str, int]) -> list[str]:
+    notes = []
+    idle = [leaf.record.name for leaf in leaves if leaf.idle]
+    if idle:
+        notes.append(f"{len(idle)} parameters that require a gradient receive none, first {idle[0]}; they count as frozen")
+    if unattributed:
+        notes.append(f"{unattributed} ops without an owner were given to the op that made their input")
+    if guesses:
+        counts = ", ".join(f"{op} x{count}" for op, count in sorted(guesses.items()))
+        notes.append(f"the forward depends on tensor values; guessed: {counts}")
+    return notes
 
 
 def _split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     from rlplace.model.axes.access import tensors_in
-    from rlplace.model.capture.inputs import split_inputs
 
     args, kwargs = split_inputs(inputs)
     if not all(isinstance(key, str) for key in kwargs):
@@ -313,80 +238,13 @@ def _dtype(dtype: str | torch.dtype | None, what: str = "dtype", short: Sequence
     return getattr(torch, known[name])
 
 
-def _autocast(dtype: str | torch.dtype | None, device: str) -> torch.dtype | None:
-    from rlplace.model.capture.fake import DEVICES
-
-    if device not in DEVICES:
-        raise unknown_name("autocast device", device, DEVICES)
-    return _dtype(dtype, "autocast dtype", ("fp16", "bf16"))
-
-
-def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
-    """Returns parameters and buffers as (tensor, names, is buffer); names of one storage belong together."""
-    by_storage: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
-    for is_buffer, items in (
-        (False, fake.named_parameters(remove_duplicate=False)),
-        (True, fake.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in items:
-            key = tensor.untyped_storage()._cdata
-            if key in by_storage:
-                by_storage[key][1].append(name)
-            else:
-                by_storage[key] = (tensor, [name], is_buffer)
-    return list(by_storage.values())
-
-
-def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: Recorder, step: _Step) -> list[Leaf]:
-    from rlplace.model.capture.assemble import Leaf
-
-    rule = OPTIMIZERS[step.optimizer]
-    leaves = []
-    for tensor, names, is_buffer in tensors:
-        size = tensor.numel() * tensor.element_size()
-        gradient = None if is_buffer else tensor.grad
-        state = 0 if gradient is None else rule.state_bytes(tensor.numel(), tensor.element_size(), step.master_weights)
-        record = Parameter(
-            name=names[0],
-            aliases=tuple(names[1:]),
-            shape=tuple(int(s) for s in tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            size_bytes=size,
-            trainable=gradient is not None,
-            gradient_bytes=0 if gradient is None else size,
-            optimizer_bytes=state,
-            is_buffer=is_buffer,
-        )
-        idle = not is_buffer and tensor.requires_grad and gradient is None
-        leaves.append(Leaf(record, recorder.storage(tensor), None if gradient is None else recorder.storage(gradient), idle))
-    return leaves
-
-
-def _notes(leaves: Sequence[Leaf], unattributed: int) -> list[str]:
-    notes = []
-    idle = [leaf.record.name for leaf in leaves if leaf.idle]
-    if idle:
-        notes.append(f"{len(idle)} parameters that require a gradient receive none, first {idle[0]}; they count as frozen")
-    if unattributed:
-        notes.append(f"{unattributed} ops without an owner were given to the op that made their input")
-    return notes
-
-
-def _main_dtype(leaves: list[Leaf]) -> str:
-    sizes: dict[str, int] = {}
-    for leaf in leaves:
-        if not leaf.record.is_buffer:
-            sizes[leaf.record.dtype] = sizes.get(leaf.record.dtype, 0) + leaf.record.size_bytes
-    return max(sizes, key=sizes.__getitem__, default="float32")
-
-
 def _one_line(error: BaseException, limit: int = 300) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
 
 
 def _user_frame(error: BaseException) -> str | None:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+    """Returns file and line of the innermost frame that is neither torch's nor ours."""
     import torch
 
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")

@@ -36,8 +36,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.fake import any_dtype_grouped_mm
-from rlplace.model.capture.recurrent import quick_recurrent_shapes
-from rlplace.model.capture.scan import whole_scans
+from rlplace.model.capture.whole_ops import quick_recurrent_shapes, whole_scans
 from rlplace.model.torch_adapter import pytree
 
 
@@ -64,7 +63,7 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 
 
 def loses(function: Any, args: Any, kwargs: Any) -> str | None:
-    """What a call, as a `TorchFunctionMode` sees it, does that a graph cannot hold: `HOOKS`, `TOGGLES`, or nothing."""
+    """Returns what an exported graph would lose of a call in a `TorchFunctionMode`: `HOOKS`, `TOGGLES`, or None."""
     if function is torch.Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
         wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
         return TOGGLES if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted else None
@@ -154,7 +153,7 @@ def export_training_graph(
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:
-    """Between the first node of a transform and its last, values are no tensors that could be looked at or moved."""
+    """Raises `TransformedError` where `torch.func` transforms part of a graph, whose values are then no plain tensors."""
     for node in graph.nodes:
         if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
             raise TransformedError(
@@ -262,7 +261,7 @@ def rewrite_devices(node: fx.Node, device: torch.device) -> None:
 
 
 def _sub_graphs(node: fx.Node) -> list[fx.GraphModule]:
-    """Graph modules that a higher-order node calls."""
+    """Returns the graph modules that a higher-order node calls."""
     owner = node.graph.owning_module
     values = (operator.attrgetter(str(one.target))(owner) for one in node.all_input_nodes if one.op == "get_attr")
     return [value for value in values if isinstance(value, fx.GraphModule)]

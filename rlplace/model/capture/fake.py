@@ -176,7 +176,7 @@ _FLOAT32_RESULT = (
 
 @contextlib.contextmanager
 def autocast_region(dtype: torch.dtype | None, device: str = "cuda") -> Iterator[None]:
-    """Autocast over fake CPU tensors by the rules of a device; nothing for dtype None."""
+    """Enters autocast over fake CPU tensors by the rules of a device; does nothing for dtype None."""
     if dtype is None:
         yield
         return

@@ -1,26 +1,21 @@
-"""The inputs with which a model was captured: structure, shapes and dtypes as JSON.
+"""Example inputs of a step: as call arguments, as JSON, and with another number of samples.
 
-It stays in the ``source`` of a graph, of its problems and of their plans, so that a plan can be executed without example inputs
-at hand. Every part is an object with one key for its type: ``tensor`` (its shape, with ``dtype`` beside it), ``tuple``,
-``list``, ``dict`` or ``value`` (a plain argument).
-
-Optimizers of `torch.optim`: their FLOPs, traffic and state, and the temporary memory of an update.
-
-State has the dtype of the parameter, as in torch (`zeros_like(parameter)`), unless there are master weights: a float32 copy of
-the parameter, and state in float32 (what Megatron and DeepSpeed call mixed-precision Adam, 16 bytes per parameter in all).
+The JSON (structure, shapes and dtypes) stays in the ``source`` of a graph, of its problems and of their plans, so that a plan
+can be executed without example inputs at hand. Every part is an object with one key for its type: ``tensor`` (its shape, with
+``dtype`` beside it), ``tuple``, ``list``, ``dict`` or ``value`` (a plain argument).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, show
-from rlplace.model.capture.record import Recorder
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlplace.model.graph.opgraph import OpGraph
 
 MAX_PARTS = 1000
 """Inputs of more parts are not described."""
@@ -29,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call from example inputs: a dict by keyword, a tuple, or one tensor.
+    """Splits example inputs (a dict by keyword, a tuple or list, or one tensor) into positional and keyword arguments.
 
     Raises:
         InputError: The inputs are something else.
@@ -103,9 +98,12 @@ def _build(item: Any) -> Any:
     if isinstance(item, Mapping):
         match dict(item):
             case {"tensor": list(shape), "dtype": str(dtype), **rest} if not rest:
+                kind = getattr(torch, dtype, None)
+                if not isinstance(kind, torch.dtype):
+                    raise InputError(f"inputs: {show(dtype)} is no dtype of torch")
                 if all(type(size) is int and size >= 0 for size in shape):
                     try:
-                        return torch.empty(shape, dtype=_dtype(dtype), device="meta")
+                        return torch.empty(shape, dtype=kind, device="meta")
                     except (RuntimeError, OverflowError, TypeError):
                         raise InputError(f"inputs: a tensor of shape {show(shape)} is larger than torch can name") from None
             case {"value": value, **rest} if not rest and type(value) in _PLAIN:
@@ -119,107 +117,99 @@ def _build(item: Any) -> Any:
     raise InputError(f"inputs: expected a tensor, value, tuple, list or dict, found {show(item)}")
 
 
-def _dtype(name: str) -> torch.dtype:
+def rows_of(inputs: Any) -> int:
+    """Counts the samples of example inputs: rows of their first tensor, 1 where it has no dimensions, 0 where there is no
+    tensor.
+
+    Where the first input is a list with an item a sample (images of unlike size), so many items: another input then has as many
+    items or rows.
+
+    Args:
+        inputs: Tensors in tuples, lists and dicts.
+    """
     import torch
 
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(f"inputs: {show(name)} is no dtype of torch")
-    return dtype
+    from rlplace.model.axes.access import tensors_in
+
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    first = next(tensors_in(inputs), None)
+    if first is None:
+        return 0
+    rows = max(1, int(first.shape[0])) if first.dim() else 1
+    leading, *others = _arguments(inputs) or [first]
+    lengths = [len(value) for value in others if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim())]
+    if isinstance(leading, list) and len(leading) in lengths and rows not in lengths:
+        return len(leading)
+    return rows
 
 
-LOSS_LABEL = "loss_fn"
-"""Forward op that stands for a loss function given by the caller."""
+def _arguments(inputs: Any) -> list[Any]:
+    """Returns the arguments of a forward from a tuple, a dict, or a pair of both."""
+    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return [*inputs[0], *inputs[1].values()]
+    if isinstance(inputs, dict):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple) else [inputs]
 
-_WHERE = "which a function that a MODEL names returns as its third part"
 
-
-def loss_of_output(output: Any, loss: Callable[[Any], torch.Tensor] | None, recorder: Recorder) -> torch.Tensor:
-    """Returns the scalar to differentiate.
+def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
+    """Cuts or repeats every tensor of example inputs whose first dimension is `samples`.
 
     Args:
-        output: Of the model.
-        loss: Function of it; None: it has a loss, or is one.
-        recorder: Gives the function an op of its own.
+        inputs: Tensors in tuples, lists and dicts.
+        samples: Batch size of `inputs`.
+        wanted: Batch size of the result.
+    """
+    import torch
+
+    from rlplace.model.axes.access import tensors_in
+    from rlplace.model.torch_adapter import pytree
+
+    def resized(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.dim() == 0 or leaf.shape[0] != samples or samples == wanted:
+            return leaf
+        return leaf.repeat(-(-wanted // samples), *([1] * (leaf.dim() - 1)))[:wanted]
+
+    def items(value: Any) -> bool:  # a list with an item a sample
+        return listed and isinstance(value, list) and len(value) == samples
+
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    listed = any(isinstance(value, list) and len(value) == samples for value in _arguments(inputs)[:1])
+    listed = listed and rows_of(next(tensors_in(inputs), inputs)) != samples
+    leaves, spec = pytree.tree_flatten(inputs, is_leaf=items)
+    made = [(leaf * -(-wanted // samples))[:wanted] if items(leaf) else leaf for leaf in leaves]
+    made = [resized(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in made]
+    return pytree.tree_unflatten(made, spec)
+
+
+def at_batch(graph: OpGraph, capture_at: Callable[[int], OpGraph] | None, batch: int | None, microbatch: int | None) -> OpGraph:
+    """Returns the graph of a step that a placement runs as one pass; unchanged where no size is asked for.
+
+    Args:
+        graph: A capture.
+        capture_at: Captures the model with a number of samples; None: it has this size only.
+        batch: Samples a step, or None.
+        microbatch: Samples a micro-batch, or None; equal to `batch` where both are there.
+    """
+    samples = samples_of_pass(batch, microbatch)
+    if samples is None or samples == graph.samples:
+        return graph
+    if capture_at is None:
+        raise InputError(
+            f"place: the graph has {graph.samples} samples, {samples} are asked for; place the module, or capture it so"
+        )
+    return capture_at(samples)
+
+
+def samples_of_pass(batch: int | None, microbatch: int | None) -> int | None:
+    """Returns the samples of the one pass of a placement, by either number; None where neither is given.
 
     Raises:
-        InputError: There is none, or it depends on no parameter.
+        InputError: The two differ.
     """
-    if loss is not None:
-        with recorder.label(LOSS_LABEL, "loss", "") as label:
-            label.parts = []
-            value: Any = loss(output)
-        origin = "loss(output)"
-    elif isinstance(output, torch.Tensor):
-        value, origin = output, "the model's output"
-    else:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        origin = "output.loss"
-        if value is None:
-            raise InputError(no_loss(output))
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output, {_WHERE}")
-    if not value.requires_grad:
-        raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
-    return value
-
-
-def no_loss(output: Any) -> str:
-    """Explains why an output has no loss, and what to give.
-
-    Args:
-        output: What a model returned that is no tensor.
-    """
-    held = dict(output) if isinstance(output, Mapping) else {}
-    kind = f"a {type(output).__name__}" + (f" of {', '.join(map(str, held))}"[:200] if held else "")
-    scalars = [isinstance(value, torch.Tensor) and value.numel() == 1 for value in held.values()]
-    if scalars and all(scalars):
-        return f"no loss: the model returns {kind}; give loss=lambda output: sum(output.values()), {_WHERE}"
-    return f"no loss: the model returns {kind} without one; give labels, or loss=a function of the output, {_WHERE}"
-
-
-KERNELS = ("foreach", "fused", "single")
-"""Implementations of an update in torch: `foreach` (all parameters at once, torch's choice on GPUs), `fused` (one kernel, no
-temporaries) and `single` (parameter by parameter)."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """One optimizer.
-
-    Attributes:
-        flops: FLOPs per element.
-        weight_traffic: Bytes read and written, in sizes of the parameter: the parameter twice, the gradient once.
-        moments: Copies of the parameter that it keeps.
-        foreach_temporaries: Copies of all parameters that a foreach update holds at once, in the state's dtype.
-        single_temporaries: Copies of one parameter that a single update holds at once.
-    """
-
-    flops: float
-    weight_traffic: float
-    moments: int
-    foreach_temporaries: int
-    single_temporaries: int
-
-    def state_bytes(self, elements: int, element_bytes: int, master_weights: bool) -> int:
-        """Returns state of a parameter; a float32 parameter is its own master."""
-        if master_weights and element_bytes < 4:
-            return 4 * elements * (1 + self.moments)
-        return element_bytes * elements * self.moments
-
-    def temporaries(self, kernel: str) -> int:
-        """Copies that an update holds, of all parameters for foreach, of one for the others."""
-        return {"foreach": self.foreach_temporaries, "single": self.single_temporaries, "fused": 0}[kernel]
-
-
-OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
-    {
-        # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root, its quotient and the
-        # quotient of the parameter before, which the loop's variable still names.
-        "sgd": Optimizer(2.0, 3.0, 0, 0, 0),
-        "momentum": Optimizer(4.0, 3.0, 1, 0, 0),
-        "adam": Optimizer(12.0, 3.0, 2, 1, 3),
-        "adamw": Optimizer(13.0, 3.0, 2, 1, 3),
-    }
-)
+    if None not in (batch, microbatch) and batch != microbatch:
+        raise InputError(
+            f"batch: a placement runs its {batch} samples in one pass, not in micro-batches of {microbatch}; leave one out, or "
+            "plan a whole strategy"
+        )
+    return microbatch if batch is None else batch

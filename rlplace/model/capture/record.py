@@ -1,28 +1,33 @@
-"""Records every ATen op of a fake training step: its label, the storages that it touched, and its cost.
+"""Records one fake training step: every ATen op with its label, the storages that it touched, and its cost.
 
 A *label* is a forward op in the making: an FX node, a dispatched op or a module call, depending on the capture method. The
 recorder attributes forward ATen ops to the label that runs, and backward ATen ops to the label during which their autograd
-node was made (autograd numbers its nodes in sequence, and hands the number back while a node runs).
+node was made (autograd numbers its nodes in sequence, and gives the number back while a node runs).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import msgspec
 import torch
 
+from rlplace.model.aten import count_flops, dims_of, kind_of
 from rlplace.model.axes.access import access_of, tensors_in
-from rlplace.model.axes.dims import dims_of, kind_of
-from rlplace.model.capture.flops import count_flops
-from rlplace.model.graph.indices import Access
+from rlplace.model.graph.indices import Access, Use
+from rlplace.model.graph.opgraph import Parameter
 from rlplace.model.torch_adapter import TorchDispatchMode, backward_node, in_backward, sequence_number
 
-FORWARD_OF, BACKWARD_OF, UPDATE_OF, NOBODY, OUTSIDE = "forward", "backward", "update", "nobody", "outside"
-"""Label that an ATen op ran for. Nobody: autograd, for no known node. Outside: between forward and backward."""
+FORWARD_OF, BACKWARD_OF, UPDATE_OF, UNOWNED, OUTSIDE = "forward", "backward", "update", "unowned", "outside"
+"""Label that an ATen op ran for. Unowned: autograd, for no known node. Outside: between forward and backward."""
+
+LOSS_LABEL = "loss_fn"
+"""Forward op of a loss function given by the caller."""
 
 _METADATA_ONLY = frozenset(
     {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
@@ -43,9 +48,9 @@ class Label:
         target: Op as torch knows it.
         module: Path of its module.
         whole: Whether it is a submodule kept as one op.
-        dims: Sizes from its arguments that its ATen ops do not show, see `rlplace.model.axes.dims.argument_dims`.
+        dims: Sizes from its arguments that its ATen ops do not show, see `rlplace.model.aten.argument_dims`.
         access: Its iteration space, None where it is not known.
-        parts: Iteration spaces of its ATen ops, where it has none of its own; None in the list stands for an unknown one.
+        parts: Iteration spaces of its ATen ops, where it has none of its own; None in the list is an unknown one.
     """
 
     name: str
@@ -59,7 +64,7 @@ class Label:
 
 @dataclass(slots=True)
 class Event:
-    """One dispatched ATen op. Storages are indices into `Recorder.storages`."""
+    """One dispatched ATen op. Storages are indices into `StepRecorder.storages`."""
 
     phase: str
     owner: int
@@ -75,8 +80,89 @@ class Event:
     dims: dict[str, int] | None = None
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter or buffer of the fake copy.
+
+    Attributes:
+        record: Its entry in the graph.
+        storage: Its storage number.
+        gradient_storage: Storage of its gradient after the step, None without one.
+        idle: Whether it requires a gradient and receives none.
+    """
+
+    record: Parameter
+    storage: int
+    gradient_storage: int | None
+    idle: bool = False
+
+
+@dataclass
+class Recording:
+    """One recorded step, complete or forward only.
+
+    Attributes:
+        labels: Forward ops, in execution order.
+        events: ATen ops, in execution order.
+        storages: Every storage met, by its number.
+        leaves: Parameters and buffers; leaf i has storage i.
+        num_external: Number of storages of leaves and inputs, which come first.
+        nodes: Names of all nodes of the exported graph; empty without one.
+    """
+
+    labels: list[Label]
+    events: list[Event]
+    storages: list[Any]
+    leaves: list[Leaf]
+    num_external: int
+    nodes: frozenset[str] = frozenset()
+
+
+Reference = tuple[str, int]
+"""Kind of an item ("label", "leaf" or "storage") and its number."""
+
+
+def parts_of(item: Any) -> tuple[Any, list[Reference]]:
+    """Returns the fields that are equal in equal layers, and the references."""
+    if isinstance(item, Event):
+        owner = [("leaf" if item.phase == UPDATE_OF else "label", item.owner)] if item.owner >= 0 else []
+        form = (
+            item.phase, item.name, item.flops, item.bytes, item.dtype, item.is_view, item.same_shape, item.dims,
+            len(item.reads), len(item.writes),
+        )  # fmt: skip
+        return form, owner + [("storage", s) for s in (*item.reads, *item.writes, *item.creates)]
+    if isinstance(item, Leaf):
+        record = msgspec.structs.replace(item.record, name="", aliases=())
+        return (record, item.idle), [("storage", s) for s in (item.storage, item.gradient_storage) if s is not None]
+    spaces = [space for space in (item.access, *(item.parts or ())) if space is not None]
+    forms = [(space.dims, space.statistics, [(use.elements, use.runs) for use in space.uses]) for space in spaces]
+    kept = [None if part is None else 0 for part in (item.access, *(item.parts or ()))], item.parts is None
+    return (item.target, item.whole, item.dims, forms, kept), [("storage", use.storage) for s in spaces for use in s.uses]
+
+
+def with_numbers(item: Any, numbers: Sequence[int]) -> Any:
+    """Returns the item with these numbers in place of its references, in the order of `parts_of`."""
+    rest = list(numbers)
+    if isinstance(item, Event):
+        owner = rest.pop(0) if item.owner >= 0 else -1
+        reads, writes = len(item.reads), len(item.reads) + len(item.writes)
+        return dataclasses.replace(
+            item, owner=owner, reads=tuple(rest[:reads]), writes=tuple(rest[reads:writes]), creates=tuple(rest[writes:])
+        )
+    if isinstance(item, Leaf):
+        return dataclasses.replace(item, storage=rest[0], gradient_storage=rest[1] if len(rest) > 1 else None)
+
+    def moved(space: Access | None) -> Access | None:
+        if space is None:
+            return None
+        return Access(space.dims, tuple(Use(rest.pop(0), u.elements, u.runs) for u in space.uses), space.statistics)
+
+    access = moved(item.access)
+    return dataclasses.replace(item, access=access, parts=None if item.parts is None else [moved(p) for p in item.parts])
+
+
 class _SparseStorage:
-    """Stands for the several storages of a sparse tensor, which torch does not let share one."""
+    """Storage of a sparse tensor, in place of the several that torch gives it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -88,7 +174,7 @@ class _SparseStorage:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """Dispatch mode that fills `events`; enter it above a fake mode.
 
     Attributes:
@@ -157,7 +243,7 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event(FORWARD_OF, self.current, "alias", passed, (), (), 0.0, 0, "none", is_view=True))
 
     def before_dispatch(self, func: Any) -> None:
-        """Called before each forward op; the eager tracers open a label here."""
+        """Opens a label before each forward op, in eager tracers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -189,31 +275,17 @@ class Recorder(TorchDispatchMode):
         if parts is not None and any(t.numel() > 1 for t in (*inputs, *outputs)):
             parts.append(access_of(func, args, kwargs, out, self.storage))
         first = next((t for t in outputs if t.is_floating_point()), outputs[0] if outputs else inputs[0] if inputs else None)
-        self.events.append(
-            Event(
-                phase,
-                owner,
-                name,
-                reads,
-                writes,
-                creates,
-                flops,
-                size,
-                "none" if first is None else str(first.dtype).removeprefix("torch."),
-                is_view,
-                name == "add" and len(inputs) == 2 and inputs[0].shape == inputs[1].shape,
-                dims_of(name, args),
-            )
-        )
+        dtype = "none" if first is None else str(first.dtype).removeprefix("torch.")
+        alike = name == "add" and len(inputs) == 2 and inputs[0].shape == inputs[1].shape
+        dims = dims_of(name, args)
+        self.events.append(Event(phase, owner, name, reads, writes, creates, flops, size, dtype, is_view, alike, dims))
         return out
 
     def _written(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
         positions = self._writes_of.get(func)
         if positions is None:
             marked = [
-                (i, argument)
-                for i, argument in enumerate(func._schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
+                (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
             ]
             indices = tuple(i for i, argument in marked if not argument.kwarg_only) + _HIDDEN_WRITES.get(name, ())
             positions = self._writes_of[func] = (indices, tuple(argument.name for _, argument in marked))
@@ -230,16 +302,16 @@ class Recorder(TorchDispatchMode):
             return (FORWARD_OF, self.current) if self.current >= 0 else (OUTSIDE, -1)
         node = backward_node()
         if node is None:
-            return NOBODY, -1
+            return UNOWNED, -1
         if node.name().endswith("AccumulateGrad"):
             parameter = self.parameter_of_storage.get(self.storage(node.variable), -1)  # type: ignore[attr-defined]
-            return (UPDATE_OF, parameter) if parameter >= 0 else (NOBODY, -1)
+            return (UPDATE_OF, parameter) if parameter >= 0 else (UNOWNED, -1)
         label = self._label_of_sequence.get(node._sequence_nr(), -1)
         if label < 0:
             # Re-entrant backward of a recomputed forward: its nodes were made by the backward op that runs around it.
             label = self._last_backward
         if label < 0:
-            return NOBODY, -1
+            return UNOWNED, -1
         self._last_backward = label
         self.claim(label)
         return BACKWARD_OF, label

@@ -1,4 +1,4 @@
-"""The three ways to run one fake training step under a `Recorder`: exported graph, eager ops, eager modules."""
+"""The three ways to run one fake training step under a `StepRecorder`: exported graph, eager ops, eager modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rlplace.model.aten import argument_dims
 from rlplace.model.axes.access import access_of, rule_of
-from rlplace.model.axes.dims import argument_dims
 from rlplace.model.capture.export import TrainingGraph, export_training_graph, flatten_inputs, module_path
-from rlplace.model.capture.record import Label, Recorder
-from rlplace.model.capture.recurrent import REPLACED_TARGETS, NeutralFunctions
-from rlplace.model.capture.scan import whole_scans
+from rlplace.model.capture.record import Label, StepRecorder
+from rlplace.model.capture.whole_ops import REPLACED_TARGETS, NeutralFunctions, whole_scans
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, pytree
 
 _GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -23,7 +22,7 @@ _AUTOCAST_REGION = "wrap_with_autocast"
 
 
 def trace_export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder, finish: Callable[[Any], None]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: StepRecorder, finish: Callable[[Any], None]
 ) -> frozenset[str]:
     """Exports the fake module, then interprets the graph once: one label per node that yields tensors.
 
@@ -47,9 +46,9 @@ def trace_export(
 
 
 class _Runner(fx.Interpreter):
-    """Runs each op of the graph inside its label; regions without gradient stay one op."""
+    """Interpreter that runs each op of a graph inside its label; regions without gradient stay one op."""
 
-    def __init__(self, graph: TrainingGraph, recorder: Recorder) -> None:
+    def __init__(self, graph: TrainingGraph, recorder: StepRecorder) -> None:
         super().__init__(graph.module)
         self.recorder = recorder
         self.names = graph.op_name_of_node
@@ -106,14 +105,14 @@ def trace_eager(
         finish(output)
 
 
-class EagerRecorder(Recorder):
-    """Makes labels while the module runs.
+class EagerRecorder(StepRecorder):
+    """Recorder that makes labels while the module runs.
 
     Args:
         by_module: A label per call of a module without children, and per run of ops between such calls, instead of one per
             op. Values that the forward reads out of tensors are then guessed (`guesses` counts them), since fake tensors
             have none.
-        truth: What truth values are guessed to be.
+        truth: The guess of a truth value.
     """
 
     def __init__(self, by_module: bool, truth: bool = True) -> None:
@@ -128,7 +127,7 @@ class EagerRecorder(Recorder):
         self._active = True
 
     def enter_module(self, path: str, name: str, is_leaf: bool) -> None:
-        """A module call begins."""
+        """Enters a module call."""
         self.path.append(path)
         if self.by_module and self._active:
             self._open = False
@@ -136,7 +135,7 @@ class EagerRecorder(Recorder):
                 self._new_label("forward", name, leave=0)
 
     def leave_module(self) -> None:
-        """The innermost module call ends."""
+        """Leaves the innermost module call."""
         self.path.pop()
         if self.by_module:
             self._open = False
@@ -193,7 +192,7 @@ def _scalar(tensor: torch.Tensor) -> bool | int | float:
 
 
 def _all_positions(indices: Sequence[Any]) -> list[Any]:
-    """Boolean masks select everything: the most work that the op can be."""
+    """Returns the indices with boolean masks that select all positions: the upper bound of the work."""
     result: list[Any] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:

@@ -191,8 +191,8 @@ def _shares(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Returns FLOPs float64 and bytes int64 [N'] of the new ops.
 
-    Bytes go by what each part reads and writes. FLOPs of products by the forward: the input gradient costs as much, the rest
-    (with the bias) is the weight's; at most half. FLOPs of other ops go with their bytes.
+    Bytes are those that each part reads and writes. FLOPs of products by the forward: the input gradient costs as much, the
+    rest (with the bias) is the weight's; at most half. FLOPs of other ops go with their bytes.
     """
     touched = np.zeros((2, graph.num_ops))
     size = graph.tensor_bytes.astype(np.float64)

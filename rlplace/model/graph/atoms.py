@@ -64,7 +64,7 @@ _DOMINANT = 0.75
 """A group is named after the deepest module that holds this share of its work."""
 
 
-class ModuleTree:
+class ModuleHierarchy:
     """The modules that ops run in. Node 0 is the root module.
 
     Attributes:
@@ -91,7 +91,7 @@ class ModuleTree:
         return number
 
     def lowest_common(self, a: int, b: int) -> int:
-        """Deepest module that contains both."""
+        """Returns the deepest module that contains both."""
         while a != b:
             if self.depth[a] >= self.depth[b]:
                 a = self.parent[a]
@@ -118,10 +118,10 @@ class ModuleTree:
 
 
 def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Names and module paths of groups.
+    """Returns names and module paths of groups.
 
-    A group is named after the deepest module that holds three quarters of its work (FLOPs plus bytes); "#2", "#3", ... tell
-    groups of one module apart, in the order of their first ops.
+    A group is named after the deepest module that holds three quarters of its work (FLOPs plus bytes); groups of one
+    module are numbered "#2", "#3", ... in the order of their first ops.
 
     Args:
         graph: The graph.
@@ -131,7 +131,7 @@ def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str
         G unique names, and per group the module paths of its forward ops in order of first use.
     """
     forward = np.flatnonzero(graph.op_phase == FORWARD)
-    tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+    tree = ModuleHierarchy(graph.op_module[op] for op in forward.tolist())
     work = (graph.op_flops + graph.op_bytes + 1.0)[forward].tolist()
     count = int(op_group.max()) + 1
     shares: list[dict[int, float]] = [{} for _ in range(count)]
@@ -149,7 +149,7 @@ def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str
     return tuple(names), tuple(tuple(paths) for paths in modules)
 
 
-def _dominant(tree: ModuleTree, share: dict[int, float]) -> str:
+def _dominant(tree: ModuleHierarchy, share: dict[int, float]) -> str:
     total: dict[int, float] = {}
     for node, amount in share.items():
         while True:
@@ -184,7 +184,7 @@ def op_anchors(graph: OpGraph) -> NDArray[np.int32]:
     anchor[updates] = reader[graph.op_parameter[updates]]
     orphans = updates[anchor[updates] < 0]
     if len(orphans):
-        tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        tree = ModuleHierarchy(graph.op_module[op] for op in forward.tolist())
         for op in orphans.tolist():  # nothing reads the parameter: beside the module that holds it
             module = graph.parameters[graph.op_parameter[op]].name.rpartition(".")[0]
             anchor[op] = forward[tree.nearest(module)]
@@ -239,7 +239,7 @@ def anchor_graph(
 def atoms(
     graph: OpGraph, anchor: NDArray[np.int32], seconds: NDArray[np.float64], limit: float
 ) -> tuple[NDArray[np.int32], Pairs]:
-    """Which forward ops start out in one cluster, so that the forward graph of atoms is acyclic.
+    """Finds the forward ops that start out in one cluster, so that the forward graph of atoms is acyclic.
 
     Args:
         graph: The graph.

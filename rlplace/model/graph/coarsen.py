@@ -5,7 +5,7 @@ cyclic; with its backward and update ops it becomes one task per phase. A *group
 device, because they read the same trainable parameter (tied embeddings); all other groups are one cluster.
 
 A forward op, its backward ops, the update of the parameters it reads and everything with the same `op_colocate` share a
-cluster from the start. Contraction then goes by growing size caps, at each cap from the deepest common module outwards,
+cluster from the start. Contraction then follows growing size caps, at each cap from the deepest common module outwards,
 heaviest edges first, and over edges and twins only, so that branches stay apart as long as possible. When that leaves too
 many groups, neighbours in a depth-first topological order are merged. The result is deterministic.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.model.graph.atoms import (
-    ModuleTree,
+    ModuleHierarchy,
     anchor_graph,
     atoms,
     held_bytes,
@@ -48,7 +48,7 @@ _VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """What `coarsen` returns. Axes: N ops, C clusters, G groups.
+    """The result of `coarsen`. Axes: N ops, C clusters, G groups.
 
     Attributes:
         op_cluster: int32 [N].
@@ -134,7 +134,7 @@ class _Contraction:
         component = strong_components(len(values), source, end)
         keep = is_forward | (component[source] != component[end])
         self.dag = ContractionGraph(len(values), source[keep].tolist(), end[keep].tolist(), size[keep].tolist())
-        self.tree = ModuleTree(graph.op_module[op] for op in forward.tolist())
+        self.tree = ModuleHierarchy(graph.op_module[op] for op in forward.tolist())
         self.module = self.tree.common(inverse, len(values))
         time = np.zeros(len(values))
         np.add.at(time, label[anchor], seconds)
@@ -254,7 +254,7 @@ class _Contraction:
         return any_merged
 
     def merge_intervals(self) -> None:
-        """Last resort: merges neighbours of a topological order; deepest common module first, then the lightest pair."""
+        """Merges neighbours of a topological order as a last resort; deepest common module first, then the lightest pair."""
         order = self.dag.depth_first_order()
         right = dict(itertools.pairwise(order))
         left = {b: a for a, b in right.items()}

@@ -37,7 +37,7 @@ class ContractionGraph:
             self.predecessors[b][a] = size
 
     def find(self, node: int) -> int:
-        """Representative of the set that a node is in."""
+        """Returns the representative of the set that a node is in."""
         return self._sets.find(node)
 
     def edges(self) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Use:
-    """How an op reads or writes a tensor.
+    """One read or write of a tensor by an op.
 
     Attributes:
         storage: Number of the storage.
@@ -57,7 +57,7 @@ REACH = 3
 """Largest number of ops between the tensor of a gradient and the op that reads the gradient."""
 
 
-class Cuts:
+class StrideCuts:
     """Strides at which a number line of `size` elements is cut; each divides the next."""
 
     def __init__(self, size: int) -> None:
@@ -74,26 +74,26 @@ class Cuts:
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
-        """(low, high) strides of the pieces, outermost first."""
+        """Returns (low, high) strides of the pieces, outermost first."""
         return list(pairwise(self.at))[::-1]
 
 
 class _DimensionRun:
     """A dimension of an op along strides of a storage."""
 
-    def __init__(self, dim: Cuts, line: Cuts, size: int, stride: int) -> None:
+    def __init__(self, dim: StrideCuts, line: StrideCuts, size: int, stride: int) -> None:
         self.dim, self.line, self.size, self.stride = dim, line, size, stride
         self.alive = line.add(stride) and line.add(stride * size)
 
     def agree(self) -> None:
-        """Cuts either side where the other is cut."""
+        """StrideCuts either side where the other is cut."""
         for cut in [c for c in self.line.at if self.stride < c < self.stride * self.size]:
             self.alive = self.alive and self.dim.add(cut // self.stride)
         for cut in list(self.dim.at):
             self.alive = self.alive and self.line.add(cut * self.stride)
 
 
-class Layouts:
+class AxisSystem:
     """Ops and storages in one system of axes.
 
     Attributes:
@@ -104,14 +104,14 @@ class Layouts:
 
     def __init__(self, accesses: Mapping[int, Access]) -> None:
         """Brings the accesses of all forward ops, by op number, in line."""
-        lines: dict[int, Cuts] = {}
-        dims: dict[tuple[int, str], Cuts] = {}
+        lines: dict[int, StrideCuts] = {}
+        dims: dict[tuple[int, str], StrideCuts] = {}
         runs: dict[tuple[int, int], list[list[tuple[str, _DimensionRun]]]] = {}
         for op, access in accesses.items():
             for name, size in access.dims.items():
-                dims[op, name] = Cuts(size)
+                dims[op, name] = StrideCuts(size)
             for use in access.uses:
-                line = lines.setdefault(use.storage, Cuts(use.elements))
+                line = lines.setdefault(use.storage, StrideCuts(use.elements))
                 use_runs = [(name, _DimensionRun(dims[op, name], line, size, stride)) for name, size, stride in use.runs]
                 runs.setdefault((use.storage, op), []).append(use_runs)
         every = [run for uses in runs.values() for use in uses for _, run in use]
@@ -137,7 +137,7 @@ class Layouts:
             agreed = tuple(names[0] if len(set(names)) == 1 else "" for names in zip(*seen, strict=True))
             self.access.setdefault(storage, {})[op] = agreed
 
-    def _names(self, op: int, line: Cuts, use: Sequence[tuple[str, _DimensionRun]]) -> Names:
+    def _names(self, op: int, line: StrideCuts, use: Sequence[tuple[str, _DimensionRun]]) -> Names:
         name_of_piece: dict[tuple[int, int], str] = {}
         for name, run in use:
             pieces = run.dim.ranges()
@@ -168,11 +168,11 @@ def _piece(name: str, index: int, count: int) -> str:
 class GradientLayouts:
     """Axes of the tensors that backward ops pass on."""
 
-    def __init__(self, layouts: Layouts, size_bytes: Mapping[int, int]) -> None:
+    def __init__(self, layouts: AxisSystem, size_bytes: Mapping[int, int]) -> None:
         """Prepares.
 
         Args:
-            layouts: Layouts of the forward ops.
+            layouts: Axes of the forward ops.
             size_bytes: Bytes of each storage that forward ops read or make.
         """
         self._layouts, self._size_bytes = layouts, size_bytes
@@ -297,7 +297,7 @@ class Traced:
     @cached_property
     def indices(self) -> Indices:
         """Dimensions of ops and axes of tensors that agree; computed on first use."""
-        layouts = Layouts(self.accesses)
+        layouts = AxisSystem(self.accesses)
         forward_of = self.forward_of
         forward_bytes = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
         gradients = GradientLayouts(layouts, forward_bytes)

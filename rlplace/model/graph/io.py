@@ -45,7 +45,7 @@ def _check_shape(graph: OpGraph, field: str, count: int) -> None:
 
 
 def _check_range(values: NDArray[np.generic], where: str, low: float, high: float) -> None:
-    """`low` and `high` inclusive; NaN is outside every range."""
+    """Checks that values are in `low` to `high`, both inclusive; NaN is outside every range."""
     bad = ~((values >= low) & (values <= high))  # type: ignore[operator]
     if bad.any():
         index = first(bad)
@@ -229,8 +229,8 @@ class _Tensors(Record, frozen=True):
     consumers: list[list[_Index]]
 
 
-class _Graph(Record, frozen=True):
-    """What a graph file holds."""
+class _GraphFile(Record, frozen=True):
+    """Contents of a graph file."""
 
     ops: _Ops
     parameters: tuple[Parameter, ...]
@@ -244,7 +244,7 @@ class _Graph(Record, frozen=True):
 
 def graph_from_dict(data: dict[str, Any]) -> OpGraph:
     """Builds and checks the graph of a file without its header."""
-    graph = build(_Graph, data, "graph")
+    graph = build(_GraphFile, data, "graph")
     consumers = graph.tensors.consumers
     return OpGraph(
         name=graph.name,

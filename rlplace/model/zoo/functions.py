@@ -1,7 +1,8 @@
-"""A person's own function that returns a model: found by its MODEL text, called, and what it returns checked.
+"""MODEL texts: their options, and a person's own function that returns a model, called and checked.
 
-``package.module:function`` and ``file.py:function`` import that module and call that function: this is the only place where
-rlplace runs code that a text names.
+Options, ``NAME,key=value,...``, are parsed against the type of a default value. ``package.module:function`` and
+``file.py:function`` import that module and call that function: this is the only place where rlplace runs code that a text
+names.
 """
 
 from __future__ import annotations
@@ -11,16 +12,129 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from rlplace.errors import InputError, RlplaceError, show, unknown_name
-from rlplace.model.capture.sizes import resize_batch, rows_of
-from rlplace.model.zoo.options import parse_options, split_spec
+from rlplace.model.capture.inputs import resize_batch, rows_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """Splits ``name,key=value,...`` into the name and its options.
+
+    Raises:
+        InputError: An option has no ``=``, no name, or appears twice.
+    """
+    name, *parts = text.split(",")
+    options: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise InputError(f"model {show(text, 120)}: expected key=value after the name, found {show(part, 40)}")
+        if key in options:
+            raise InputError(f"model {show(text, 120)}: option {show(key)} appears twice")
+        options[key] = value.strip()
+    return name.strip(), options
+
+
+def config_file(model: str) -> Path | None:
+    """Returns the configuration that ``hf:PATH[,key=value...]`` names, a JSON file or a folder with a ``config.json``; None: no
+    path.
+
+    Args:
+        model: MODEL text.
+    """
+    kind, _, rest = model.partition(":")
+    name = rest.partition(",")[0].strip()
+    path = Path(name)
+    if kind != "hf" or not ("/" in name or name.endswith(".json")):
+        return None
+    return path / "config.json" if path.is_dir() else path if path.is_file() else None
+
+
+def parse_options(
+    options: Mapping[str, str], defaults: Mapping[str, Any], where: str, extra: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Parses option texts against the types of their defaults.
+
+    Args:
+        options: Texts by name.
+        defaults: All known options with a value of the right type; None accepts any number, truth value or text.
+        where: Model of the options, for messages.
+        extra: Further known names, without a default.
+
+    Returns:
+        Values by name, only for the options in `options`.
+
+    Raises:
+        InputError: Unknown option (with the nearest known one), or a text that is not of the right type.
+    """
+    known = {**dict.fromkeys(extra), **defaults}
+    result = {}
+    for key, text in options.items():
+        if key not in known:
+            raise unknown_name(f"option of {where}", key, known)
+        result[key] = _parse(text, known[key], f"{where}: option {key}")
+    return result
+
+
+def _parse(text: str, default: Any, where: str) -> Any:
+    if isinstance(default, bool):
+        return _boolean(text, where)
+    if isinstance(default, int):
+        return _number(text, int, where, "a whole number")
+    if isinstance(default, float):
+        return _number(text, float, where, "a number")
+    if isinstance(default, str):
+        return text
+    if isinstance(default, (list, tuple)):
+        like = default[0] if default else None
+        return type(default)(_parse(item, like, where) for item in text.split("/"))
+    if default is None:
+        return guessed(text)
+    raise InputError(f"{where}: cannot be given as text (it is a {type(default).__name__})")
+
+
+def _boolean(text: str, where: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise InputError(f"{where}: {show(text, 40)} is not true or false")
+
+
+def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise InputError(f"{where}: {show(text, 40)} is not {what}") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InputError(f"{where}: {show(text, 40)} is not finite")
+    return value
+
+
+def guessed(text: str) -> Any:
+    """Returns a text as a number, a truth value, None or text, by its form."""
+    lower = text.lower()
+    if lower in ("none", "null"):
+        return None
+    if lower in ("true", "false"):
+        return lower == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
 
 PAGE = "docs/quickstart.md, A model of your own"
 """Where the documentation says what such a function looks like."""
@@ -34,7 +148,7 @@ _folders: list[str] = []
 
 @dataclass(frozen=True)
 class Returned:
-    """What a function returned.
+    """The checked result of a function.
 
     Attributes:
         module: The model.
@@ -130,6 +244,8 @@ def call_function(source: str, rest: str, batch: int | None, seq: int, *, resize
     Raises:
         InputError: It fails, returns something else than a model and its inputs, or another number of samples.
     """
+    from torch import nn
+
     function, values = function_and_options(source, rest, batch or 8, seq)
     where = f"model {show(f'{source}:{split_spec(rest)[0]}')}"
     try:

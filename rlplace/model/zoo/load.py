@@ -1,9 +1,4 @@
-"""`load_model`: from a MODEL text to a module, its example inputs and its loss.
-
-The models of the zoo by name. Each builder takes the batch, the sequence length and its own options.
-
-A builder returns a module whose output is a dict with the key ``loss``, and its keyword inputs.
-"""
+"""`load_model`: from a MODEL text to a module, its example inputs and its loss."""
 
 from __future__ import annotations
 
@@ -18,10 +13,17 @@ from torch import nn
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.limits import MODULES
 from rlplace.model.torch_adapter import pytree
-from rlplace.model.zoo.functions import call_function, first_line
-from rlplace.model.zoo.options import parse_options, split_spec
-from rlplace.model.zoo.tabular import build_dlrm, build_lstm, build_mlp, build_moe_toy, build_transformer
-from rlplace.model.zoo.vision import build_inception, build_nasnet, build_unet
+from rlplace.model.zoo.functions import call_function, first_line, parse_options, split_spec
+from rlplace.model.zoo.models import (
+    build_dlrm,
+    build_inception,
+    build_lstm,
+    build_mlp,
+    build_moe_toy,
+    build_nasnet,
+    build_transformer,
+    build_unet,
+)
 
 BUILDERS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
     "dlrm": build_dlrm,

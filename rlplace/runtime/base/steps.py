@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rlplace.errors import InputError
-from rlplace.model.capture.inputs import described_inputs, no_loss, split_inputs
+from rlplace.model.capture.inputs import described_inputs, split_inputs
+from rlplace.model.capture.step import no_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base import activity

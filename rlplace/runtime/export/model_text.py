@@ -14,8 +14,7 @@ from torch import nn
 
 from rlplace.errors import InputError, show
 from rlplace.model.capture.capture import DTYPES
-from rlplace.model.zoo.functions import function_and_options, runs_code
-from rlplace.model.zoo.options import config_file, split_spec
+from rlplace.model.zoo.functions import config_file, function_and_options, runs_code, split_spec
 from rlplace.model.zoo.transformers import read_config
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from rlplace.errors import InputError
-from rlplace.model.zoo.options import split_spec
+from rlplace.model.zoo.functions import split_spec
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import Pipeline

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.errors import InputError
-from rlplace.model.capture.sizes import resize_batch
+from rlplace.model.capture.inputs import resize_batch
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import Planned

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from rlplace.errors import InputError
-from rlplace.model.capture.flops import count_flops
+from rlplace.model.aten import count_flops
 from rlplace.plan.device_map import LOSS_OP, closest, most_below, plan_groups
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem.build import TensorSpec, build_problem

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from rlplace.errors import InputError
-from rlplace.model.axes.dims import base_name
+from rlplace.model.aten import base_name
 from rlplace.model.capture.export import lies_in
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import Batch, autocast_state, repeated, signature_of

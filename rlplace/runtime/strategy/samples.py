@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlplace.model.axes.dims import base_name
+from rlplace.model.aten import base_name
 from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.runtime.base.conduct import TARGETS, Conduct
 from rlplace.strategy.layouts.cut_moves import SAMPLE

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.model.graph.atoms import ModuleTree
+from rlplace.model.graph.atoms import ModuleHierarchy
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, PARAMETER, UPDATE, OpGraph
 
 _ALIKE = 0.5
@@ -203,9 +203,9 @@ def _readers(graph: OpGraph, forward: list[int], of_op: NDArray[np.int32]) -> tu
         looks = np.array([graph.op_kind[op] == "view" for op in readers.tolist()], dtype=bool)
         readers = readers[~looks] if not looks.all() else readers
         blocks[int(graph.tensor_parameter[tensor])] |= set(of_op[readers].tolist())
-    tree: ModuleTree | None = None
+    tree: ModuleHierarchy | None = None
     for index, found in enumerate(blocks):
         if not found:
-            tree = tree or ModuleTree(graph.op_module[op] for op in forward)
+            tree = tree or ModuleHierarchy(graph.op_module[op] for op in forward)
             found.add(int(of_op[forward[tree.nearest(graph.parameters[index].name.rpartition(".")[0])]]))
     return tuple(tuple(sorted(found)) for found in blocks)

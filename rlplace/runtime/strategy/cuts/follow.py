@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from rlplace.model.aten import kind_of
 from rlplace.model.axes.access import access_of
-from rlplace.model.axes.dims import kind_of
 from rlplace.model.capture.export import module_path
 
 if TYPE_CHECKING:

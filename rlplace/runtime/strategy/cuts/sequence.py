@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rlplace.model.axes.dims import kind_of
+from rlplace.model.aten import kind_of
 from rlplace.model.capture.export import is_random, module_path
 from rlplace.runtime.strategy.cuts.follow import RefusedError, along
 from rlplace.runtime.strategy.cuts.regions import BlockGraph, Region

@@ -1,8 +1,15 @@
-"""Repeats the middle layer of a recording: references of layers are shifted, references to anything else stay.
+"""Records a model of many equal layers from a few of them.
 
-Among `HELD` layers the first and the last may differ. The three in the middle must be equal item by item, and each of
-their references must reach equally far: into the same layer, the one before, the one after, or always to the same thing. Then
-the middle one's items are inserted once for every missing layer.
+Exporting a step takes time in proportion to its layers, which are mostly alike. So a copy of the model whose lists of modules
+are shortened to `SHORT` elements is recorded, and the labels, events and storages of its middle layer are repeated. The first
+and the last layer may differ. The three in the middle must be equal item by item, and each of their references must reach
+equally far: into the same layer, the one before, the one after, or always to the same item. The middle one's items are inserted
+once for every missing layer: references of layers are shifted, references to other items stay, and the numbers in names are
+counted on as `torch.fx` counts them.
+
+This is done only where it can be checked (`UnlikeError` elsewhere): the three middle layers must have done the same step for
+step; and the forward of the whole model, run eagerly, must be the forward of the short one, run eagerly and repeated in the
+same way, event by event with its tensors. The backward follows from the forward.
 """
 
 from __future__ import annotations
@@ -10,22 +17,34 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy as shallow_copy
 from itertools import groupby
 from typing import Any
 
 import msgspec
+from torch import nn
 
-from rlplace.model.capture.assemble import Leaf
 from rlplace.model.capture.export import op_name
-from rlplace.model.capture.inputs import LOSS_LABEL
-from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, NOBODY, UPDATE_OF, Label
-from rlplace.model.capture.recording import Recording, Reference, parts_of, with_numbers
+from rlplace.model.capture.record import (
+    BACKWARD_OF,
+    FORWARD_OF,
+    LOSS_LABEL,
+    UNOWNED,
+    UPDATE_OF,
+    Label,
+    Leaf,
+    Recording,
+    Reference,
+    parts_of,
+    with_numbers,
+)
+from rlplace.model.capture.trace import EagerRecorder
 
-HELD = 5
+SHORT = 5
 """Layers that are recorded: a first, three middle ones to compare, a last."""
 
 _MIDDLE = 2
-_BEFORE, _AFTER = -1, HELD
+_BEFORE, _AFTER = -1, SHORT
 
 
 class UnlikeError(RuntimeError):
@@ -48,8 +67,11 @@ class Repeated:
             for kind, layers in self.layer.items()
         }
         self.new = {kind: {pair: number for number, pair in enumerate(order)} for kind, order in self.order.items()}
-        self.members: dict[str, dict[int, list[int]]] = {kind: _members(layers) for kind, layers in self.layer.items()}
-        self.position = {kind: _positions(members, len(self.layer[kind])) for kind, members in self.members.items()}
+        self.members = {kind: _members(layers) for kind, layers in self.layer.items()}
+        self.position = {
+            kind: {number: position for numbers in members.values() for position, number in enumerate(numbers)}
+            for kind, members in self.members.items()
+        }
 
     def result(self) -> Recording:
         """Returns the recording with all layers."""
@@ -80,10 +102,10 @@ class Repeated:
         return _BEFORE if match is None else int(match[1])
 
     def _label_layers(self) -> list[int]:
-        """Layer of each label; labels between two layers belong to the one before them."""
+        """Returns the layer of each label; labels between two layers belong to the one before them."""
         own = [self._element(label.module) for label in self.old.labels]
         inside = [index for index, layer in enumerate(own) if layer != _BEFORE]
-        if sorted(set(own) - {_BEFORE}) != list(range(HELD)):
+        if sorted(set(own) - {_BEFORE}) != list(range(SHORT)):
             raise UnlikeError(f"not every layer of {self.path} runs")
         layers, current = [], _BEFORE
         for index, layer in enumerate(own):
@@ -94,9 +116,9 @@ class Repeated:
         return layers
 
     def _event_layers(self) -> tuple[list[int], list[bool]]:
-        """Layer of each event and whether it is in the backward; events without an owner go with the one before them."""
+        """Returns the layer of each event, without an owner that of the event before, and whether it is in the backward."""
         events, labels, leaves = self.old.events, self.layer["label"], self.layer["leaf"]
-        start = next((i for i, e in enumerate(events) if e.phase in (BACKWARD_OF, UPDATE_OF, NOBODY)), len(events))
+        start = next((i for i, e in enumerate(events) if e.phase in (BACKWARD_OF, UPDATE_OF, UNOWNED)), len(events))
         own: list[int | None] = []
         for event in events:
             known = event.owner >= 0 and event.phase in (FORWARD_OF, BACKWARD_OF, UPDATE_OF)
@@ -114,7 +136,7 @@ class Repeated:
         return layers, [index >= start for index in range(len(events))]
 
     def _storage_layers(self) -> tuple[list[int], list[bool]]:
-        """Layer in which each storage was met first, and whether that was in the backward."""
+        """Returns the layer in which each storage was met first, and whether that was in the backward."""
         old = self.old
         first: dict[int, tuple[int, bool]] = {leaf.storage: (self.layer["leaf"][i], False) for i, leaf in enumerate(old.leaves)}
         first |= {number: (_BEFORE, False) for number in range(old.num_external) if number not in first}
@@ -128,13 +150,13 @@ class Repeated:
         for number in range(len(old.storages)):
             last = first.get(number, last)
             layers.append(last)
-        met = [3 * HELD - layer if turned else layer for layer, turned in layers[old.num_external :]]
+        met = [3 * SHORT - layer if turned else layer for layer, turned in layers[old.num_external :]]
         if met != sorted(met):
             raise UnlikeError(f"tensors of the layers of {self.path} are not met in order")
         return [layer for layer, _ in layers], [turned for _, turned in layers]
 
     def _emitted(self, layers: Sequence[int], turned: Sequence[bool]) -> list[tuple[int, int]]:
-        """(old number, copy) in the new order; in the backward the copies come before the layer that they copy."""
+        """Returns (old number, copy) in the new order; in the backward the copies come before the layer that they copy."""
         result: list[tuple[int, int]] = []
         for (layer, back), run in groupby(range(len(layers)), key=lambda index: (layers[index], turned[index])):
             numbers = list(run)
@@ -165,7 +187,7 @@ class Repeated:
         return result
 
     def _shifts(self, items: Sequence[Any], members: dict[int, list[int]]) -> Iterable[list[int | None]]:
-        """For each item of the middle layer, how many layers away each of its references is; None: always the same one."""
+        """Yields, by item of the middle layer, how many layers away each reference is; None: always the same item."""
         for trio in zip(*(members.get(layer, ()) for layer in (1, 2, 3)), strict=True):
             forms, references = zip(*(parts_of(items[number]) for number in trio), strict=True)
             if not forms[0] == forms[1] == forms[2] or len({len(own) for own in references}) > 1:
@@ -173,7 +195,7 @@ class Repeated:
             yield [self._shift(same) for same in zip(*references, strict=True)]
 
     def _shift(self, references: Sequence[Reference]) -> int | None:
-        """Distance in layers between layers 1, 2 and 3 and what they refer to; None: always the same item."""
+        """Returns the distance between layers 1, 2 and 3 and the layers of the items that they refer to; None: one item."""
         kind = references[0][0]
         numbers = [number for _, number in references]
         if len({kind for kind, _ in references}) > 1:
@@ -188,7 +210,7 @@ class Repeated:
         return shift
 
     def _number(self, kind: str, old: int, here: int, shift: int | None) -> int:
-        """New number of the item that a layer at position `here` refers to."""
+        """Returns the new number of the item that a layer at position `here` refers to."""
         if shift is None:
             return self.new[kind][old, 0]
         layer, position = here + shift, self.position[kind][old]
@@ -210,7 +232,7 @@ class Repeated:
         return dataclasses.replace(leaf, record=msgspec.structs.replace(leaf.record, name=name, aliases=tuple(aliases)))
 
     def _steps(self) -> dict[str, int]:
-        """Increment of the number in the names of a kind of node from layer to layer."""
+        """Returns by kind of node the increment of the number in its names from layer to layer."""
         steps: dict[str, int] = {}
         members = _members(self.layer["label"])
         if not self.old.nodes:
@@ -241,15 +263,6 @@ def _members(layers: Sequence[int]) -> dict[int, list[int]]:
     return members
 
 
-def _positions(members: dict[int, list[int]], count: int) -> list[int]:
-    """Returns position of each number among those of its layer."""
-    positions = [0] * count
-    for numbers in members.values():
-        for position, number in enumerate(numbers):
-            positions[number] = position
-    return positions
-
-
 def _node(label: Label) -> str:
     return label.name.rpartition("/")[2]
 
@@ -267,3 +280,86 @@ def gapless_kinds(nodes: Iterable[str]) -> frozenset[str]:
         base, number = _counted(node)
         numbers.setdefault(base, set()).add(number)
     return frozenset(base for base, seen in numbers.items() if max(seen) - min(seen) + 1 == len(seen) and min(seen) <= 1)
+
+
+LEAST = 8
+"""Elements of a list that may be shortened."""
+
+WORTH = 5
+"""Layers that must be saved in all, or recording the whole model is as quick."""
+
+
+class ForwardRecorder(EagerRecorder):
+    """Records events of the forward with their modules and how many autograd nodes they made, and no iteration spaces."""
+
+    def __init__(self) -> None:
+        super().__init__(by_module=False)
+
+    def _new_label(self, name: str, target: str, leave: int) -> None:
+        super()._new_label(name, target, leave)
+        self.labels[-1].parts = None
+
+    def claim(self, label: int, leave: int = 0) -> None:
+        before = self._last_sequence
+        super().claim(label, leave)
+        if label >= 0:
+            dims = self.labels[label].dims
+            dims["autograd"] = dims.get("autograd", 0) + self._last_sequence - before
+
+
+def repeated_lists(model: nn.Module) -> dict[str, int]:
+    """Returns outermost lists of modules, alike except the first and the last: length by path; none where it saves little."""
+    lengths: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < LEAST:
+            continue
+        inside = path.startswith(tuple(f"{outer}." for outer in lengths))
+        if path and not inside and len({_looks(item) for item in list(module)[1:-1]}) == 1:
+            lengths[path] = len(module)
+    return lengths if sum(lengths.values()) - SHORT * len(lengths) >= WORTH else {}
+
+
+def _looks(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+
+
+def shortened(model: nn.Module, lists: Iterable[str]) -> nn.Module:
+    """Returns the model with the first `SHORT` elements of these lists; it shares all other modules with the model."""
+    for path in lists:
+        model = _shortened(model, path.split("."))
+    return model
+
+
+def _shortened(module: nn.Module, path: Sequence[str]) -> nn.Module:
+    short = shallow_copy(module)
+    children = dict(list(module._modules.items())[: None if path else SHORT])
+    if path:
+        children[path[0]] = _shortened(module.get_submodule(path[0]), path[1:])
+    short._modules = children
+    return short
+
+
+def unroll(recording: Recording, lists: dict[str, int]) -> Recording:
+    """Returns the recording of the model whose lists have these lengths, from that of the model that `shortened` made.
+
+    Raises:
+        UnlikeError: The middle layers of a list are not alike.
+    """
+    gapless = gapless_kinds(recording.nodes)
+    for path, length in lists.items():
+        recording = Repeated(recording, path, length - SHORT, gapless).result()
+    return recording
+
+
+def check_equal(repeated: Recording, whole: Recording) -> None:
+    """Raises `UnlikeError` where two recordings of the forward differ in an event, autograd node, tensor or parameter."""
+    same = repeated.events == whole.events and all(
+        [row(item) for item in one] == [row(item) for item in other]
+        for one, other, row in (
+            (repeated.labels, whole.labels, lambda label: (label.module, label.target, label.dims)),
+            (repeated.leaves, whole.leaves, lambda leaf: (leaf.record, leaf.idle)),
+            (repeated.storages, whole.storages, lambda storage: storage.nbytes()),
+        )
+    )
+    if not same:
+        raise UnlikeError("the forward of the whole model is not that of its repeated layers")

@@ -20,7 +20,7 @@ from rlplace.plan.strategy import Stage, Strategy
 from rlplace.runtime.strategy.blocks import units
 from rlplace.runtime.strategy.capture import capture as capture_blocks
 from rlplace.runtime.strategy.facts import facts_of
-from rlplace.runtime.strategy.mesh import AXES, Place
+from rlplace.runtime.strategy.mesh import AXES, MeshPlace
 from rlplace.runtime.strategy.model_layouts import find_layouts, lay_out
 from rlplace.runtime.strategy.why_not import judge, why_not
 from rlplace.strategy.blocks.blocks import find_blocks
@@ -81,7 +81,7 @@ def sent(spec, degree, sequence_parallel):
     dist.init_process_group("fake", rank=0, world_size=degree, store=fake_pg.FakeStore())
     try:
         mesh = init_device_mesh("cpu", (1, 1, 1, degree), mesh_dim_names=AXES)
-        place = Place(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), {rank: rank for rank in range(degree)})
+        place = MeshPlace(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), {rank: rank for rank in range(degree)})
         stage = Stage(tuple(found), tuple(range(degree)), {"tensor": degree}, sequence_parallel=sequence_parallel)
         lay_out(place, stage, find_layouts(found, captured.calls), found, captured)
         with Sent(degree) as counted:

@@ -20,8 +20,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.planned import Planned
 from rlplace.runtime.base.conduct import MEAN, TARGETS
-from rlplace.runtime.strategy.blocks import owner, tied_names, units
-from rlplace.runtime.strategy.capture import observe
+from rlplace.runtime.strategy.blocks import observe, owner, tied_names, units
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.model_layouts import BlockLayout, ModelLayouts, find_layouts
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
@@ -260,7 +259,7 @@ def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
     for region in layout.regions:
         products = [product.module for product in (*region.columns, *region.rows)]
         strange = [name for name in products if type(exported.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
-        if strange or region.packed or region.stored:
+        if strange or region.packed or region.stored or region.local:
             name = f"{path}.{(strange or [region.columns[0].module])[0]}"
             raise InputError(
                 f"export: {show(name)} is no plain nn.Linear, or packs several weights, and torch's tensor-parallel styles cut "

@@ -1,18 +1,28 @@
-"""Which modules are blocks: the units that strategies speak of and that stay the model's own modules.
+"""The blocks of a model: the units of strategies, which stay the model's own modules, and what a run of the forward shows of them.
 
 A block is an element of an outermost module list, a module that reads parameters of its own, or a leaf module with parameters
 or buffers. Containers between the root and its blocks are no blocks; neither are leaf modules without any state outside of
-lists, which are recorded as ops. A strategy may name larger modules: what it names stays whole.
+lists, which are recorded as ops. A strategy may name larger modules: a named module stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from rlplace.errors import InputError, show
-from rlplace.model.capture.export import lies_in
+from rlplace.model.capture.export import TOGGLES, lies_in, loses
+from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
+from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.torch_adapter import BatchNorm, DropoutNd, NormBase
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -62,25 +72,20 @@ def _inside(module: nn.Module, path: str, chosen: set[str], listed: bool) -> Ite
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         container, around = isinstance(child, _LISTS), any(one.startswith(f"{inner}.") for one in chosen)
-        if inner in chosen or (not container and not around and (listed or _is_whole(child))):
+        whole = isinstance(child, _KEPT) or any(True for _ in child.parameters(recurse=False))
+        if inner in chosen or (not container and not around and (listed or whole)):
             yield inner, child
         else:
             yield from _inside(child, inner, chosen, container)
 
 
-def _is_whole(module: nn.Module) -> bool:
-    """Returns whether it reads parameters of its own, or draws random numbers or keeps statistics."""
-    return any(True for _ in module.parameters(recurse=False)) or isinstance(module, _KEPT)
-
-
 def owner(path: str, blocks: Iterable[str]) -> str | None:
     """Returns the block that a module or parameter path lies in; the innermost where blocks are nested."""
-    holding = [block for block in blocks if lies_in(path, block)]
-    return max(holding, key=len, default=None)
+    return max((block for block in blocks if lies_in(path, block)), key=len, default=None)
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of parameters that are one tensor, for every such tensor."""
+    """Returns names of parameters that are one tensor, for every such tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -96,3 +101,134 @@ def has_batch_norm(model: nn.Module) -> bool:
 def has_sync_norm(model: nn.Module) -> bool:
     """Returns whether a module computes statistics over all processes of the job."""
     return any(isinstance(module, nn.SyncBatchNorm) and module.process_group is None for module in model.modules())
+
+
+class Observed(NamedTuple):
+    """Observations of one run of a forward.
+
+    Attributes:
+        results: By unit its results, by the shapes of its arguments.
+        calls: By unit the arguments of its first call.
+        outside: Units whose parameters are read while they do not run.
+        lost: Something that the forward does outside of units and that a record of it cannot hold; None without it.
+        reentrant: Whether the forward calls reentrant checkpoints.
+        unreached: Whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`.
+        branches: Whether the forward reads values outside of units.
+    """
+
+    results: dict[str, Any]
+    calls: dict[str, Any]
+    outside: set[str]
+    lost: str | None
+    reentrant: bool
+    unreached: bool
+    branches: bool = False
+
+
+def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> Observed:
+    """Runs the forward on fake tensors and observes its units; where a unit reads values, runs the model itself on zeros."""
+    mode = new_fake_mode()
+    try:
+        return _observe(fake_copy(model, mode), fake_inputs(dict(inputs), mode), found, mode)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in model.parameters()):
+            raise
+        branches = getattr(error, "outside", False)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    where = next(model.parameters()).device
+    try:
+        for fill in (torch.zeros_like, torch.ones_like):  # lengths are 1 at least
+            plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
+            with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
+                seen = _observe(model, plain, found, contextlib.nullcontext())
+                return seen._replace(unreached=True, branches=branches)  # other values, other ways
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    raise InputError(
+        f"native: the forward of {type(model).__name__} looks at values, and runs neither with zeros nor with ones; plan with "
+        "replicas, or on one device"
+    )
+
+
+class _Reads(TorchFunctionMode):
+    """Reads of parameters of units that do not run.
+
+    Attributes:
+        running: Units whose forward runs, the innermost last.
+        outside: Units whose parameters were read.
+        lost: A hook on an activation outside of units, or a change of what is trained.
+    """
+
+    def __init__(self, units_of: dict[int, str]) -> None:
+        super().__init__()
+        self._units_of, self.running, self.outside = units_of, list[str](), set[str]()
+        self.lost: str | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ != "__get__":  # its dtype, say
+            leaves = pytree.tree_leaves((args, kwargs))
+            read = {self._units_of.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+            self.outside |= {unit for unit in read if unit is not None and unit not in self.running}
+        changed = loses(function, args, kwargs)
+        if changed is not None and (not self.running or changed == TOGGLES):
+            self.lost = self.lost or changed
+        return function(*args, **(kwargs or {}))
+
+
+def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode: Any) -> Observed:
+    results: dict[str, Any] = {name: {} for name in found}
+    calls: dict[str, Any] = {}
+    reads = _Reads({id(p): name for name in found for p in model.get_submodule(name).parameters()})
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        reads.running.append(name)
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        reads.running.pop()
+        results[name][shapes_of((args, kwargs))] = pytree.tree_map(_meta, output)
+        calls.setdefault(name, pytree.tree_map(_meta, (args, kwargs)))
+
+    hooks = [model.get_submodule(name).register_forward_hook(partial(note, name), with_kwargs=True) for name in found]
+    hooks += [model.get_submodule(name).register_forward_pre_hook(partial(enter, name)) for name in found]
+    # On fake processor tensors, which CUDA's autocast does not reach, the run follows its rules by another way.
+    cuda = torch.is_autocast_enabled("cuda")
+    region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
+    watched = mock.patch.object(CheckpointFunction, "apply", mock.Mock(wraps=CheckpointFunction.apply))
+    try:
+        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads, watched as checkpoints:
+            output = model(**inputs)
+    except Exception as error:
+        vars(error)["outside"] = not reads.running
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, not trained <= _reached(output))
+
+
+def _reached(output: Any) -> set[int]:
+    """Returns ids of the parameters behind the loss, or behind all results of a forward without one."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output if loss is None else loss) if isinstance(leaf, torch.Tensor)]
+    seen, found = set[Any](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting.extend(before for before, _ in node.next_functions)
+    return found
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+
+def shapes_of(value: Any) -> tuple[Any, ...]:
+    """Returns shape and dtype of every tensor in a value."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -18,7 +18,7 @@ from rlplace.errors import InputError, show
 from rlplace.model.capture.export import is_random, rewrite_devices
 from rlplace.runtime.base.counting import SEEN
 from rlplace.runtime.strategy.blocks import owner
-from rlplace.runtime.strategy.capture import Captured, written_buffer
+from rlplace.runtime.strategy.capture import UnitGraph, written_buffer
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -43,7 +43,7 @@ class StageGraph:
     parameters: frozenset[str]
 
 
-def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
+def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
     """Cuts between stages.
 
     Args:
@@ -85,7 +85,7 @@ def cut(captured: Captured, blocks: Sequence[Sequence[str]]) -> list[StageGraph]
     return stages
 
 
-def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
+def _stages(captured: UnitGraph, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
     """Returns the stage of every node, `FLOATING` for what has no parameter behind it."""
     stage_of: dict[fx.Node, int] = {}
     parameters = [node for node in captured.graph.nodes if _is_parameter(captured, node)]
@@ -107,7 +107,7 @@ def _stages(captured: Captured, stage_of_block: Mapping[str, int]) -> dict[fx.No
     return stage_of
 
 
-def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: Mapping[str, int]) -> int:
+def _stage_of_unit(captured: UnitGraph, path: str, before: int, stage_of_block: Mapping[str, int]) -> int:
     block = owner(path, stage_of_block)
     if block is None and not any(True for _ in captured.units[path].parameters()):
         return max(before, 0)
@@ -121,11 +121,11 @@ def _stage_of_unit(captured: Captured, path: str, before: int, stage_of_block: M
     return stage_of_block[block]
 
 
-def _is_parameter(captured: Captured, node: fx.Node) -> bool:
+def _is_parameter(captured: UnitGraph, node: fx.Node) -> bool:
     return node.op == "get_attr" and isinstance(attrgetter(str(node.target))(captured.module), nn.Parameter)
 
 
-def _trained(captured: Captured) -> set[fx.Node]:
+def _trained(captured: UnitGraph) -> set[fx.Node]:
     """Returns nodes that a gradient flows back through: floating-point values with a trainable parameter behind them."""
     trained: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -156,7 +156,7 @@ def stage_graph(
     return graph, tuple(placeholders.index(node) for node in read)
 
 
-def _names(captured: Captured, graph: fx.Graph) -> frozenset[str]:
+def _names(captured: UnitGraph, graph: fx.Graph) -> frozenset[str]:
     """Names of the parameters that a stage reads."""
     called = {str(node.target): captured.units[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     names = {f"{path}.{name}" for path, unit in called.items() for name, _ in unit.named_parameters(remove_duplicate=False)}
@@ -179,7 +179,7 @@ def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.T
     return tuple(torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grad) for value, grad in values)
 
 
-def stage_module(captured: Captured, stage: StageGraph, device: torch.device) -> fx.GraphModule:
+def stage_module(captured: UnitGraph, stage: StageGraph, device: torch.device) -> fx.GraphModule:
     """Returns a stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved
     there.
     """
@@ -197,7 +197,7 @@ def stage_module(captured: Captured, stage: StageGraph, device: torch.device) ->
     return made
 
 
-def same_held(again: Captured, first: Captured, device: torch.device) -> None:
+def same_held(again: UnitGraph, first: UnitGraph, device: torch.device) -> None:
     """Gives a second record of a forward the modules and buffers of the first, which have values and torch's wrappers.
 
     Raises:

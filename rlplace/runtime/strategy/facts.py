@@ -17,8 +17,8 @@ from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct
-from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, owner, tied_names, units
-from rlplace.runtime.strategy.capture import capture, observe, strange_in
+from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
+from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts

@@ -1,9 +1,9 @@
-"""The loss of the whole batch over replicas: what a coupled loss reads is gathered, and computed on by every replica.
+"""The loss of the whole batch over replicas: the values that a coupled loss reads are gathered by every replica.
 
-A record of the forward is cut in two. What works on every sample by itself runs on a replica's own samples; its results that
-the rest reads (embeddings, outputs, labels) are gathered over the replicas with their gradients, and the rest runs on those
-of the whole batch, on every replica alike. A node counts as working by samples only where that is certain, so that the worst
-that a missing rule does is to gather earlier.
+A record of the forward is cut in two. Ops that work on every sample by itself run on a replica's own samples; results that the
+rest reads (embeddings, outputs, labels) are gathered over the replicas with their gradients, and the rest runs on those of the
+whole batch, on every replica alike. A node counts as working by samples only where planning's rules for cuts (`cuts.passed`)
+say so, so that the worst effect of a missing rule is to gather earlier.
 """
 
 from __future__ import annotations
@@ -24,38 +24,28 @@ from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import Batch, autocast_state, repeated, signature_of
 from rlplace.runtime.base.ranks import group_of
 from rlplace.runtime.base.steps import samples_of
-from rlplace.runtime.strategy.capture import Captured, capture
+from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import StageGraph, needed_for, stage_graph, stage_module
-from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.cuts import RefusedError, passed
+from rlplace.runtime.strategy.mesh import MeshPlace
 
-_BY_ROWS = frozenset(
-    "linear embedding layer_norm native_layer_norm rms_norm group_norm scaled_dot_product_attention conv1d conv2d conv3d "
-    "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_avg_pool1d dropout contiguous clone to _to_copy detach alias type_as "
-    "masked_fill where pixel_shuffle one_hot".split()
-)
-"""Ops whose result for a row of their first input follows from that row and from what has no samples."""
+_BY_ROWS = frozenset(("one_hot", "pixel_shuffle", "adaptive_avg_pool1d", "group_norm"))
+"""Ops whose result for a row of their input follows from that row; planning has no rules for them."""
 
 _ALONG = {
-    **dict.fromkeys(
-        "softmax log_softmax _softmax sum mean amax amin argmax argmin cat stack cumsum select slice unsqueeze squeeze sort "
-        "gather max min logsumexp var std".split(),
-        1,
-    ),
+    **dict.fromkeys("amax amin argmax argmin cumsum select slice sort gather max min logsumexp var std".split(), 1),
     **dict.fromkeys(("linalg_vector_norm", "norm", "topk"), 2),
 }
 """Ops that do so unless they work along the first dimension, with the position of the argument that says along which."""
 
-_VIEWS = frozenset("view reshape flatten unflatten permute transpose expand t _unsafe_view".split())
-"""Ops that do so where the first dimension stays the first, with its size."""
-
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class GatherSplit:
     """A forward in two parts.
 
     Attributes:
-        own: Runs on the samples of a replica, returns what is gathered.
-        rest: Runs on what was gathered of the whole batch, and on inputs without samples; returns the flat outputs.
+        own: Runs on the samples of a replica, returns the values to gather.
+        rest: Runs on the gathered values of the whole batch, and on inputs without samples; returns the flat outputs.
         own_inputs: Positions of the flat inputs that `own` reads.
         rest_inputs: Positions of the flat inputs that `rest` reads.
         out_spec: pytree spec of the output.
@@ -76,7 +66,7 @@ def split_forward(
     mixing: Collection[str],
     device: torch.device,
     blocks: Collection[str] = (),
-) -> Split:
+) -> GatherSplit:
     """Cuts the forward of a model where samples meet.
 
     Args:
@@ -95,17 +85,17 @@ def split_forward(
     pairs = list(zip(own.graph.nodes, whole.graph.nodes, strict=False))
     if len(own.graph.nodes) != len(whole.graph.nodes) or any(a.op != b.op or a.target != b.target for a, b in pairs):
         raise InputError("native: the forward does other things with the whole batch than with a replica's samples")
-    by_rows = _by_rows(own, dict(pairs), samples, replicas, mixing)
-    if pairs[-1][0].args and not any(node in by_rows.mixed for node in pairs[-1][0].all_input_nodes):
-        raise InputError("native: no result of the forward depends on several samples; plan without --couple gather")
-    met = [node for node in by_rows.rows if any(user in by_rows.mixed for user in node.users)]
     twin = dict(pairs)
+    by_rows, mixed = _kinds(twin, samples, replicas, mixing)
+    if pairs[-1][0].args and not any(node in mixed for node in pairs[-1][0].all_input_nodes):
+        raise InputError("native: no result of the forward depends on several samples; plan without --couple gather")
+    met = [node for node in by_rows if any(user in mixed for user in node.users)]
     first, first_inputs = stage_graph(list(own.graph.nodes), (), met, needed_for(met, set()))
     taken = [twin[node] for node in met]
     nodes = list(whole.graph.nodes)
     rest, rest_inputs = stage_graph(nodes, taken, (), needed_for([nodes[-1]], set(taken)))
     empty = frozenset[str]()
-    return Split(
+    return GatherSplit(
         stage_module(own, StageGraph(first, (), (), first_inputs, empty), device),
         stage_module(whole, StageGraph(rest, (), (), rest_inputs, empty), device),
         first_inputs,
@@ -114,18 +104,18 @@ def split_forward(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Kinds:
-    """Nodes with samples as their rows, and nodes that depend on samples in any other way."""
+def _kinds(
+    twin: Mapping[fx.Node, fx.Node], samples: int, replicas: int, mixing: Collection[str]
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Returns nodes with samples as their rows, and nodes that depend on samples in any other way.
 
-    rows: dict[fx.Node, None]
-    mixed: set[fx.Node]
-
-
-def _by_rows(
-    captured: Captured, twin: Mapping[fx.Node, fx.Node], samples: int, replicas: int, mixing: Collection[str]
-) -> _Kinds:
-    kinds = _Kinds({}, set())
+    Args:
+        twin: By node of the forward of a replica that of the whole batch.
+        samples: Of a replica.
+        replicas: Replicas of a step.
+        mixing: See `split_forward`.
+    """
+    rows, mixed = dict[fx.Node, None](), set[fx.Node]()
 
     def scales(node: fx.Node) -> bool:
         """Returns whether the first dimension alone grows with the number of samples."""
@@ -134,44 +124,42 @@ def _by_rows(
             return False
         return own.shape[0] == samples and tuple(whole.shape) == (samples * replicas, *own.shape[1:])
 
-    for node in captured.graph.nodes:
-        inputs = node.all_input_nodes
+    for node in twin:
+        inputs, value = node.all_input_nodes, node.meta.get("val")
         if node.op == "placeholder" and scales(node):
-            kinds.rows[node] = None
-        elif any(value in kinds.mixed for value in inputs) or node.op == "output":
-            kinds.mixed.add(node)
-        elif any(value in kinds.rows for value in inputs):
-            (kinds.rows.__setitem__(node, None) if _keeps(node, kinds, mixing) and scales(node) else kinds.mixed.add(node))
-        elif isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].shape != twin[node].meta["val"].shape:
-            kinds.mixed.add(node)  # such as positions of all samples
-    return kinds
+            rows[node] = None
+        elif any(value in mixed for value in inputs) or node.op == "output":
+            mixed.add(node)
+        elif any(value in rows for value in inputs):
+            if _keeps(twin[node], {twin[value]: 0 for value in inputs if value in rows}, mixing) and scales(node):
+                rows[node] = None
+            else:
+                mixed.add(node)
+        elif isinstance(value, torch.Tensor) and value.shape != twin[node].meta["val"].shape:
+            mixed.add(node)  # such as positions of all samples
+    return list(rows), mixed
 
 
-def _keeps(node: fx.Node, kinds: _Kinds, mixing: Collection[str]) -> bool:
-    """Returns whether a node with inputs by rows works on every row by itself, as far as is known."""
+def _keeps(node: fx.Node, rows: Mapping[fx.Node, int], mixing: Collection[str]) -> bool:
+    """Returns whether a node that reads samples as rows works on every row by itself, as far as is known."""
     if node.op == "call_module":
         return not any(lies_in(path, str(node.target)) or lies_in(str(node.target), path) for path in mixing)
-    name = base_name(str(node.target))
-    first = node.args[0] if node.args else None
-    own = [value for value in node.all_input_nodes if value in kinds.rows]
     if node.target is getitem or str(getattr(node.target, "__name__", "")) == "_leaf":
         return True
-    dims = {len(value.meta["val"].shape) for value in own if isinstance(value.meta.get("val"), torch.Tensor)}
-    made = node.meta.get("val")
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return isinstance(made, torch.Tensor) and dims == {made.dim()}
+    name = base_name(str(node.target))
+    if name in _BY_ROWS:
+        return [*rows] == [node.args[0]]
     if name == "expand_as":
-        return dims == {getattr(made, "ndim", -1)}
-    if name in _VIEWS:
-        return own == [first] and not (name == "permute" and next(iter(node.args[1])) != 0)  # type: ignore[arg-type, index]
-    if name in ("matmul", "bmm", "mm"):
-        return own == [first] and name != "bmm"
+        return len({value.meta["val"].dim() for value in rows}) == 1
     if name in _ALONG:
         along = node.args[_ALONG[name]] if len(node.args) > _ALONG[name] else node.kwargs.get("dim", None)
-        rank = max(dims, default=0) + (name in ("unsqueeze", "stack"))
+        rank = max((value.meta["val"].dim() for value in rows), default=0)
         axes = along if isinstance(along, (list, tuple)) else [along]
         return bool(axes) and all(isinstance(axis, int) and axis % max(rank, 1) != 0 for axis in axes)
-    return name in _BY_ROWS and (own == [first] or dims == {getattr(made, "ndim", -1)})
+    try:
+        return passed(node, rows) == 0
+    except RefusedError:
+        return False
 
 
 class _Gather(torch.autograd.Function):
@@ -191,7 +179,7 @@ class _Gather(torch.autograd.Function):
         return gradient.chunk(ctx.replicas)[ctx.own] * ctx.replicas, None
 
 
-def gathered(value: torch.Tensor, place: Place) -> torch.Tensor:
+def gathered(value: torch.Tensor, place: MeshPlace) -> torch.Tensor:
     """Returns a value's rows of all replicas, in the order of the batch; every replica has as many."""
     column = place.mesh.mesh[place.index["pipeline"], :, :, place.index["tensor"]].flatten().tolist()
     if value.dtype == torch.bool:
@@ -203,7 +191,7 @@ _gather: Any = _Gather.apply
 
 
 class _Live(fx.Interpreter):
-    """Runs a graph with the parameters that a model has at the moment, which torch's wrappers replace."""
+    """A run of a graph with the present parameters of a model, which torch's wrappers replace."""
 
     def __init__(self, module: fx.GraphModule, model: nn.Module) -> None:
         super().__init__(module, garbage_collect_values=True)
@@ -217,24 +205,24 @@ class _Live(fx.Interpreter):
 
 
 class GatheredForward:
-    """The forward of a model on a replica's samples that returns what the model returns for the whole batch.
+    """The forward of a model on a replica's samples that returns the model's output for the whole batch.
 
     Args:
         model: What runs; its modules are called.
         meta: The model without values, of which records are made.
-        place: Where this process stands.
+        place: Coordinates of this process.
         mixing: See `split_forward`; so is `blocks`.
         blocks: See `mixing`.
     """
 
     def __init__(
-        self, model: nn.Module, meta: nn.Module, place: Place, mixing: Collection[str], blocks: Collection[str]
+        self, model: nn.Module, meta: nn.Module, place: MeshPlace, mixing: Collection[str], blocks: Collection[str]
     ) -> None:
         self._model, self._meta, self._place = model, meta, place
         self._how: dict[str, Any] = {"mixing": tuple(mixing), "blocks": tuple(blocks), "device": place.device}
-        self._splits: dict[Any, Split] = {}
+        self._splits: dict[Any, GatherSplit] = {}
 
-    def record(self, inputs: Batch) -> Split:
+    def record(self, inputs: Batch) -> GatherSplit:
         """Returns the parts for inputs of this signature, in the present mode."""
         self._meta.train(self._model.training)
         key = signature_of(dict(inputs)), self._model.training, autocast_state()
@@ -250,8 +238,8 @@ class GatheredForward:
         return pytree.tree_unflatten(list(flat), split.out_spec)
 
 
-def gather_output(output: Any, samples: int, place: Place) -> Any:
-    """What a model returned for the samples of all replicas."""
+def gather_output(output: Any, samples: int, place: MeshPlace) -> Any:
+    """Returns a model's output for the samples of all replicas."""
 
     def rows(leaf: torch.Tensor) -> torch.Tensor:
         return gathered(leaf, place) if leaf.dim() and len(leaf) == samples else leaf

@@ -40,7 +40,7 @@ class Peer:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class MeshPlace:
     """Where this process stands.
 
     Attributes:
@@ -108,7 +108,7 @@ def check_same(model: nn.Module) -> None:
         raise InputError("native: parameters differ between processes; build the model from one seed, or load one checkpoint")
 
 
-def find_place(strategy: Strategy, device_type: str) -> Place:
+def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
     """Makes the mesh; every process of the job calls it.
 
     Devices of the strategy are counted in rising order: the first process runs the lowest device number.
@@ -136,4 +136,4 @@ def find_place(strategy: Strategy, device_type: str) -> Place:
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return Place(mesh, device, index, held, rank_of_device)
+    return MeshPlace(mesh, device, index, held, rank_of_device)

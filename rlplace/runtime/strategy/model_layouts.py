@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,20 @@ from rlplace.model.capture.export import is_random, module_path
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Stage
-from rlplace.runtime.strategy.capture import Captured
-from rlplace.runtime.strategy.cuts.follow import RefusedError
-from rlplace.runtime.strategy.cuts.regions import BlockGraph, Region, block_graph, check_draws, common_parts, regions
-from rlplace.runtime.strategy.cuts.sequence import SEQUENCE, sequence_modules
-from rlplace.runtime.strategy.mesh import Place
-from rlplace.runtime.strategy.tensor import Layouts, Trial
+from rlplace.runtime.strategy.capture import UnitGraph
+from rlplace.runtime.strategy.cuts import (
+    SEQUENCE,
+    BlockGraph,
+    RefusedError,
+    Region,
+    block_graph,
+    check_draws,
+    common_parts,
+    regions,
+    sequence_modules,
+)
+from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.strategy.tensor import LayoutTrial, TensorParallel
 from rlplace.runtime.strategy.why_not import TensorFacts
 
 _VIEWS = ("view", "reshape")
@@ -62,7 +71,7 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
 
     Args:
         units: Its blocks by path.
-        calls: What each is called with (`capture.observe`).
+        calls: Arguments of the first call of each (`blocks.observe`).
     """
     known: dict[Any, BlockLayout] = {}
     blocks: dict[str, BlockLayout] = {}
@@ -88,48 +97,51 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         for region in layout.regions:
             layouts |= {f"{path}.{product.module}": "column" for product in region.columns}
             layouts |= {f"{path}.{product.module}": "row" for product in region.rows}
-            layouts |= {f"{path}.{module}": "local" for module in region.local}
+            layouts |= {f"{path}.{name}": "local" for name in region.local}
     parts = common_parts(region for layout in blocks.values() for region in layout.regions)
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
     positions = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
-    return ModelLayouts(no_tensor, parts, sequence, layouts, _vocabulary(units), positions, blocks)
+    return ModelLayouts(no_tensor, parts, sequence, layouts, _vocabulary(units, readers), positions, blocks)
 
 
 def _settings(block: nn.Module) -> Any:
-    """Equal for blocks that do the same, whatever number they have."""
+    """Returns a value that is equal for blocks that do the same, whatever number they have."""
     plain = [
-        (type(module), *((name, value) for name, value in vars(module).items() if _sets(name, value)))
+        (
+            type(module),
+            *(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, (bool, int, float, str)) and not name.endswith(("idx", "index", "layer_id"))
+            ),
+        )
         for module in block.modules()
     ]
     return tuple(plain), tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-
-
-def _sets(name: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str)) and not name.endswith(("idx", "index", "layer_id"))
 
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _vocabulary(units: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Embeddings and products of one width; none whose parameter another kind of module reads, too."""
+def _readers(units: Mapping[str, nn.Module]) -> Mapping[nn.Parameter, set[int]]:
+    """Returns the modules that hold each parameter."""
+    readers: dict[nn.Parameter, set[int]] = defaultdict(set)
+    for module in {id(module): module for unit in units.values() for module in unit.modules()}.values():
+        for parameter in module.parameters(recurse=False):
+            readers[parameter].add(id(module))
+    return readers
+
+
+def _vocabulary(units: Mapping[str, nn.Module], readers: Mapping[nn.Parameter, set[int]]) -> tuple[str, ...]:
+    """Returns embeddings and products of one width, but none whose parameter another kind of module reads, too."""
     tables = {path: unit for path, unit in units.items() if type(unit) is nn.Embedding and unit.max_norm is None}
     heads = {path: unit for path, unit in units.items() if type(unit) is nn.Linear}
     sizes = {len(unit.weight) for unit in tables.values()} & {len(unit.weight) for unit in heads.values()}
     found = {path: unit for path, unit in {**tables, **heads}.items() if len(unit.get_parameter("weight")) in sizes}
-    readers, inside = _readers(units), {id(unit) for unit in found.values()}
+    inside = {id(unit) for unit in found.values()}
     return tuple(path for path, unit in found.items() if readers[unit.get_parameter("weight")] <= inside)
-
-
-def _readers(units: Mapping[str, nn.Module]) -> dict[nn.Parameter, set[int]]:
-    """Returns the modules that hold each parameter."""
-    readers: dict[nn.Parameter, set[int]] = {}
-    for module in {id(module): module for unit in units.values() for module in unit.modules()}.values():
-        for parameter in module.parameters(recurse=False):
-            readers.setdefault(parameter, set()).add(id(module))
-    return readers
 
 
 def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
@@ -145,28 +157,30 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     check_draws(graph, found)
     if not found:
         return BlockLayout((), reasons)
-    degree = next((n for n in range(2, common_parts(found) + 1) if common_parts(found) % n == 0), None)
+    parts = common_parts(found)
+    degree = next((n for n in range(2, parts + 1) if parts % n == 0), None)
     if degree is None:
         raise RefusedError("its heads and widths have no divisor in common")
-    _try(block, call, graph, found, (), degree, sequence=False)
-    positions, no_sequence = tuple[str, ...](), None
+    draws = any(is_random(node) for node in graph.graph.nodes)
+    whole = BlockLayout(found, reasons, (), draws)
+    _try(block, call, graph, whole, degree, sequence=False)
     try:
-        positions = sequence_modules(block, graph, found)
+        layout = BlockLayout(found, reasons, sequence_modules(block, graph, found), draws)
         if _activation(call).shape[1] % degree == 0:
-            _try(block, call, graph, found, positions, degree, sequence=True)
+            _try(block, call, graph, layout, degree, sequence=True)
     except RefusedError as error:
-        no_sequence = str(error)
-    return BlockLayout(found, reasons, positions, any(is_random(node) for node in graph.graph.nodes), no_sequence)
+        return BlockLayout(found, reasons, (), draws, str(error))
+    return layout
 
 
 def _activation(call: Call) -> torch.Tensor:
-    """What a gradient flows back through, of what a block is handed."""
+    """Returns the argument of a block that a gradient flows back through."""
     leaves = pytree.tree_leaves(call)
     return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
 
 
 class _Views(TorchFunctionMode):
-    """Notes the shapes of views whose code says them."""
+    """The shapes of the views that code asks for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,9 +193,36 @@ class _Views(TorchFunctionMode):
         return made
 
 
+def _try(block: nn.Module, call: Call, graph: BlockGraph, layout: BlockLayout, degree: int, *, sequence: bool) -> None:
+    """Runs a block on the shapes that one process has.
+
+    Raises:
+        RefusedError: It does not run, or makes what is no part.
+    """
+    mode = new_fake_mode()
+    copied, whole = fake_copy(block, mode), fake_copy(block, mode)
+    args, kwargs = fake_inputs(call, mode)
+    try:
+        with mode, torch.enable_grad():
+            trial = LayoutTrial(degree, sequence)
+            trial.regions(copied, layout.regions, layout.positions)
+            if sequence:
+                trial.split(copied, _activation(call).shape[-1])
+            wanted = pytree.tree_leaves(whole(*args, **kwargs))[0]
+            with _Views() as views:
+                made = pytree.tree_leaves(copied(*args, **kwargs))[0]
+        shape = _part_of(wanted.shape, SEQUENCE if sequence else None, degree)
+    except Exception as error:  # the block's own code runs
+        reason = (str(error).splitlines() or [""])[0][:120]
+        raise RefusedError(f"its code does not run on parts ({type(error).__name__}: {reason})") from error
+    if list(made.shape) != shape:
+        raise RefusedError(f"on parts it makes {list(made.shape)}, not {shape}")
+    _check_views(graph, layout.regions, views.shapes, degree)
+
+
 def _check_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[list[int]], degree: int) -> None:
-    """Views of what is cut have the shapes that parts have: a ``-1`` hides a number of heads that is not divided."""
-    replaced = {product.module for region in found for product in (*region.columns, *region.rows)}
+    """Checks that views of cut values have the shapes of parts: a ``-1`` hides a number of heads that is not divided."""
+    replaced = {product.module for region in found for product in region.products}
     views = [node for node in graph.graph.nodes if getattr(node.target, "_opname", "") in _VIEWS]
     views = [node for node in views if module_path(node) not in replaced]
     cut = {node: dim for region in found for node, dim in region.nodes.items()}
@@ -194,50 +235,17 @@ def _part_of(shape: Sequence[int], cut: int | None, degree: int) -> list[int]:
     return [size // degree if dim == cut else size for dim, size in enumerate(shape)]
 
 
-def _try(
-    block: nn.Module,
-    call: Call,
-    graph: BlockGraph,
-    found: Sequence[Region],
-    positions: Sequence[str],
-    degree: int,
-    *,
-    sequence: bool,
+def lay_out(
+    place: MeshPlace, stage: Stage, found: ModelLayouts, units: Mapping[str, nn.Module], captured: UnitGraph | None
 ) -> None:
-    """Runs a block on the shapes that one process has.
-
-    Raises:
-        RefusedError: It does not run, or makes what is no part.
-    """
-    mode = new_fake_mode()
-    copied, whole = fake_copy(block, mode), fake_copy(block, mode)
-    args, kwargs = fake_inputs(call, mode)
-    try:
-        with mode, torch.enable_grad():
-            layouts = Trial(degree, sequence)
-            layouts.regions(copied, found, positions)
-            if sequence:
-                layouts.split(copied, _activation(call).shape[-1])
-            wanted = pytree.tree_leaves(whole(*args, **kwargs))[0]
-            with _Views() as views:
-                made = pytree.tree_leaves(copied(*args, **kwargs))[0]
-        shape = _part_of(wanted.shape, SEQUENCE if sequence else None, degree)
-    except Exception as error:  # the block's own code runs
-        reason = (str(error).splitlines() or [""])[0][:120]
-        raise RefusedError(f"its code does not run on parts ({type(error).__name__}: {reason})") from error
-    if list(made.shape) != shape:
-        raise RefusedError(f"on parts it makes {list(made.shape)}, not {shape}")
-    _check_views(graph, found, views.shapes, degree)
-
-
-def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str, nn.Module], captured: Captured | None) -> None:
-    """Puts the layouts of some units in place; what was captured is looked at for sequence parallelism alone."""
+    """Puts the layouts of some units in place; the captured forward matters for sequence parallelism alone."""
     degree = stage.axis("tensor")
-    layouts = Layouts(place.mesh["tensor"], stage.sequence_parallel, place.device)
+    layouts = TensorParallel(place.mesh["tensor"], stage.sequence_parallel, place.device)
     for path, module in units.items():
         if path in found.blocks:
-            layouts.regions(module, found.blocks[path].regions, found.blocks[path].positions)
-            layouts.streams(module, found.blocks[path].regions, found.blocks[path].draws)
+            layout = found.blocks[path]
+            layouts.regions(module, layout.regions, layout.positions)
+            layouts.streams(module, layout.regions, layout.draws)
         elif path in found.vocabulary and len(module.get_parameter("weight")) % degree == 0:
             layouts.vocabulary(module)
     if not stage.sequence_parallel or captured is None:
@@ -245,7 +253,7 @@ def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str,
     # Activations are split where a run of blocks begins, and joined where it ends.
     inside = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in units]
     inside = [node for node in inside if node.target in found.blocks]
-    after = {node: _handed_on(node, inside) for node in inside}
+    after = {node: _next_block(node, inside) for node in inside}
     for node in inside:
         if node not in after.values():
             layouts.split(units[node.target], _activation(captured.calls[node.target]).shape[-1])
@@ -253,8 +261,8 @@ def lay_out(place: Place, stage: Stage, found: ModelLayouts, units: Mapping[str,
             layouts.join(units[node.target])
 
 
-def _handed_on(node: fx.Node, inside: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the one block that reads what a block makes, None where another op reads it too."""
+def _next_block(node: fx.Node, inside: Sequence[fx.Node]) -> fx.Node | None:
+    """Returns the one block that reads a block's result, None where another op reads it too."""
     readers = list(node.users)
     if len(readers) == 1 and readers[0].op == "call_function" and readers[0].args == (node, 0):
         readers = list(readers[0].users)

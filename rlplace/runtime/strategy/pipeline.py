@@ -1,12 +1,11 @@
-"""A step of a pipeline by `torch.distributed.pipelining`: a process's stages, and the schedule that drives them."""
+"""Steps of a pipeline by `torch.distributed.pipelining`: a process's stages, and the schedule that drives them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,38 +21,37 @@ from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.batches import Batch, Pass, autocast_state, cast, signature_of
 from rlplace.runtime.strategy.buffers import Loss, Region, StepBuffers, check_same_writes, forward_autocast
-from rlplace.runtime.strategy.capture import Captured
+from rlplace.runtime.strategy.capture import UnitGraph
 from rlplace.runtime.strategy.cut import StageGraph
-from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import joined_parameter_groups
 
 _DENSE = torch.contiguous_format
 
 
-@dataclass(frozen=True, eq=False)
-class Recorded:
+class Recorded(NamedTuple):
     """The stages for inputs of one signature.
 
     Attributes:
         captured: The forward.
-        stages: Of its cut.
-        bodies: By number, those of this process.
+        stages: The stages of its cut.
+        bodies: By number, the modules of this process's stages.
     """
 
-    captured: Captured
+    captured: UnitGraph
     stages: Sequence[StageGraph]
     bodies: dict[int, fx.GraphModule]
 
 
 class StageModule(nn.Module):
-    """What torch's stage calls.
+    """The module of torch's stage.
 
-    Torch splits and sends tensors only; so each process has the micro-batches at hand, and is told which one is to run.
+    Torch splits and sends tensors only; so each process has all micro-batches, and `at` says which one is to run.
 
     Attributes:
         body: The stage's graph of the model's own modules.
         at: Number of the micro-batch that runs.
-        run: Called with its number and what the stage before handed over.
+        run: Called with its number and the tensors of the stage before.
     """
 
     run: Callable[[int, tuple[torch.Tensor, ...]], Any]
@@ -63,12 +61,12 @@ class StageModule(nn.Module):
         self.body, self.at = body, 0
 
     def forward(self, *taken: torch.Tensor) -> Any:
-        """What the stage hands on; the weighted loss, in one dimension, on the last."""
+        """Returns the tensors for the next stage; on the last stage the weighted loss, in one dimension."""
         return self.run(self.at, taken)
 
 
 class _Join(torch.autograd.Function):
-    """Hands a value on as if it came from another: a split backward has no gradients for weights behind any other value."""
+    """A value, as if another were behind it: a split backward has no gradients for weights behind values without inputs."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -95,8 +93,8 @@ def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
     return value.grad_fn is not None
 
 
-class _Stage(pipelining.PipelineStage):
-    """Tells the module which micro-batch runs, notes when passes run, and sends gradients as the process group wants them."""
+class _TorchStage(pipelining.PipelineStage):
+    """A stage that says which micro-batch runs, records when passes run, and sends contiguous gradients."""
 
     submod: StageModule
 
@@ -120,15 +118,15 @@ class _Stage(pipelining.PipelineStage):
         return ops
 
 
-class _UnlikeStage(_Stage):
+class _UnlikeTorchStage(_TorchStage):
     """A stage whose neighbours have other meshes: it exchanges rows with every process that has some of its own.
 
-    Torch's stage knows one process of each neighbour; what it would send there is sent in parts instead. Gradients are
-    averaged over the replicas of a stage, so those that are handed back count as much as there are more replicas there.
+    Torch's stage knows one process of each neighbour; its messages are sent in parts instead. Gradients are averaged over the
+    replicas of a stage, so those of a stage with fewer replicas are scaled by the ratio.
     """
 
-    def connect(self, pipeline: Pipeline, place: Place) -> None:
-        """Says where it stands among stages that have no process group in common."""
+    def connect(self, pipeline: Pipeline, place: MeshPlace) -> None:
+        """Sets its neighbours among stages that have no process group in common."""
         self.group, self.group_rank, self.group_size = None, place.index["pipeline"], len(pipeline.device_sets)
         self.stage_index_to_group_rank = {number: number % self.group_size for number in range(self.num_stages)}
         degrees, own = [stage.data_degree for stage in pipeline.stages], self.stage_index
@@ -175,12 +173,12 @@ class PipelineRun:
     A forward is recorded, and a schedule made, for every signature of micro-batches that comes.
 
     Args:
-        pipeline: What the strategy says.
-        place: Where this process stands.
+        pipeline: The pipeline of the strategy.
+        place: Coordinates of this process.
         roots: Stage modules by number, with torch's wrappers on.
         record: Records the forward for keyword inputs, in the mode and under the autocast of the moment.
         first: Inputs that it was recorded for, and that record.
-        dtype: What floating-point inputs are cast to, as `fully_shard` does with those of a whole model.
+        dtype: Dtype of floating-point inputs, as `fully_shard` casts those of a whole model.
         by_replica: See `StepBuffers`.
     """
 
@@ -189,7 +187,7 @@ class PipelineRun:
     def __init__(
         self,
         pipeline: Pipeline,
-        place: Place,
+        place: MeshPlace,
         roots: dict[int, StageModule],
         record: Callable[[Batch], Recorded],
         first: tuple[Batch, Recorded],
@@ -204,7 +202,7 @@ class PipelineRun:
         self._buffers = {number: StepBuffers([body], by_replica=by_replica) for number, body in first[1].bodies.items()}
 
     def recorded(self, passes: Sequence[Pass]) -> tuple[Any, Recorded]:
-        """Returns the stages for these micro-batches, and what they are kept under.
+        """Returns the stages for these micro-batches, and their key.
 
         Raises:
             InputError: The micro-batches are unlike.
@@ -225,7 +223,7 @@ class PipelineRun:
         return kind, next(iter(self._roots.values())).training, autocast_state()
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Returns forward and backward of all micro-batches.
+        """Runs forward and backward of all micro-batches.
 
         Returns:
             float [2], the weighted sum of their losses, and the sum of the weights; zeros without the last stage.
@@ -249,7 +247,7 @@ class PipelineRun:
         return torch.stack([total, torch.stack(weights).sum() if weights else torch.zeros_like(total)])
 
     def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]] | None:
-        """What the model returns for every micro-batch and what it counts, on the process of the last stage; None elsewhere."""
+        """Returns output and weight of every micro-batch on the process of the last stage; None elsewhere."""
         _, recorded = self.recorded(passes)
         group = None if self._pipeline.unlike_meshes else self._place.mesh["pipeline"].get_group()
         outputs, weights, last = list[Any](), list[torch.Tensor](), len(recorded.stages) - 1
@@ -261,7 +259,7 @@ class PipelineRun:
         return outputs if last in self._roots else None
 
     def _pass(self, recorded: Recorded, at: int, group: Any) -> tuple[torch.Tensor, ...]:
-        """Returns the forward of one micro-batch through the stages of this process; returns what the last one made."""
+        """Runs the forward of one micro-batch through the stages of this process; returns the last one's tensors."""
         values: tuple[torch.Tensor, ...] = ()
         for number, root in sorted(self._roots.items()):
             if number and number - 1 not in self._roots:
@@ -282,9 +280,9 @@ class PipelineRun:
     def _running(
         self, recorded: Recorded, passes: Sequence[Pass], loss: Loss | None, region: Region, weights: list[torch.Tensor]
     ) -> Iterator[None]:
-        """Inside, stages run these micro-batches, forwards in `region`; without a loss the last one makes flat outputs.
+        """Lets stages run these micro-batches inside, forwards in `region`; without a loss the last one makes flat outputs.
 
-        The last stage puts what each pass counts into `weights`.
+        The last stage appends the weight of each pass to `weights`.
         """
         leaves = [pytree.tree_leaves(cast(one.inputs, self._dtype)) for one in passes]
 
@@ -307,7 +305,7 @@ class PipelineRun:
                     f"native: stage {number} of {len(recorded.stages)} computes a cross-entropy, and targets are counted on "
                     "the last; cut elsewhere, or plan with pipeline=1"
                 )
-            # A split backward detaches what was handed on, which torch does not do with views.
+            # A split backward detaches what was sent, which torch does not do with views.
             trained = [value for value in taken if value.requires_grad]
             values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
             return tuple(value.clone(memory_format=_DENSE) if value._is_view() else value.contiguous() for value in values)
@@ -319,7 +317,7 @@ class PipelineRun:
             del root.run  # and with it what the step had
 
     def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
-        """Torch's; it is told shapes, since it would else run a forward and a backward of its own to know them."""
+        """Returns torch's schedule; it gets shapes, since it would else run a forward and a backward of its own to know them."""
         made, schedule = [], SCHEDULES[self._name(microbatches)]
         for number, root in self._roots.items():
             cut = recorded.stages[number]
@@ -336,7 +334,7 @@ class PipelineRun:
                     "samples first; give these stages one degree, or cut elsewhere"
                 )
             loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
-            stage = (_UnlikeStage if self._pipeline.unlike_meshes else _Stage)(
+            stage = (_UnlikeTorchStage if self._pipeline.unlike_meshes else _TorchStage)(
                 root,
                 number,
                 len(recorded.stages),
@@ -345,7 +343,7 @@ class PipelineRun:
                 output_args=cut.given or (loss,),
                 group=self._place.mesh["pipeline"].get_group(),
             )
-            if isinstance(stage, _UnlikeStage):
+            if isinstance(stage, _UnlikeTorchStage):
                 stage.connect(self._pipeline, self._place)
             made.append(stage)
         kind = getattr(pipelining, schedule.torch_class)

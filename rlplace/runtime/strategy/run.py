@@ -1,9 +1,9 @@
-"""Makes a process run its part of a model as a strategy says."""
+"""Preparation of a process for its part of a model under a strategy."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -21,18 +21,18 @@ from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
 from rlplace.runtime.state.whole import ParameterHooks
-from rlplace.runtime.strategy.blocks import has_sync_norm, tied_names, units
+from rlplace.runtime.strategy.blocks import has_sync_norm, observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
-from rlplace.runtime.strategy.capture import Captured, capture, observe, uncalled
+from rlplace.runtime.strategy.capture import UnitGraph, capture, uncalled
 from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.gather import GatheredForward
-from rlplace.runtime.strategy.mesh import Place, check_same, find_place
+from rlplace.runtime.strategy.mesh import MeshPlace, check_same, find_place
 from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out
 from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.strategy_model import StrategyModel
 from rlplace.runtime.strategy.why_not import minor_version, why_not
-from rlplace.runtime.strategy.wrap import Ties, wrap_stage
+from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
 
 
 def prepare(
@@ -80,7 +80,7 @@ def prepare(
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
-        raise InputError("native: output_dtype would cast what stages of a pipeline hand on; leave it out")
+        raise InputError("native: output_dtype would cast what stages of a pipeline send; leave it out")
     if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
     place = find_place(strategy, device_type)
@@ -91,7 +91,8 @@ def prepare(
         batching=batching or Batching("global", (), strategy.reduction),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        return _pipelined(model, strategy, example_inputs, layouts, facts.blocks, place, meta, make, mixed_precision)
+        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision)
+        return make(**more)
     stage = strategy.stages[0]
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
@@ -110,25 +111,24 @@ def prepare(
 
 def _pipelined(
     model: nn.Module,
+    meta: nn.Module,
     strategy: Strategy,
-    example_inputs: Batch,
+    place: MeshPlace,
+    inputs: Batch,
     layouts: ModelLayouts | None,
     blocks: Collection[str],
-    place: Place,
-    meta: nn.Module,
-    make: Callable[..., StrategyModel],
     mixed_precision: MixedPrecisionPolicy | None,
-) -> StrategyModel:
+) -> dict[str, Any]:
+    """Returns the arguments of `StrategyModel` for the stages of this process."""
     pipeline, names = strategy.pipelines[0], tied_names(model)
     if (joined := pipeline.data_degree // place.data_degree) > 1:
-        example_inputs = repeated(example_inputs, joined, pipeline.microbatch[0])
+        inputs = repeated(inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    captured, stages = _cut(model, example_inputs, pipeline, dtype)
-    ties = Ties(names, pipeline, stages, place)
+    captured, stages = _cut(model, inputs, pipeline, dtype)
+    ties = StageTies(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
-    if 0 in bodies:  # what no forward calls is trained by nobody, and kept for checkpoints
-        for path in uncalled(captured, blocks):
-            bodies[0].add_submodule(path, captured.units[path].to(place.device))
+    for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
+        bodies[0].add_submodule(path, captured.units[path].to(place.device))
     ties.part(bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
     for module in captured.units.values():
@@ -148,13 +148,13 @@ def _pipelined(
         same_held(again, captured, place.device)
         return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
 
-    first = example_inputs, Recorded(captured, stages, bodies)
+    first = inputs, Recorded(captured, stages, bodies)
     runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
-    return make(bodies, runner, roots=list(roots.values()), ties=ties, tied=names)
+    return {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "ties": ties, "tied": names}
 
 
-def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None) -> tuple[Captured, list[StageGraph]]:
-    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages hand on."""
+def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None) -> tuple[UnitGraph, list[StageGraph]]:
+    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages send."""
     named = [stage.blocks for stage in pipeline.stages]
     kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
     try:

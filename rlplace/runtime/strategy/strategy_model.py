@@ -26,9 +26,9 @@ from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.gather import gather_output
-from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.tensor import step_stream
-from rlplace.runtime.strategy.wrap import Ties, average_left_out, sum_parts
+from rlplace.runtime.strategy.wrap import StageTies, average_left_out, sum_parts
 
 if TYPE_CHECKING:
     from rlplace.runtime.strategy.pipeline import PipelineRun
@@ -62,7 +62,7 @@ class StrategyModel(DistributedModel):
         self,
         meta: nn.Module,
         strategy: Strategy,
-        place: Place,
+        place: MeshPlace,
         bodies: Mapping[int, nn.Module],
         runner: Accumulation | PipelineRun,
         names: Sequence[str],
@@ -71,7 +71,7 @@ class StrategyModel(DistributedModel):
         batching: Batching,
         loss: Loss | None,
         seed: int,
-        ties: Ties | None = None,
+        ties: StageTies | None = None,
         tied: Sequence[Sequence[str]] = (),
         hooks: ParameterHooks,
     ) -> None:

@@ -1,12 +1,11 @@
-"""Tensor-parallel layouts put on a block: weights as `DTensor`, products on what a process holds of them.
+"""Tensor-parallel layouts of a block: weights as `DTensor`, products on the process's part of them.
 
 Activations outside of the products stay plain tensors, whole or split along the sequence, so a block's own code runs on them.
 
-Random streams: numbers drawn for values that a tensor group holds whole are alike in it, those drawn for parts are not.
-
-A step draws from a stream that follows from the seed, the number of the step, the replica and the place in the pipeline. For a
-part a process draws one number from it, as all of its tensor group do, and goes on in a stream of that number and its own rank;
-so a recomputation, which starts again where the forward did, draws the same.
+Numbers drawn for values that a tensor group holds whole are alike in it, those drawn for parts are not. A step draws from a
+stream that follows from the seed, the number of the step, the replica and the place in the pipeline. For a part a process draws
+one number from it, as all of its tensor group do, and continues in a stream of that number and its own rank; so a recomputation,
+which starts again where the forward did, draws the same.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from rlplace.model.torch_adapter import pytree
-from rlplace.runtime.strategy.cuts.regions import Region
-from rlplace.runtime.strategy.cuts.sequence import SEQUENCE
-from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.cuts import SEQUENCE, Region
+from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import StridedShard, with_parameters
 
 
 @contextlib.contextmanager
-def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
-    """Returns the stream of a step.
+def step_stream(random_state: tuple[int, int], place: MeshPlace) -> Iterator[None]:
+    """Draws inside from the stream of a step.
 
     Args:
         random_state: Seed, and number of the step.
-        place: Of this process.
+        place: Coordinates of this process.
     """
     seed, step = random_state
     with torch.random.fork_rng([] if place.device.type == "cpu" else [place.device], device_type=place.device.type):
@@ -44,11 +42,11 @@ def step_stream(random_state: tuple[int, int], place: Place) -> Iterator[None]:
 
 
 class PartStream:
-    """The stream of a process for what it has a part of.
+    """The stream of a process for values of which it has a part.
 
     Args:
         rank: In the tensor group.
-        device: That it computes on.
+        device: Device that it computes on.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -63,7 +61,7 @@ class PartStream:
         torch.manual_seed(number * 1_009 + self._rank)
 
     def end(self) -> None:
-        """Switches back, to where the group's stream was left; a recomputation, which torch ends early, may never come here."""
+        """Switches back to where the group's stream was left; a recomputation, which torch ends early, may never reach it."""
         for generator, state in zip(self._generators, self._group, strict=True):
             generator.set_rng_state(state)
 
@@ -80,18 +78,18 @@ class PartStream:
         module.forward = run  # no hooks: a recomputation calls the forward alone
 
     def between(self, first: nn.Module, last: nn.Module) -> None:
-        """Makes what is drawn from the call of one module to that of another be drawn for parts."""
+        """Makes all draws between the calls of two modules be for parts."""
         first.register_forward_pre_hook(lambda module, args: self.begin())
         last.register_forward_pre_hook(lambda module, args: self.end())
 
 
-class Layouts:
-    """Puts layouts on blocks of one process.
+class TensorParallel:
+    """The layouts of the blocks of one process.
 
     Args:
         mesh: The tensor axis.
-        sequence: Activations between regions are split along the sequence.
-        device: Where this process computes.
+        sequence: Whether activations between regions are split along the sequence.
+        device: Device of this process.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool, device: torch.device) -> None:
@@ -113,25 +111,22 @@ class Layouts:
                 hook = partial(_change_activation, self._enter, value.dim(), value.shape[-1])
                 block.get_submodule(region.entry).register_forward_pre_hook(hook, with_kwargs=True)
             for product in region.columns:
-                module = block.get_submodule(product.module)
-                packed = region.packed.get(product.module, 1)
-                self._share(module, product.out_dim, packed)
+                module, packed = block.get_submodule(product.module), region.packed.get(product.module, 1)
+                self._shard(module, product.out_dim, packed)
                 module.forward = partial(self._column, module, product.out_dim == 1, not region.entry, packed)
             for product in region.rows:
                 module = block.get_submodule(product.module)
-                self._share(module, 1 - product.out_dim, 1, bias=False)
+                self._shard(module, 1 - product.out_dim, 1, bias=False)
                 module.forward = partial(self._row, module, product.out_dim == 1)
             for path, name in region.stored:
                 owner = block.get_submodule(path)
                 if hasattr(owner, name):
                     setattr(owner, name, getattr(owner, name) // self._degree)
-            for path in region.local:
-                self._whole(block.get_submodule(path))
-        for path in positions if self._sequence else ():
+        for path in (*(name for region in regions for name in region.local), *(positions if self._sequence else ())):
             self._whole(block.get_submodule(path))
 
     def streams(self, block: nn.Module, regions: Sequence[Region], drawn: bool) -> None:
-        """Makes a block that draws numbers draw those for parts apart, after `regions`."""
+        """Gives draws for parts a stream of their own, after `regions`."""
         if self._sequence and drawn:
             self._stream.around(block)
         for region in () if self._sequence else regions:
@@ -140,18 +135,18 @@ class Layouts:
                 self._stream.between(block.get_submodule(first), block.get_submodule(last))
 
     def vocabulary(self, module: nn.Module) -> None:
-        """Cuts an embedding by rows, or a product by output, and puts what it makes together."""
-        self._share(module, 0, 1)
+        """Cuts an embedding by rows, or a product by output, and makes its result whole."""
+        self._shard(module, 0, 1)
         forward = self._embed if isinstance(module, nn.Embedding) else self._gathered_column
         vars(module)["forward"] = partial(forward, module)
 
-    def _share(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
+    def _shard(self, module: nn.Module, dim: int, packed: int, bias: bool = True) -> None:
         self._set(module, "weight", dim, packed)
-        if getattr(module, "bias", None) is not None:  # fully_shard cannot share out what packs several on its first dimension
+        if getattr(module, "bias", None) is not None:  # fully_shard shards nothing that packs several on its first dimension
             self._set(module, "bias", 0 if bias and packed == 1 else None, packed)
 
     def _whole(self, module: nn.Module) -> None:
-        """Every process holds all of the parameters and reads them for its positions: gradients are partial sums."""
+        """Lets every process read all of the parameters for its part of the activations: gradients are partial sums."""
         for name, _ in list(module.named_parameters(recurse=False)):
             self._set(module, name, None, 1)
         module.forward = partial(_on_local_parameters, module, module.forward)
@@ -160,23 +155,23 @@ class Layouts:
         """Makes a parameter a `DTensor`, once where modules share it."""
         before = module.get_parameter(name)
         if before not in self._changed:
-            after = nn.Parameter(self._shared(before.detach(), dim, packed), requires_grad=before.requires_grad)
+            after = nn.Parameter(self._sharded(before.detach(), dim, packed), requires_grad=before.requires_grad)
             self._changed[before] = self._changed[after] = after
         setattr(module, name, self._changed[before])
 
     def _own_part(self, dim: int, packed: int, whole: torch.Tensor) -> torch.Tensor:
-        """What this process holds of a tensor that packs several, each cut by itself."""
+        """Returns this process's part of a tensor that packs several, each cut by itself."""
         parts = [part.chunk(self._degree, dim)[self._rank] for part in whole.chunk(packed, dim)]
         return torch.cat(parts, dim).contiguous()
 
-    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+    def _sharded(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
         placement: Placement = Replicate() if dim is None else Shard(dim)
         if dim is not None and packed > 1:
             placement = StridedShard(dim, split_factor=packed)
         return distribute_tensor(whole, self._mesh, [placement], src_data_rank=None)
 
     def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
-        """What this process holds of a value after a collective, and how its gradient is held."""
+        """Returns this process's part of a value in another placement; the collective's backward reads `gradient`."""
         made = DTensor.from_local(value, self._mesh, [before], run_check=False).redistribute(placements=[after])
         return made.to_local(grad_placements=None if gradient is None else [gradient])
 
@@ -200,7 +195,7 @@ class Layouts:
         return made + (local if packed == 1 else self._own_part(0, packed, local))
 
     def _row(self, module: Any, transposed: bool, value: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of partial products, split along the sequence where that is asked for, and the bias."""
+        """Returns the sum of partial products, split along the sequence under sequence parallelism, and the bias."""
         made = self._moved(_product(value, _local(module.weight), transposed), Partial(), self._between)
         bias = getattr(module, "bias", None)
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)
@@ -219,23 +214,27 @@ class Layouts:
         return self._moved(rows, Partial(), Replicate())
 
     def split(self, block: nn.Module, width: int) -> None:
-        """The block is handed whole activations: it takes its part of the sequence."""
+        """Lets a block take its part of the sequence from whole activations."""
         to_parts = partial(self._moved, before=Replicate(), after=Shard(SEQUENCE))
         block.register_forward_pre_hook(partial(_change_activation, to_parts, 3, width), with_kwargs=True)
 
     def join(self, block: nn.Module) -> None:
-        """The block hands on whole activations."""
-        to_whole = partial(self._moved, before=Shard(SEQUENCE), after=Replicate())
-        block.register_forward_hook(lambda module, args, output: _on_first(to_whole, output))
+        """Lets a block return whole activations."""
+
+        def to_whole(module: nn.Module, args: Any, output: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(output)
+            return pytree.tree_unflatten([self._moved(leaves[0], Shard(SEQUENCE), Replicate()), *leaves[1:]], spec)
+
+        block.register_forward_hook(to_whole)
 
 
-class Trial(Layouts):
-    """The same on fake tensors and without a mesh: shows whether a block's own code runs on parts."""
+class LayoutTrial(TensorParallel):
+    """Layouts on fake tensors without a mesh, which show whether a block's own code runs on parts."""
 
     def __init__(self, degree: int, sequence: bool) -> None:
         self._start(degree, 0, sequence)
 
-    def _shared(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
+    def _sharded(self, whole: torch.Tensor, dim: int | None, packed: int) -> torch.Tensor:
         return whole if dim is None else self._own_part(dim, packed, whole)
 
     def _moved(self, value: torch.Tensor, before: Placement, after: Placement, gradient: Placement | None = None) -> Any:
@@ -246,20 +245,15 @@ class Trial(Layouts):
 def _change_activation(
     change: Callable[..., torch.Tensor], dims: int, width: int, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """Changes the one activation among the arguments of a module: the one that a gradient flows back through."""
+    """Changes the one activation among the arguments of a module that a gradient flows back through."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     fitting = [(n, leaf) for n, leaf in tensors if leaf.dim() == dims and leaf.shape[-1] == width]
     places = [n for n, leaf in fitting if leaf.requires_grad] or [n for n, _ in fitting]
     if len(places) != 1:
-        raise RuntimeError(f"{type(module).__name__} is handed {len(places)} activations of width {width}, expected one")
+        raise RuntimeError(f"{type(module).__name__} gets {len(places)} activations of width {width}, expected one")
     leaves[places[0]] = change(leaves[places[0]])
     return pytree.tree_unflatten(leaves, spec)
-
-
-def _on_first(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    leaves, spec = pytree.tree_flatten(output)
-    return pytree.tree_unflatten([change(leaves[0]), *leaves[1:]], spec)
 
 
 def _local(parameter: Any, *, partial_sums: bool = False) -> torch.Tensor:

@@ -28,7 +28,7 @@ from rlplace.model.capture.export import lies_in
 from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.runtime.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.strategy.cut import StageGraph
-from rlplace.runtime.strategy.mesh import Place
+from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import StridedShard, replicate
 
 
@@ -47,7 +47,7 @@ def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, s
     return {number: name for number, name in held.items() if name is not None}
 
 
-class Ties:
+class StageTies:
     """The ties that stages part. Every process of the job makes it, because it makes process groups.
 
     Args:
@@ -57,7 +57,9 @@ class Ties:
         place: Where this process stands.
     """
 
-    def __init__(self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: Place) -> None:
+    def __init__(
+        self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: MeshPlace
+    ) -> None:
         self._ties: list[_Tie] = []
         self._unlike, self._processes = pipeline.unlike_meshes, place.mesh.size()
         for names in ties:
@@ -124,7 +126,7 @@ def left_out(parameter: torch.Tensor) -> bool:
     return not isinstance(parameter, DTensor) and (parameter.is_complex() or not parameter.dim() or not parameter.numel())
 
 
-def average_left_out(parameter: torch.Tensor, place: Place) -> None:
+def average_left_out(parameter: torch.Tensor, place: MeshPlace) -> None:
     """Averages a gradient over the replicas, where torch's wrappers leave its parameter out; once more changes nothing."""
     if parameter.grad is not None and left_out(parameter):
         for axis in ("replicate", "shard"):
@@ -165,7 +167,7 @@ def wrap_stage(
     root: nn.Module,
     blocks: Mapping[str, nn.Module],
     stage: Stage,
-    place: Place,
+    place: MeshPlace,
     *,
     pipelined: bool,
     outside: Collection[str] = (),

@@ -30,7 +30,6 @@ class Conduct:
     # buffers of both kinds that are plain attributes of modules, which no graph of the forward holds
     kept: tuple[str, ...] = ()
     toggles: tuple[str, ...] = ()  # parameters whose `requires_grad` the forward changes
-    hooked: bool = False  # the forward registers hooks on activations
     differentiates: bool = False  # the forward computes gradients itself
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients
     incomparable: str | None = None  # a random op whose results cannot be made alike for all samples; None without one

@@ -23,8 +23,7 @@ from rlplace.runtime.base.batches import even_sizes
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
 from rlplace.runtime.state.whole import gather_values
-from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
-from rlplace.runtime.strategy.watching import AlikeDraws
+from rlplace.runtime.strategy.rehearsal import AlikeDraws, rehearse, rows_of
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""

@@ -1,4 +1,4 @@
-"""The blocks of a model: the units of strategies, which stay the model's own modules, and what a run of the forward shows of them.
+"""The blocks of a model, which are the units of strategies and stay its own modules, and observations of them in a forward.
 
 A block is an element of an outermost module list, a module that reads parameters of its own, or a leaf module with parameters
 or buffers. Containers between the root and its blocks are no blocks; neither are leaf modules without any state outside of
@@ -104,25 +104,16 @@ def has_sync_norm(model: nn.Module) -> bool:
 
 
 class Observed(NamedTuple):
-    """Observations of one run of a forward.
+    """Observations of one run of a forward."""
 
-    Attributes:
-        results: By unit its results, by the shapes of its arguments.
-        calls: By unit the arguments of its first call.
-        outside: Units whose parameters are read while they do not run.
-        lost: Something that the forward does outside of units and that a record of it cannot hold; None without it.
-        reentrant: Whether the forward calls reentrant checkpoints.
-        unreached: Whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`.
-        branches: Whether the forward reads values outside of units.
-    """
-
-    results: dict[str, Any]
-    calls: dict[str, Any]
-    outside: set[str]
-    lost: str | None
-    reentrant: bool
+    results: dict[str, Any]  # by unit its results, by the shapes of its arguments
+    calls: dict[str, Any]  # by unit the arguments of its first call
+    outside: set[str]  # units whose parameters are read while they do not run
+    lost: str | None  # something that the forward does outside of units and that a record of it cannot hold; None without it
+    reentrant: bool  # whether the forward calls reentrant checkpoints
+    # whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`
     unreached: bool
-    branches: bool = False
+    branches: bool = False  # whether the forward reads values outside of units
 
 
 def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> Observed:

@@ -1,4 +1,4 @@
-"""Buffers that a forward writes, in a step of several micro-batches: each pass begins with what the step began with.
+"""Buffers that a forward writes, in a step of several micro-batches: each pass begins with the values of the step's beginning.
 
 The step of a batch in one piece writes a counter once, that of four micro-batches would write it four times. A write that
 depends on samples has no right value here; the first step finds it, on a process or between processes, and refuses it.
@@ -38,7 +38,7 @@ class StepBuffers:
 
     @property
     def _idle(self) -> bool:
-        """Whether there is nothing to do: every pass may write its own, or a step has shown that none writes."""
+        """True where every pass may write its own values, or a step has shown that none writes."""
         return self._by_replica or self._written == set()
 
     def begin(self) -> None:
@@ -123,26 +123,22 @@ Loss = Callable[[Any, Batch], torch.Tensor]
 
 
 class Accumulation:
-    """Runs micro-batches one after the other.
+    """A runner of micro-batches one after the other.
 
     Args:
         root: The model as `wrap_stage` returned it.
-        device: Where it computes.
+        device: Device that it computes on.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
-        buffers: Those that forwards write.
-
-    Attributes:
-        root: Likewise.
-        keeps_gradients: The next step writes into the memory of the gradients that this one made.
+        buffers: Buffers that forwards write.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool, buffers: StepBuffers) -> None:
         self.root, self._device, self._every_pass, self._buffers = root, device, every_pass, buffers
         self._first_step = True
-        self.keeps_gradients = isinstance(root, DistributedDataParallel)
+        self.keeps_gradients = isinstance(root, DistributedDataParallel)  # the next step overwrites those of this one
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
-        """Returns forward and backward of every micro-batch.
+        """Runs forward and backward of every micro-batch.
 
         Returns:
             float [2], the weighted sum of their losses, and the sum of the weights.
@@ -167,7 +163,7 @@ class Accumulation:
         return torch.stack(sums).sum(0)
 
     def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]]:
-        """What the model returns for every micro-batch, and what that counts."""
+        """Returns output and weight of every micro-batch."""
         made = []
         for one in passes:
             with one.counting() as targets:

@@ -1,8 +1,8 @@
 """The forward of a model as a graph whose nodes are whole modules, and the few ops between them.
 
-While `torch.export` runs, every unit (`blocks.units`) is replaced by one op that only knows the shapes of the unit's results; in
-the graph each such op then becomes a call of the unit itself. So a unit may do what export cannot follow (branches on values,
-autograd functions of its own), and it keeps its parameters, hooks and names.
+While `torch.export` runs, every unit (`blocks.units`) is replaced by one op that only knows the shapes of the unit's results;
+in the graph each such op then becomes a call of the unit itself. So a unit may do what export cannot follow (branches on
+values, autograd functions of its own), and it keeps its parameters, hooks and names.
 """
 
 from __future__ import annotations
@@ -30,24 +30,17 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
-    """The graph of a forward for inputs of one signature.
+    """The graph of a forward for inputs of one signature."""
 
-    Attributes:
-        model: The captured model.
-        graph: ``placeholder`` for every flat input, ``get_attr`` for parameters, buffers and constants, ``call_module`` for
-            units, ``call_function`` for ops between them, without writes but for the new values of buffers at the end; one flat
-            tuple as output.
-        module: Owner of the values of ``get_attr`` nodes.
-        units: Modules by path.
-        out_spec: pytree spec of the model's output.
-        calls: Call arguments of the first call of every unit, values on the meta device.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the captured model
+    # ``placeholder`` for every flat input, ``get_attr`` for parameters, buffers and constants, ``call_module`` for units,
+    # ``call_function`` for ops between them, without writes but for the new values of buffers at the end; one flat tuple as
+    # output
     graph: fx.Graph
-    module: fx.GraphModule
-    units: dict[str, nn.Module]
-    out_spec: Any
+    module: fx.GraphModule  # owner of the values of ``get_attr`` nodes
+    units: dict[str, nn.Module]  # modules by path
+    out_spec: Any  # pytree spec of the model's output
+    # call arguments of the first call of every unit, values on the meta device
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property

@@ -1,7 +1,7 @@
-"""Cuts a captured forward into stages, each a module of the model's own modules.
+"""The cut of a captured forward into stages, each a module of the model's own modules.
 
 Values without a parameter behind them (masks, positions, rotary tables) are computed again on every stage that reads them,
-from the inputs, which every stage gets. All other values that later stages read are handed on from stage to stage.
+from the inputs, which every stage gets. All other values that later stages read are sent from stage to stage.
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ FLOATING = -1
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:
-    """One stage of a cut.
+    """One stage of a cut."""
 
-    Attributes:
-        graph: Takes `taken`, then `inputs`; returns the tensors handed on, or the last stage's flat outputs.
-        taken: What the stage before hands over: shapes, dtypes and whether a gradient flows back, on the meta device.
-        given: The same of what it hands on; empty for the last stage.
-        inputs: Positions of the flat inputs that it reads.
-        parameters: Names of the parameters that it reads, ties under every name.
-    """
-
-    graph: fx.Graph
+    graph: fx.Graph  # takes `taken`, then `inputs`; returns the tensors for the next stage, or the last one's flat outputs
+    # values of the stage before: shapes, dtypes and whether a gradient flows back, on the meta device
     taken: tuple[torch.Tensor, ...]
-    given: tuple[torch.Tensor, ...]
-    inputs: tuple[int, ...]
-    parameters: frozenset[str]
+    given: tuple[torch.Tensor, ...]  # values for the next stage, likewise; empty for the last one
+    inputs: tuple[int, ...]  # positions of the flat inputs that it reads
+    parameters: frozenset[str]  # names of the parameters that it reads, ties under every name
 
 
 def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
@@ -157,14 +150,14 @@ def stage_graph(
 
 
 def _names(captured: UnitGraph, graph: fx.Graph) -> frozenset[str]:
-    """Names of the parameters that a stage reads."""
+    """Returns names of the parameters that a stage reads."""
     called = {str(node.target): captured.units[str(node.target)] for node in graph.nodes if node.op == "call_module"}
     names = {f"{path}.{name}" for path, unit in called.items() for name, _ in unit.named_parameters(remove_duplicate=False)}
     return frozenset(names | {str(node.target) for node in graph.nodes if _is_parameter(captured, node)})
 
 
 def needed_for(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
-    """Everything behind some nodes, up to what the stage before hands over."""
+    """Returns everything behind some nodes, up to the values of the stage before."""
     needed, open_nodes = set(taken), list(wanted)
     while open_nodes:
         node = open_nodes.pop()
@@ -180,9 +173,7 @@ def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.T
 
 
 def stage_module(captured: UnitGraph, stage: StageGraph, device: torch.device) -> fx.GraphModule:
-    """Returns a stage as a module for a device that holds the model's own modules, under the model's names; nothing is moved
-    there.
-    """
+    """Returns a stage as a module for a device, with the model's own modules under their names; none is moved there."""
     made = fx.GraphModule(captured.module, stage.graph)
     for node in made.graph.nodes:
         rewrite_devices(node, device)

@@ -42,47 +42,29 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product with a weight.
+    """A matrix product with a weight."""
 
-    Attributes:
-        node: The op.
-        module: Path of the module that it is the forward of.
-        out_dim: Dimension of the weight that the output's last one comes from; the other is summed over.
-        value: Its activation.
-        source: The activation before views, where no other op is between.
-    """
-
-    node: fx.Node
-    module: str
-    out_dim: int
-    value: fx.Node
-    source: fx.Node
+    node: fx.Node  # the op
+    module: str  # path of the module that it is the forward of
+    out_dim: int  # dimension of the weight that the output's last one comes from; the other is summed over
+    value: fx.Node  # its activation
+    source: fx.Node  # the activation before views, where no other op is between
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Products that share a cut.
+    """Products that share a cut."""
 
-    Attributes:
-        source: Activation that its first products read.
-        columns: Products that start it.
-        entry: Path of a module around all columns that gets the source and uses it for them only; "" where there is none.
-        rows: Products that end it.
-        nodes: Nodes whose values are cut, and the dimension.
-        sizes: Sizes of the cut dimensions on the way; the degree must divide all.
-        packed: Parts that a column packs, by module path; others pack one.
-        stored: Attributes (module path, name) that hold the size of a packed part, or a number of heads.
-        local: Modules that read whole parameters beside cut values, as norms of heads do: gradients are partial sums.
-    """
-
-    source: fx.Node
-    columns: tuple[Product, ...]
-    entry: str
-    rows: list[Product] = field(default_factory=list)
-    nodes: dict[fx.Node, int] = field(default_factory=dict)
-    sizes: set[int] = field(default_factory=set)
-    packed: dict[str, int] = field(default_factory=dict)
+    source: fx.Node  # activation that its first products read
+    columns: tuple[Product, ...]  # products that start it
+    entry: str  # path of a module around all columns that gets the source and uses it for them only; "" where there is none
+    rows: list[Product] = field(default_factory=list)  # products that end it
+    nodes: dict[fx.Node, int] = field(default_factory=dict)  # nodes whose values are cut, and the dimension
+    sizes: set[int] = field(default_factory=set)  # sizes of the cut dimensions on the way; the degree must divide all
+    packed: dict[str, int] = field(default_factory=dict)  # parts that a column packs, by module path; others pack one
+    # attributes (module path, name) that hold the size of a packed part, or a number of heads
     stored: set[tuple[str, str]] = field(default_factory=set)
+    # modules that read whole parameters beside cut values, as norms of heads do: gradients are partial sums
     local: set[str] = field(default_factory=set)
 
     @property
@@ -98,19 +80,12 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class BlockGraph:
-    """A block's graph and its products with weights.
+    """A block's graph and its products with weights."""
 
-    Attributes:
-        graph: From `export_training_graph`.
-        products: Products with weights.
-        live: Nodes that a gradient flows back through.
-        behind: Paths of the parameters behind nodes that are computed from nothing else.
-    """
-
-    graph: fx.Graph
-    products: Mapping[fx.Node, Product]
-    live: frozenset[fx.Node]
-    behind: Mapping[fx.Node, frozenset[str]]
+    graph: fx.Graph  # from `export_training_graph`
+    products: Mapping[fx.Node, Product]  # products with weights
+    live: frozenset[fx.Node]  # nodes that a gradient flows back through
+    behind: Mapping[fx.Node, frozenset[str]]  # paths of the parameters behind nodes that are computed from nothing else
 
 
 def block_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockGraph:
@@ -271,7 +246,7 @@ def _follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
 
 
 def _partial_sum(region: Region, block: BlockGraph, value: fx.Node) -> bool:
-    """Returns whether the gradient of a whole value beside parts is a partial sum, and no gradient of a `Region.local` module."""
+    """Returns whether the gradient of a whole value beside parts is a partial sum, and not one of a `Region.local` module."""
     owners = {path.rpartition(".")[0] for path in block.behind.get(value, ())}
     if len(owners) == 1 and "" not in owners and owners <= {module_path(user) for user in value.users}:
         region.local.update(owners)

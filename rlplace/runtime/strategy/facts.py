@@ -1,4 +1,9 @@
-"""What `why_not` must know of a model: names and kinds, no tensors."""
+"""Facts about a model that `why_not` reads: names and kinds, no tensors.
+
+A model that is too large to be rehearsed is judged by what runs along samples in its captured ops. Samples meet where one op
+runs along them twice, as the product of the embeddings of a contrastive loss does, or where an op needs sums over them before
+it can continue, as batch normalisation does. A cross-entropy that is the loss itself is a mean over targets.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rlplace.errors import InputError
+from rlplace.model.aten import base_name
 from rlplace.model.capture.fake import replaced_forward, tensors_in
-from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch
@@ -23,18 +30,14 @@ from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.rehearsal import rehearse
-from rlplace.runtime.strategy.samples import conduct_of_graph
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
+from rlplace.strategy.layouts.cut_moves import SAMPLE
+from rlplace.strategy.layouts.forward_ops import ForwardOps
 
 
 def notes_of(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
-    """Returns sentences about what a strategy computes that the model in one piece would not; empty where it computes the same.
-
-    Args:
-        strategy: The answer.
-        facts: Of the model.
-    """
+    """Returns sentences about how the results of a strategy differ from those of the model in one piece."""
     return tuple(_notes(strategy, facts))
 
 
@@ -80,7 +83,7 @@ _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParame
 
 
 def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
-    """Looks at the modules of a model, and at what is known of its layouts and its cut; nothing is run."""
+    """Returns facts about the modules of a model, with those about its layouts and its cut; nothing is run."""
     hooked = {path: module for path, module in model.named_modules() if hooks_of(module)}
     inside = [path for path, _ in units(model)]
     return ModelFacts(
@@ -104,15 +107,13 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
 
 
 def hooks_of(module: nn.Module) -> bool:
-    """Returns whether a module has hooks of its own that run with its forward or its backward, or a forward put in from
-    outside.
-    """
+    """Returns whether a module has hooks on its forward or its backward, or a forward that was replaced."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooked) or replaced_forward(module)
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
-    """Everything that `why_not` asks, from a forward on fake tensors; blocks in the order in which the forward calls them.
+    """Returns facts from a forward on fake tensors, with blocks in the order in which the forward calls them.
 
     Args:
         model: Real or meta module; it is not changed.
@@ -145,7 +146,7 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
 def facts_of(
     module: nn.Module, inputs: Any, loss: Callable[..., Any] | None = None, graph: OpGraph | None = None
 ) -> ModelFacts:
-    """Everything that `why_not` asks, a rehearsal among it; without names for its inputs nothing is cut.
+    """Returns all facts, those of a rehearsal among them; without names for its inputs nothing is cut.
 
     Args:
         module: Real or meta module; it is not changed.
@@ -166,15 +167,47 @@ def facts_of(
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:
-    """Which value crosses between stages without the samples as its first dimension."""
+    """Explains which value crosses between stages without the samples as its first dimension."""
     samples = {leaf.shape[0] for leaf in pytree.tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     shapes = dict.fromkeys(tuple(value.shape) for stage in stages for value in stage.taken)
     strange = next((shape for shape in shapes if not shape or shape[0] not in samples), None)
-    return None if strange is None else f"a value of shape {strange} is handed on, which has not the samples first"
+    return None if strange is None else f"a value of shape {strange} crosses, which has not the samples first"
 
 
 def _needed(model: nn.Module) -> tuple[str, ...]:
-    """Blocks that a strategy has to name: what holds tied parameters alone may be a mere name of them, as T5's `shared` is."""
+    """Returns blocks that a strategy has to name; one with tied parameters alone may be a name of them, as T5's `shared` is."""
     tied = {name for names in tied_names(model) for name in names}
     held = {path: model.get_submodule(path).named_parameters(path) for path in block_names(model)}
     return tuple(path for path, parameters in held.items() if any(name not in tied for name, _ in parameters))
+
+
+_OVER_TARGETS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward")
+
+
+def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
+    """Judges a captured step by rules about its ops; `unseen` is why the model was not rehearsed."""
+    found = Conduct(unseen=unseen)
+    if graph.traced is None:
+        return found
+    ops = ForwardOps(graph, np.zeros(graph.num_ops, dtype=np.int32))
+    meets = next((op for op in np.flatnonzero(ops.searched).tolist() if _meets(ops, op)), None)
+    if meets is not None:
+        where = graph.op_module[meets]
+        return replace(found, reduction="", where=where, mixing=(where,) if where else ())
+    return replace(found, reduction=TARGETS) if _is_mean_over_targets(ops) else found
+
+
+def _meets(ops: ForwardOps, op: int) -> bool:
+    """Returns whether samples meet in an op."""
+    indices = ops.indices
+    along = {name.partition(".")[0] for name in indices.dims.get(op, {}) if ops.runs(op, name) == SAMPLE}
+    sums = indices.statistics.get(op, ())
+    return len(along) > 1 or any(along and not any(name.partition(".")[0] in along for name in names) for names, _ in sums)
+
+
+def _is_mean_over_targets(ops: ForwardOps) -> bool:
+    """Returns whether the only cross-entropy of the step is its loss, which no other op reads."""
+    graph = ops.graph
+    forward = np.flatnonzero(graph.op_phase == FORWARD).tolist()
+    found = [op for op in forward if base_name(graph.op_target[op]) in _OVER_TARGETS]
+    return len(found) == 1 and not ops.after.get(found[0])

@@ -41,21 +41,14 @@ _ALONG = {
 
 @dataclass(frozen=True, eq=False)
 class GatherSplit:
-    """A forward in two parts.
+    """A forward in two parts."""
 
-    Attributes:
-        own: Runs on the samples of a replica, returns the values to gather.
-        rest: Runs on the gathered values of the whole batch, and on inputs without samples; returns the flat outputs.
-        own_inputs: Positions of the flat inputs that `own` reads.
-        rest_inputs: Positions of the flat inputs that `rest` reads.
-        out_spec: pytree spec of the output.
-    """
-
-    own: fx.GraphModule
+    own: fx.GraphModule  # runs on the samples of a replica, returns the values to gather
+    # runs on the gathered values of the whole batch, and on inputs without samples; returns the flat outputs
     rest: fx.GraphModule
-    own_inputs: tuple[int, ...]
-    rest_inputs: tuple[int, ...]
-    out_spec: Any
+    own_inputs: tuple[int, ...]  # positions of the flat inputs that `own` reads
+    rest_inputs: tuple[int, ...]  # positions of the flat inputs that `rest` reads
+    out_spec: Any  # pytree spec of the output
 
 
 def split_forward(

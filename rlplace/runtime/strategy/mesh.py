@@ -1,4 +1,4 @@
-"""The mesh of processes of a strategy, and this process's place in it."""
+"""The mesh of processes of a strategy, and this process's coordinates in it."""
 
 from __future__ import annotations
 
@@ -21,41 +21,27 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of a neighbouring stage.
+    """A process of a neighbouring stage."""
 
-    Attributes:
-        rank: In the job.
-        first: Where its samples begin, as a share of this process's micro-batch.
-        samples: How many it has of them, as a share.
-    """
-
-    rank: int
-    first: Fraction
-    samples: Fraction
+    rank: int  # in the job
+    first: Fraction  # where its samples begin, as a share of this process's micro-batch
+    samples: Fraction  # how many it has of them, as a share
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
-        """Its rows of a value."""
+        """Returns its rows of a value."""
         rows = len(value) if self.samples < 1 else 0
         return value.narrow(0, int(self.first * rows), int(self.samples * rows)) if rows else value
 
 
 @dataclass(frozen=True, eq=False)
 class MeshPlace:
-    """Where this process stands.
+    """The coordinates of a process."""
 
-    Attributes:
-        mesh: All processes, by `AXES`; where stages have unlike meshes, those of this process's stages.
-        device: The device that this process computes on.
-        index: Its coordinate on each axis.
-        stages: Numbers of the stages that it holds, in model order.
-        ranks: Process of each device.
-    """
-
-    mesh: DeviceMesh
-    device: torch.device
-    index: dict[str, int]
-    stages: tuple[int, ...]
-    ranks: Mapping[int, int]
+    mesh: DeviceMesh  # all processes, by `AXES`; where stages have unlike meshes, those of this process's stages
+    device: torch.device  # the device that this process computes on
+    index: dict[str, int]  # its coordinate on each axis
+    stages: tuple[int, ...]  # numbers of the stages that it holds, in model order
+    ranks: Mapping[int, int]  # process of each device
 
     @property
     def replica(self) -> int:
@@ -73,7 +59,7 @@ class MeshPlace:
         Every process of a tensor group takes what it needs from one process, so some may have nothing to send.
 
         Args:
-            pipeline: What the strategy says.
+            pipeline: The pipeline of the strategy.
             own: Number of a stage of this process.
             other: Number of the stage beside it.
             sends: Whether they take from this process, or it from them.

@@ -38,32 +38,21 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Layout of a block.
+    """Layout of a block."""
 
-    Attributes:
-        regions: In the order of the block.
-        reasons: Why products stay whole.
-        positions: Modules that work by positions, where activations between regions may be split along the sequence.
-        draws: Whether it draws random numbers.
-        no_sequence: Why activations stay whole.
-    """
-
-    regions: Sequence[Region]
-    reasons: Sequence[str]
+    regions: Sequence[Region]  # in the order of the block
+    reasons: Sequence[str]  # why products stay whole
+    # modules that work by positions, where activations between regions may be split along the sequence
     positions: tuple[str, ...] = ()
-    draws: bool = False
-    no_sequence: str | None = None
+    draws: bool = False  # whether it draws random numbers
+    no_sequence: str | None = None  # why activations stay whole
 
 
 @dataclass(frozen=True, eq=False)
 class ModelLayouts(TensorFacts):
-    """Layouts of a model.
+    """Layouts of a model."""
 
-    Attributes:
-        blocks: By path, for blocks with regions.
-    """
-
-    blocks: Mapping[str, BlockLayout] = field(default_factory=dict)
+    blocks: Mapping[str, BlockLayout] = field(default_factory=dict)  # by path, for blocks with regions
 
 
 def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> ModelLayouts:

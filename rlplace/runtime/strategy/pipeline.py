@@ -30,17 +30,11 @@ _DENSE = torch.contiguous_format
 
 
 class Recorded(NamedTuple):
-    """The stages for inputs of one signature.
+    """The stages for inputs of one signature."""
 
-    Attributes:
-        captured: The forward.
-        stages: The stages of its cut.
-        bodies: By number, the modules of this process's stages.
-    """
-
-    captured: UnitGraph
-    stages: Sequence[StageGraph]
-    bodies: dict[int, fx.GraphModule]
+    captured: UnitGraph  # the forward
+    stages: Sequence[StageGraph]  # the stages of its cut
+    bodies: dict[int, fx.GraphModule]  # by number, the modules of this process's stages
 
 
 class StageModule(nn.Module):
@@ -317,7 +311,7 @@ class PipelineRun:
             del root.run  # and with it what the step had
 
     def _schedule(self, recorded: Recorded, microbatches: int, samples: int) -> Any:
-        """Returns torch's schedule; it gets shapes, since it would else run a forward and a backward of its own to know them."""
+        """Returns torch's schedule; it gets shapes, or else would run a forward and a backward of its own to find them."""
         made, schedule = [], SCHEDULES[self._name(microbatches)]
         for number, root in self._roots.items():
             cut = recorded.stages[number]

@@ -11,23 +11,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from rlplace.errors import InputError
+from rlplace.model.capture.export import TOGGLES, loses
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
-from rlplace.model.torch_adapter import pytree
+from rlplace.model.torch_adapter import TorchDispatchMode, pytree
 from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.counting import Targets, candidates
 from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.watching import AlikeDraws, Watch
 from rlplace.runtime.torch_adapter import NormBase
 
 MOST_ELEMENTS, MOST_FLOPS = 1 << 25, 4e9
@@ -37,36 +39,22 @@ _LOSS, _GRADIENT = 1e-6, 1e-5
 """Differences that are rounding in double precision, relative to the loss and to the largest gradient of a parameter."""
 
 _SINGLE, _HALF = 30.0, 3e4
-"""So much larger they may be in single and in half precision."""
+"""Factors of these differences in single and in half precision."""
 
 
-@dataclass(eq=False)
-class _Run:
-    """One forward and backward.
-
-    Attributes:
-        loss: Its value.
-        gradients: By parameter.
-        state: Buffers and other tensors of modules afterwards, by name.
-        outputs: By module the first tensor that it returned, in the order of first calls.
-        counts: By way of counting what the run's samples count.
-        watch: What happened on the way.
-        rows: Samples.
-        slack: How much coarser than double precision it computed.
-        toggles: Parameters whose `requires_grad` the forward changed.
-        unlike: See `AlikeDraws`.
-    """
+class _Rehearsed(NamedTuple):
+    """One forward and backward."""
 
     loss: float
-    gradients: dict[str, torch.Tensor]
-    state: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
-    counts: dict[str, float]
-    watch: Watch
-    rows: int
-    slack: float
-    toggles: tuple[str, ...]
-    unlike: str | None
+    gradients: dict[str, torch.Tensor]  # by parameter
+    state: dict[str, torch.Tensor]  # buffers and other tensors of modules afterwards, by name
+    outputs: dict[str, torch.Tensor]  # by module the first tensor that it returned, in the order of first calls
+    counts: dict[str, float]  # by way of counting the number that the run's samples have
+    rows: int  # samples
+    slack: float  # ratio of its rounding to that of double precision
+    toggles: tuple[str, ...]  # parameters whose `requires_grad` the forward changed
+    differentiates: bool  # whether the forward computed gradients
+    unlike: str | None  # see `AlikeDraws`
 
 
 def affordable(model: nn.Module, flops: float) -> str | None:
@@ -106,51 +94,50 @@ def rehearse(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None = No
     reason = ""
     with torch.random.fork_rng(devices=[]):
         for double in (True, False):  # some models have dtypes of their own
+            run = partial(_run, model, loss, double)
             try:
-                whole = _run(model, inputs, loss, double, thinned=False)
+                whole = run(inputs)
             except _ModelError as error:
                 reason = f"a small step raised {error}"
                 continue
-            return _compared(model, inputs, loss, whole, double)
+            return _compared(model, inputs, whole, run)
     return Conduct(unseen=reason)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
-
-
-def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, whole: _Run, double: bool) -> Conduct:
+def _compared(model: nn.Module, inputs: Any, whole: _Rehearsed, run: Callable[..., _Rehearsed]) -> Conduct:
     """Runs two parts of a batch, and compares."""
     samples = whole.rows
-    first = max(1, 3 * samples // 8)  # unlike sizes, which weights can be told apart by
-    cuts = slice(0, first), slice(first, samples)
-    batches = [inputs, *(rows_of(inputs, samples, rows) for rows in cuts)]
+    first = max(1, 3 * samples // 8)  # of unlike sizes, which distinguish weights
+
+    def parts_of(batch: Any, at: int = first) -> list[Any]:
+        return [rows_of(batch, samples, slice(0, at)), rows_of(batch, samples, slice(at, samples))]
+
     common: dict[str, Any] = {
         "whole": whole.loss,
         "samples": samples,
         "toggles": whole.toggles,
-        "hooked": whole.watch.hooked,
-        "differentiates": whole.watch.differentiates,
+        "differentiates": whole.differentiates,
         "sparse": tuple(name for name, gradient in whole.gradients.items() if gradient.layout != torch.strided),
         "incomparable": whole.unlike,
     }
     try:
-        plain = [whole, *(_run(model, batch, loss, double, thinned=False) for batch in batches[1:])]
+        parts = [run(part) for part in parts_of(inputs)]
     except _ModelError as error:
         return Conduct(indivisible=str(error), **common)
-    reduction = _reduction_of_targets(model, batches, loss, double, whole) or _reduction([plain])
-    if reduction == MEAN and any(_counted(plain, way) for way in plain[0].counts if way != TARGETS):
+    plain, reduction = [whole, *parts], ""
+    if whole.counts.get(TARGETS):  # a third of them is ignored, to see whether they are counted
+        with contextlib.suppress(_NoNumberError):
+            thinned = [run(batch, thinned=True) for batch in (inputs, *parts_of(inputs))]
+            reduction = TARGETS if _fits(thinned, TARGETS) else ""
+    reduction = reduction or _reduction([plain])
+    if reduction == MEAN and any(_counted(plain, way) for way in whole.counts if way != TARGETS):
         divided = [plain]  # by other parts, too: those above may count alike by chance
-        for at in {1, samples - 1} - {first}:
-            others = (rows_of(inputs, samples, rows) for rows in (slice(0, at), slice(at, samples)))
-            divided.append([whole, *(_run(model, other, loss, double, thinned=False) for other in others)])
+        divided += [[whole, *map(run, parts_of(inputs, at))] for at in {1, samples - 1} - {first}]
         reduction = _reduction(divided)
-    if reduction == MEAN and (ragged := _ragged(inputs, samples)) is not None:  # a mask of ones hides what it counts
+    if reduction == MEAN and (ragged := _ragged(inputs, samples)) is not None:  # a mask of ones hides its count
         with contextlib.suppress(_ModelError):  # the model may not take one with zeros
-            masked = [ragged, *(rows_of(ragged, samples, rows) for rows in cuts)]
-            reduction = _reduction([[_run(model, part, loss, double, thinned=False) for part in masked]])
-    parts = plain[1:]
-    counters, written = _written(model, whole, parts)
+            reduction = _reduction([[run(part) for part in (ragged, *parts_of(ragged))]])
+    counters, written = _written(model, plain)
     buffers = {name for name, _ in model.named_buffers()}
     mixing = () if reduction else _mixing(whole, parts)
     return Conduct(
@@ -165,33 +152,18 @@ def _compared(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, wh
     )
 
 
-def _reduction(divided: Sequence[Sequence[_Run]]) -> str:
+def _reduction(divided: Sequence[Sequence[_Rehearsed]]) -> str:
     """Returns how the loss of a batch comes from those of its parts, the plainest way that fits; "" where none does.
 
     Args:
         divided: The whole batch and its parts, for every way that it was divided.
     """
     ways = [MEAN, SUM, *(way for way in divided[0][0].counts if way != TARGETS)]
-    return next((way for way in ways if all(_fits(runs, _counted(runs, way)) for runs in divided)), "")
-
-
-def _reduction_of_targets(
-    model: nn.Module, batches: Sequence[Any], loss: Callable[..., Any] | None, double: bool, whole: _Run
-) -> str:
-    """`TARGETS` where the loss is a mean over targets of cross-entropies, a third of which is ignored to see it; else ""."""
-    if not whole.counts.get(TARGETS):
-        return ""
-    try:
-        thinned = [_run(model, batch, loss, double, thinned=True) for batch in batches]
-    except _NoNumberError:
-        return ""
-    return TARGETS if _fits(thinned, _counted(thinned, TARGETS)) else ""
+    return next((way for way in ways if all(_fits(runs, way) for runs in divided)), "")
 
 
 def _ragged(inputs: Any, samples: int) -> Any:
-    """Returns the inputs with zeros at the ends of masks that are all ones, as padding makes them; None where there is no such
-    mask.
-    """
+    """Returns the inputs with zeros at the ends of masks of ones, as padding makes them; None where there is no such mask."""
     changed = False
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
@@ -215,27 +187,24 @@ class _NoNumberError(_ModelError):
     """A loss that is not finite."""
 
 
-def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double: bool, thinned: bool) -> _Run:
-    """Returns a forward and a backward of a fresh copy."""
+def _run(model: nn.Module, loss: Callable[..., Any] | None, double: bool, inputs: Any, *, thinned: bool = False) -> _Rehearsed:
+    """Runs a forward and a backward of a fresh copy."""
     own = copy.deepcopy(model, computed_values(model))
+    inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach().clone(), inputs)
     if double:
         own.double()
-        inputs = pytree.tree_map_only(torch.Tensor, _doubled, inputs)
-    inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach().clone(), inputs)
+        inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, inputs)
     counts = candidates(inputs, samples_of(inputs))
     args, kwargs = split_inputs(inputs)
     outputs: dict[str, torch.Tensor] = {}
 
-    def note(path: str) -> Any:
-        def hook(module: nn.Module, given: Any, output: Any) -> None:
-            leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
-            if leaf is not None:
-                outputs.setdefault(path, leaf.detach().clone())
-
-        return hook
+    def note(path: str, module: nn.Module, given: Any, output: Any) -> None:
+        leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+        if leaf is not None:
+            outputs.setdefault(path, leaf.detach().clone())
 
     for path, module in own.named_modules():
-        module.register_forward_hook(note(path))
+        module.register_forward_hook(partial(note, path))
     watch, targets, draws = Watch(), Targets(thin=thinned), AlikeDraws()
     try:
         with torch.enable_grad(), watch.differentiating(), draws, watch, targets:
@@ -246,27 +215,24 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, double:
     except _NoNumberError:
         raise
     except Exception as error:  # the model's own code runs
-        raise _ModelError(_first_line(error)) from error
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        raise _ModelError(f"{type(error).__name__}: {reason}") from error
     names = {id(parameter): name for name, parameter in own.named_parameters()}
     counts[TARGETS] = float(targets.count)
     computed = [*own.parameters(), *outputs.values()]  # in half precision maybe under an autocast of the model's own
     half = any(one.is_floating_point() and one.element_size() < 4 for one in computed)
-    return _Run(
+    return _Rehearsed(
         loss=float(value.detach()),
         gradients={name: p.grad.detach() for name, p in own.named_parameters() if p.grad is not None},
         state=_state(own),
         outputs=outputs,
         counts=counts,
-        watch=watch,
         rows=samples_of(inputs),
         slack=_HALF if half else 1.0 if double else _SINGLE,
         toggles=tuple(names.get(one, "a parameter") for one in watch.toggles),
+        differentiates=watch.differentiates,
         unlike=draws.unlike,
     )
-
-
-def _doubled(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.double() if leaf.is_floating_point() else leaf
 
 
 def rows_of(inputs: Any, samples: int, rows: slice) -> Any:
@@ -292,38 +258,33 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _counted(runs: Sequence[_Run], way: str) -> list[float]:
-    """What the loss of each part counts in that of the whole; empty where nothing is counted."""
+def _counted(runs: Sequence[_Rehearsed], way: str) -> list[float]:
+    """Returns the weight of each part's loss in that of the whole; nothing where no way counts."""
     parts = runs[1:]
     counts = [1.0 if way == SUM else float(part.rows) if way == MEAN else part.counts.get(way, 0.0) for part in parts]
     total = 1.0 if way == SUM else sum(counts)
     return [count / total for count in counts] if total else []
 
 
-def _fits(runs: Sequence[_Run], weights: Sequence[float]) -> bool:
-    """Returns whether weighted parts have the loss and the gradients of the whole."""
+def _fits(runs: Sequence[_Rehearsed], way: str) -> bool:
+    """Returns whether parts that are weighted in a way have the loss and the gradients of the whole."""
     whole, *parts = runs
-    if not weights:
-        return False
-    slack = whole.slack
+    weights = _counted(runs, way)
+    terms = [(-1.0, whole), *zip(weights, parts, strict=bool(weights))]
     scale = max(*(abs(run.loss) for run in runs), 1e-12)
-    summed = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
-    if abs(summed - whole.loss) > slack * _LOSS * scale:
+    if not weights or abs(sum(factor * run.loss for factor, run in terms[1:]) - whole.loss) > whole.slack * _LOSS * scale:
         return False
     largest = max((float(g.to_dense().abs().max()) for g in whole.gradients.values() if g.numel()), default=0.0)
-    terms = [(-1.0, whole), *zip(weights, parts, strict=True)]
     for name in {name for run in runs for name in run.gradients}:
         known = [factor * run.gradients[name].to_dense() for factor, run in terms if name in run.gradients]
         difference = torch.stack(known).sum(0)
-        if difference.numel() and not float(difference.abs().max()) <= slack * _GRADIENT * (largest + 1e-12):
+        if difference.numel() and not float(difference.abs().max()) <= whole.slack * _GRADIENT * (largest + 1e-12):
             return False
     return True
 
 
-def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
-    """Returns modules whose rows differ between the whole batch and its parts, in the order of their first calls; never the
-    root.
-    """
+def _mixing(whole: _Rehearsed, parts: Sequence[_Rehearsed]) -> tuple[str, ...]:
+    """Returns modules but the root whose rows differ between the batch and its parts, in the order of their first calls."""
     found = []
     for path, output in whole.outputs.items():
         made = [part.outputs.get(path) for part in parts]
@@ -334,11 +295,11 @@ def _mixing(whole: _Run, parts: Sequence[_Run]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _written(model: nn.Module, whole: _Run, parts: Sequence[_Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of what forwards write alike whatever the samples are, and of what depends on them; without torch's norms."""
+def _written(model: nn.Module, divided: Sequence[_Rehearsed]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns names of the state that forwards write, alike for all samples and by the samples; without torch's norms."""
     alike, unlike = list[str](), list[str]()
     norms = {path for path, module in model.named_modules() if isinstance(module, NormBase)}
-    start, runs = _state(model), [run.state for run in (whole, *parts)]
+    start, runs = _state(model), [run.state for run in divided]
     for name in dict.fromkeys(name for state in (start, *runs) for name in state):
         before, values = start.get(name), [state.get(name) for state in runs]
         if name.rpartition(".")[0] in norms or all(_same(value, before) for value in values):
@@ -353,3 +314,87 @@ def _same(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return value.shape == other.shape and torch.allclose(
         value.to(torch.complex128), other.to(torch.complex128), rtol=1e-6, atol=1e-9, equal_nan=True
     )
+
+
+class Watch(TorchFunctionMode):
+    """The acts of a forward that a graph of it would lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toggles = set[int]()  # ids of parameters whose `requires_grad` is changed
+        self.differentiates = False  # gradients are computed
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if loses(function, args, kwargs) == TOGGLES:
+            self.toggles.add(id(args[0]))
+        return function(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Notes calls of `torch.autograd` inside."""
+
+        def noted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.differentiates = True
+            return original(*args, **kwargs)
+
+        with contextlib.ExitStack() as inside:
+            for name in ("grad", "backward"):
+                inside.enter_context(mock.patch.object(torch.autograd, name, partial(noted, getattr(torch.autograd, name))))
+            yield
+
+
+class AlikeDraws(TorchDispatchMode):
+    """Random ops that draw the numbers of one row, for all rows, from one stream.
+
+    So the numbers of a sample depend neither on the other samples of a pass nor on the ops that ran before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0  # random ops so far
+        self.unlike: str | None = None  # an op whose results depend on values or on the number of samples; None without one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.count += 1
+        torch.manual_seed(1)
+        name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+        own = {key: value for key, value in kwargs.items() if key != "generator"}
+        first: Any = args[0] if args else None
+        rest = args[1:]
+        values = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((rest, own)))
+        if name == "bernoulli" and overload == "default" and isinstance(first, torch.Tensor):
+            return (_row(first, torch.rand) < first).to(first)
+        if name == "native_dropout":
+            mask = _row(first, torch.rand) >= args[1]
+            return first * mask / (1 - args[1]), mask
+        if name == "normal" and (overload.startswith("Tensor") or values):
+            mean, std = (*args, own.get("std", 1.0))[:2]
+            return mean + std * _row(mean if isinstance(mean, torch.Tensor) else std, torch.randn)
+        if isinstance(first, torch.Tensor) and not values:
+            row = first[:1] if first.dim() else first
+            if name.endswith("_"):
+                return first.copy_(func(torch.empty_like(row), *rest, **own).expand_as(first))
+            if name not in ("multinomial", "poisson"):  # ``rand_like``, and what writes of the kind above become in graphs
+                return func(row, *rest, **own).expand_as(first).clone()
+        sizes = next((at for at, value in enumerate(args) if isinstance(value, (list, tuple))), None)
+        if sizes is not None and name in ("rand", "randn", "randint", "normal"):
+            shape = list(args[sizes])
+            drawn = func(*args[:sizes], [1, *shape[1:]] if shape else [], *args[sizes + 1 :], **own)
+            return drawn.expand(shape).clone()
+        self.unlike = name
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether a call draws: dropout of probability 0 does not."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    named = {argument.name: argument.default_value for argument in func._schema.arguments} | given
+    return not (named.get("train") is False or 0.0 in [named.get(name) for name in ("dropout_p", "p", "dropout")])
+
+
+def _row(like: torch.Tensor, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
+    shape = (1, *like.shape[1:]) if like.dim() else ()
+    return draw(shape, dtype=like.dtype if like.is_floating_point() else None, device=like.device).expand(like.shape)

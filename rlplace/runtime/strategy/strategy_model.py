@@ -1,4 +1,4 @@
-"""A distributed model that runs as a strategy says, by torch's own parts (`rlplace.runtime.strategy`)."""
+"""A distributed model under a strategy, by torch's own parts (`rlplace.runtime.strategy`)."""
 
 from __future__ import annotations
 
@@ -38,24 +38,22 @@ TARGET = "target"
 
 
 class StrategyModel(DistributedModel):
-    """See `DistributedModel`.
-
-    `step` offers what torch's pipelines do by themselves: forward and backward of a batch, with any loss.
+    """A `DistributedModel` whose `step` also runs forward and backward of a batch with any loss, as torch's pipelines do.
 
     Args:
         meta: The model without its values.
-        strategy: What is run.
-        place: Where this process stands.
+        strategy: The strategy.
+        place: Coordinates of this process.
         bodies: By number of the stage, the modules that this process holds; the whole model where there is one stage.
-        runner: What runs passes.
+        runner: Runs passes.
         names: Keyword inputs that `step` calls the model with.
         roots: Modules that are set to training or evaluation besides.
         batching: How a batch becomes micro-batches.
         loss: See `rlplace.distribute`.
-        seed: Of what the model draws.
-        ties: Of parameters that stages share.
+        seed: Seed of the model's draws.
+        ties: Parameters that stages share.
         tied: Names of parameters that are one tensor, for every such tensor.
-        hooks: Those of the parameters.
+        hooks: Hooks of the parameters.
     """
 
     def __init__(
@@ -88,10 +86,10 @@ class StrategyModel(DistributedModel):
         self._latest: weakref.ref[Stash] | None = None
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
-        """Returns forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
+        """Runs forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
 
         Args:
-            batch: The whole batch, the same on every rank: keyword inputs of the model, and what the loss needs besides.
+            batch: The whole batch, the same on every rank: keyword inputs of the model, and further inputs of the loss.
             loss: Called with the model's output and a micro-batch; returns the mean over its samples.
 
         Returns:
@@ -103,7 +101,7 @@ class StrategyModel(DistributedModel):
         return value
 
     def _run(self, passes: Sequence[Pass], loss: PartLoss) -> tuple[torch.Tensor, Stash]:
-        """Returns forward and backward of this replica's micro-batches: the mean loss over the batch, and the gradients."""
+        """Runs forward and backward of this replica's micro-batches; returns the mean loss over the batch and the gradients."""
         earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
@@ -130,12 +128,12 @@ class StrategyModel(DistributedModel):
 
     @property
     def _gathers(self) -> bool:
-        """Whether replicas compute the loss of the whole batch."""
+        """True where replicas compute the loss of the whole batch."""
         return self.strategy.couple == "gather" and self.place.data_degree > 1
 
     @property
     def _counts(self) -> str | None:
-        """What weights losses in place of samples; None: samples do."""
+        """The count that weights losses in place of samples; None: samples do."""
         reduction = self.batching.reduction
         return None if reduction in (MEAN, SUM) else reduction
 
@@ -164,7 +162,7 @@ class StrategyModel(DistributedModel):
         return made[0], value, stash
 
     def _output_like(self, output: Any) -> Callable[[torch.Tensor], Any]:
-        """Makes of the loss what the model returns; does not keep the output, whose logits take memory in the backward."""
+        """Returns a function from the loss to the model's output; keeps no logits, which take memory in the backward."""
         if self._loss is not None:
             return lambda total: total
         value, (leaves, spec) = loss_of(output, None), pytree.tree_flatten(output)
@@ -211,7 +209,7 @@ class StrategyModel(DistributedModel):
         return value, float(one.counted(targets, self.ranks.device))
 
     def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
-        """Everything that the model is called with, by name, and this replica's micro-batches of it."""
+        """Returns all arguments of a call by name, and this replica's micro-batches of them."""
         inputs = keyword_inputs(self.meta_model, args) | dict(kwargs)
         batch = inputs if target is None else {**inputs, TARGET: target}
         return batch, self._passes(batch, inputs)
@@ -221,7 +219,7 @@ class StrategyModel(DistributedModel):
         return share_of(self.strategy, replica, samples, degree)
 
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
-        """This replica's micro-batches of a batch, on its device."""
+        """Returns this replica's micro-batches of a batch, on its device."""
         share = self._share(batch, self.place.replica, self.place.data_degree)
         if self.batching.reduction == SUM:
             share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
@@ -237,24 +235,21 @@ class StrategyModel(DistributedModel):
         return self._loss(output) if target is None else self._loss(output, target)  # type: ignore[call-arg]
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `DistributedModel.trained`."""
+        """Yields the parameters that this rank trains, each with the first of its names in the model."""
         for name, parameter in self.named_parameters():
             yield next((names[0] for names in self._tied if name in names), name), parameter
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """What this rank runs, under the names that it has in the model; parameters and buffers are those of these modules.
-
-        A parameter is a DTensor where it is shared out or laid out.
-        """
+        """Yields the modules of this rank, whose parameters are DTensors where they are sharded, under the model's names."""
         for body in self._bodies.values():
             yield from body.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """This rank's parameters and buffers, under the names that they have in the model."""
+        """Returns this rank's parameters and buffers, under the names that they have in the model."""
         own = {name: value for body in self._bodies.values() for name, value in body.state_dict().items()}
         for names in self._tied:
             held = next((name for name in names if name in own), None)
@@ -281,8 +276,8 @@ class StrategyModel(DistributedModel):
         held = dict(self.named_parameters())
         for names in self._tied:  # copies of one parameter in several stages of this process follow
             copies = [held[name] for name in names if name in held]
-            for other in copies[1:]:
-                other.copy_(copies[0])
+            for copied in copies[1:]:
+                copied.copy_(copies[0])
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         copies = {} if self._ties is None else self._ties.copies(self._bodies)
@@ -290,7 +285,7 @@ class StrategyModel(DistributedModel):
 
 
 def _part(output: Any, samples: int, number: int, parts: int) -> Any:
-    """Returns one of several replicas' part of what the model returned for their samples together."""
+    """Returns one replica's part of the model's output for the samples of several."""
 
     def rows(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.chunk(parts)[number] if leaf.shape[:1] == (samples,) else leaf
@@ -299,7 +294,7 @@ def _part(output: Any, samples: int, number: int, parts: int) -> Any:
 
 
 def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Example inputs under the names that the model's forward gives them.
+    """Returns example inputs under the names that the model's forward gives them.
 
     Raises:
         InputError: It has no names for them.

@@ -4,8 +4,8 @@ Activations outside of the products stay plain tensors, whole or split along the
 
 Numbers drawn for values that a tensor group holds whole are alike in it, those drawn for parts are not. A step draws from a
 stream that follows from the seed, the number of the step, the replica and the place in the pipeline. For a part a process draws
-one number from it, as all of its tensor group do, and continues in a stream of that number and its own rank; so a recomputation,
-which starts again where the forward did, draws the same.
+one number from it, as all of its tensor group do, and continues in a stream of that number and its own rank. A recomputation,
+which starts again where the forward did, thus draws the same numbers.
 """
 
 from __future__ import annotations

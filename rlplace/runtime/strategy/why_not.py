@@ -1,7 +1,7 @@
-"""Why a strategy cannot be run by torch's parts, or would run wrong without a word.
+"""Reasons why a strategy cannot be run by torch's parts, or would silently run wrong.
 
-It looks at the strategy and at facts about the model and never at the model, so that a planner can ask it of thousands of
-strategies; nothing here loads torch.
+They follow from the strategy and from facts about the model, never from the model itself, so that a planner can ask for
+thousands of strategies; nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -25,69 +25,45 @@ MOST_UNSHARDED = 3
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is known of a model's tensor-parallel layouts; without anything nobody looked.
+    """Facts about a model's tensor-parallel layouts; the defaults say that the model was not examined."""
 
-    Attributes:
-        no_tensor: Why its blocks have none; None when they have, or when nobody looked.
-        parts: The tensor degree must divide it: heads, key and value heads and widths in common; 0 where nothing has a layout.
-        no_sequence: Why activations between tensor-parallel parts cannot be split along the sequence; None like above.
-        layouts: ``column`` or ``row`` by module path, for every product with a layout.
-        vocabulary: Paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it.
-        positions: Of the activations that blocks are handed; 0 where they cannot be split.
-    """
-
-    no_tensor: str | None = None
+    no_tensor: str | None = None  # why its blocks have no layout; None where they have
+    # divisor of the tensor degree: heads, key and value heads and widths in common; 0 where nothing has a layout
     parts: int = 0
-    no_sequence: str | None = None
+    no_sequence: str | None = None  # why activations between products cannot be split along the sequence; None where they can
+    # ``column``, ``row`` or ``local`` by module path, for all modules with a layout inside of blocks
     layouts: Mapping[str, str] = field(default_factory=dict)
+    # paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it
     vocabulary: tuple[str, ...] = ()
-    positions: int = 0
+    positions: int = 0  # of the activations that blocks read; 0 where they cannot be split
 
     @property
     def words(self) -> Mapping[str, str]:
-        """By module path how its weights are cut: ``column``, ``row`` or ``vocabulary``."""
+        """Layouts by module path: those of `layouts`, and ``vocabulary``."""
         return {**self.layouts, **dict.fromkeys(self.vocabulary, "vocabulary")}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What `why_not` asks of a model.
+    """Facts about a model that `why_not` reads; the defaults say that nothing is wrong, or that it was not examined."""
 
-    Attributes:
-        blocks: Paths of the blocks that a strategy has to name.
-        batch_norm: A module computes statistics over the samples of its process.
-        sync_norm: A module computes statistics over all processes of the job.
-        no_cut: Why it cannot be cut into stages; None when it can, or when nobody looked.
-        no_samples: Why what crosses between stages cannot be dealt out by samples; None when it can, or when nobody looked.
-        tensor: Of its layouts.
-        hooked: Modules with hooks of the user's.
-        hooked_outside: Those of them that lie outside of blocks, where a pipeline does not call them.
-        backward_hooks: Those with hooks on gradients.
-        subclass: Name and type of a parameter that is no plain tensor, such as a quantized one; None without one.
-        untrained: Blocks that no gradient flows back from, such as the first that is trained behind frozen ones.
-        recurrent: A recurrent layer; None without one.
-        branches: The forward looks at values outside of blocks, and may call others for other samples.
-        handed: A block that is handed something that lives on, such as a cache; None without one.
-        no_gather: Why replicas cannot gather what a loss reads; None where they can, or nobody looked.
-        conduct: How a step treats samples, buffers and parameters; None when it was not rehearsed.
-    """
-
-    blocks: tuple[str, ...] = ()
-    batch_norm: bool = False
-    sync_norm: bool = False
-    no_cut: str | None = None
-    no_samples: str | None = None
+    blocks: tuple[str, ...] = ()  # paths of the blocks that a strategy has to name
+    batch_norm: bool = False  # a module computes statistics over the samples of its process
+    sync_norm: bool = False  # a module computes statistics over all processes of the job
+    no_cut: str | None = None  # why it cannot be cut into stages
+    no_samples: str | None = None  # why values between stages cannot be split by samples
     tensor: TensorFacts = TensorFacts()
-    hooked: tuple[str, ...] = ()
-    hooked_outside: tuple[str, ...] = ()
-    backward_hooks: tuple[str, ...] = ()
-    subclass: str | None = None
+    hooked: tuple[str, ...] = ()  # modules with hooks of the user's
+    hooked_outside: tuple[str, ...] = ()  # those of them that lie outside of blocks, where a pipeline does not call them
+    backward_hooks: tuple[str, ...] = ()  # those with hooks on gradients
+    subclass: str | None = None  # name and type of a parameter that is no plain tensor, such as a quantized one
+    # blocks that no gradient flows back from, such as the first that is trained behind frozen ones
     untrained: tuple[str, ...] = ()
-    recurrent: str | None = None
-    branches: bool = False
-    handed: str | None = None
-    no_gather: str | None = None
-    conduct: Conduct | None = None
+    recurrent: str | None = None  # path of a recurrent layer
+    branches: bool = False  # the forward reads values outside of blocks, and may call others for other samples
+    handed: str | None = None  # a block that gets an object with a state, such as a cache
+    no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
+    conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
 
 
 def why_not(
@@ -112,21 +88,16 @@ def why_not(
         return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
     if len(strategy.pipelines) > 1:
         return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
-    rules: tuple[Callable[..., Iterator[str]], ...] = (_axes, _memory, _levels, _pipeline, _model, _hooks)
     facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
-    reasons = (reason for rule in rules for reason in rule(pipeline, facts, number))
-    return next(
-        chain(
-            reasons, _conduct(pipeline, facts, buffers or strategy.buffers), _gather(pipeline, facts, couple or strategy.couple)
-        ),
-        None,
-    )
+    found = [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
+    found += [_model(pipeline, facts), _hooks(pipeline, facts), _conduct(pipeline, facts, buffers or strategy.buffers)]
+    return next(chain(*found, _gather(pipeline, facts, couple or strategy.couple)), None)
 
 
 def judge(
     facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None
 ) -> tuple[Callable[[Strategy], str | None], Mapping[str, str] | None]:
-    """What planning asks of this runtime: `why_not` for a model, and the modules whose weights a tensor group cuts, and how.
+    """Returns this runtime's answers to planning: `why_not` for a model, and the layouts of modules over a tensor group.
 
     Args:
         facts: Of the model; None asks about strategies alone.
@@ -147,12 +118,12 @@ def _installed() -> str:
 
 
 def minor_version(text: str) -> tuple[int, int]:
-    """Such as (2, 13) of ``"2.13.0+cpu"``."""
+    """Returns the first two numbers of a version, such as (2, 13) of ``"2.13.0+cpu"``."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
-def _axes(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     for stage in pipeline.stages:
         for axis in ("context", "branch"):
             if stage.axis(axis) > 1:
@@ -166,7 +137,7 @@ def _axes(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iter
         yield f"stages of unlike data degrees: {facts.no_samples}"
 
 
-def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+def _memory(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     for stage in pipeline.stages:
         if "optimizer" in stage.offload.values():
             yield "optimizer state alone in host memory is not in torch and not run yet; offload 'all', or nothing"
@@ -178,7 +149,7 @@ def _memory(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> It
             yield "recomputation runs a forward twice, and BatchNorm would count its running statistics twice"
 
 
-def _levels(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+def _levels(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     level = max(stage.sharding for stage in pipeline.stages)
     if len(pipeline.stages) > 1 and level > 1:
         yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
@@ -216,38 +187,40 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
         )
 
 
-def _model(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
-    if len(pipeline.stages) > 1:
-        named = {block for stage in pipeline.stages for block in stage.blocks}
+def _model(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
+    stages = pipeline.stages
+    if len(stages) > 1:
+        named = {block for stage in stages for block in stage.blocks}
         if facts.no_cut is not None:
             yield f"the model cannot be cut into stages: {facts.no_cut}"
         for block in facts.blocks:
             if block not in named and not any(block.startswith(f"{name}.") or name.startswith(f"{block}.") for name in named):
                 yield f"no stage names the block {block}"
     tensor = facts.tensor
-    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages} - {1}):
+    for degree in sorted({stage.axis("tensor") for stage in stages} - {1}):
         if tensor.no_tensor is not None:
             yield f"no tensor-parallel layout: {tensor.no_tensor}"
         if tensor.parts % degree:
             yield f"the tensor degree {degree} does not divide {tensor.parts}, what heads and widths have in common"
-    for path, word in {path: word for stage in pipeline.stages for path, word in stage.tensor.items()}.items():
+    for path, word in {path: word for stage in stages for path, word in stage.tensor.items()}.items():
         own = tensor.words.get(path, "none")
         plain = "vocabulary" if word == "embedding" or "gathered" in word else word.rpartition(" ")[2]
         if plain not in (own, "sequence") and (tensor.layouts or plain not in ("column", "row", "vocabulary")):
             yield f"the plan lays {path} out as {word!r}, this runtime as {own}; plan again with this model"
-    for stage in (stage for stage in pipeline.stages if stage.tensor):
-        for path in tensor.layouts:
+    for stage in stages:
+        for path in tensor.layouts if stage.tensor else ():
             if path not in stage.tensor and any(path.startswith(f"{block}.") or path == block for block in stage.blocks):
                 yield f"the plan leaves {path} whole, this runtime cuts it as {tensor.layouts[path]}; plan this model again"
-    for degree in sorted({stage.axis("tensor") for stage in pipeline.stages if stage.sequence_parallel}):
+    for degree in sorted({stage.axis("tensor") for stage in stages if stage.sequence_parallel}):
         if tensor.no_sequence is not None:
             yield f"no sequence parallelism: {tensor.no_sequence}"
         if tensor.positions % degree:
             yield f"{tensor.positions} positions cannot be split over {degree} processes; pad them to a multiple"
 
 
-def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
+def _hooks(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     stages = pipeline.stages
+    splits = len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward
     if facts.subclass is not None:
         yield f"the parameter {facts.subclass} is no plain tensor, which no engine here trains; convert it to a plain one"
     if facts.hooked and any(stage.axis("tensor") > 1 for stage in stages):
@@ -257,12 +230,12 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Ite
             f"the hooks of {facts.hooked_outside[0]} lie outside of all blocks, where a pipeline does not call them; move them "
             "to a block, or plan with pipeline=1"
         )
-    if facts.backward_hooks and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+    if facts.backward_hooks and splits:
         yield (
             f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
             f"as {ONE_F_ONE_B}"
         )
-    if facts.recurrent is not None and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+    if facts.recurrent is not None and splits:
         yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take {ONE_F_ONE_B}, say"
     if facts.recurrent is not None and any("selective" in stage.recompute.values() for stage in stages):
         yield (
@@ -287,6 +260,7 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[st
     conduct = facts.conduct or Conduct()
     stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches)
     sharded = any(stage.sharding for stage in stages)
+    in_parts = sharded or len(stages) > 1 or any(stage.recompute or stage.axis("tensor") > 1 for stage in stages)
     alone = "plan with replicate=1 shard=1 microbatches=1"
     if conduct.indivisible is not None and parts > 1:
         yield f"the batch cannot be divided: a part of it raised {conduct.indivisible}; {alone}"
@@ -302,12 +276,12 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[st
         )
     if (conduct.written or conduct.counters) and any(stage.recompute for stage in stages):
         yield f"recomputation runs a forward twice, and {(*conduct.written, *conduct.counters)[0]} would be written twice"
-    if conduct.toggles and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+    if conduct.toggles and in_parts:
         yield (
             f"the forward changes requires_grad of {conduct.toggles[0]}, which shares, stages, tensor groups and recomputation "
             "do not follow; plan with shard=1 pipeline=1 tensor=1"
         )
-    if conduct.differentiates and (sharded or len(stages) > 1 or any(s.recompute or s.axis("tensor") > 1 for s in stages)):
+    if conduct.differentiates and in_parts:
         yield (
             "the forward computes gradients itself, which shares, stages, tensor groups and recomputation do not follow; plan "
             "with shard=1 pipeline=1 tensor=1"

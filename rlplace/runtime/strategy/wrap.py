@@ -1,20 +1,16 @@
-"""Data axes, recomputation and offload of a stage by torch's wrappers, in torch's order.
+"""Data axes, recomputation and offload of a stage by torch's wrappers, in torch's order, and gradients that these do not sum.
 
-Tensor layouts come before (`tensor`), because `fully_shard` shares what a process holds of a parameter after them. Block by
-block: recomputation, then `fully_shard` or `replicate`; what is left goes with the root. Names of parameters stay the model's.
-
-Gradients over stages, replicas and tensor groups that torch's wrappers leave to be summed.
-
-Each stage has a copy of a parameter that stages share, and the copies' gradients are summed after the backward.
+Tensor layouts come before (`tensor`), because `fully_shard` shards a process's part of a parameter after them. Block by block:
+recomputation, then `fully_shard` or `replicate`; the rest belongs to the root. Names of parameters stay the model's. Each stage
+has a copy of a parameter that stages share, and the copies' gradients are summed after the backward.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,29 +28,26 @@ from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import StridedShard, replicate
 
 
-@dataclass(frozen=True)
-class _Tie:
-    """One tie: the name of its copy in each stage of this process, the number of stages that have one, and their processes."""
-
-    names: dict[int, str]
-    stages: int
-    group: Any
+class _Tie(NamedTuple):
+    names: dict[int, str]  # of its copy in each stage of this process
+    stages: int  # number of stages that have a copy
+    group: Any  # their processes
 
 
 def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, str]:
-    """By number of the stages that have a copy of a tied parameter, its name there."""
+    """Returns the name of a tied parameter in each stage that has a copy."""
     held = {n: next((name for name in names if name in stage.parameters), None) for n, stage in enumerate(stages)}
     return {number: name for number, name in held.items() if name is not None}
 
 
 class StageTies:
-    """The ties that stages part. Every process of the job makes it, because it makes process groups.
+    """Parameters of which several stages have a copy. Every process of the job makes it, because it makes process groups.
 
     Args:
         ties: Names of parameters that are one tensor, for every such tensor.
-        pipeline: What the strategy says.
+        pipeline: The pipeline of the strategy.
         stages: The stages of the cut.
-        place: Where this process stands.
+        place: Coordinates of this process.
     """
 
     def __init__(
@@ -78,7 +71,7 @@ class StageTies:
             self._ties.append(_Tie(mine, len(name_of_stage), own))
 
     def part(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Gives each stage of this process a parameter of its own, before it is shared out."""
+        """Gives each stage of this process a parameter of its own, before it is sharded."""
         for tie in self._ties:
             for stage, name in list(tie.names.items())[1:]:
                 shared = bodies[stage].get_parameter(name)
@@ -93,7 +86,7 @@ class StageTies:
         return {bodies[stage].get_parameter(name): tie.stages for tie in self._ties for stage, name in tie.names.items()}
 
     def sum_gradients(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Gives every copy the sum of all copies' gradients of this step, which are all that there are."""
+        """Gives every copy the sum of all copies' gradients of this step."""
         for tie in self._ties:
             if not tie.names:
                 continue
@@ -110,7 +103,7 @@ class StageTies:
                     own.copy_(total)
 
     def _sum_whole(self, tie: _Tie, copies: Sequence[nn.Parameter]) -> None:
-        """Stages that cut the parameter in unlike ways sum it whole; every process of a stage counts as its part."""
+        """Sums whole gradients where stages cut the parameter in unlike ways; every process of a stage counts as its part."""
         gradients = [copy.grad if copy.grad is not None else torch.zeros_like(copy.detach()) for copy in copies]
         total = torch.stack([whole_tensor(gradient) for gradient in gradients]).sum(0) / self._processes
         if tie.group is not None:  # else one process holds all copies
@@ -120,9 +113,7 @@ class StageTies:
 
 
 def left_out(parameter: torch.Tensor) -> bool:
-    """Returns whether `fully_shard` and `replicate` go without it: they take no complex ones, none without dimensions or
-    elements.
-    """
+    """Returns whether `fully_shard` and `replicate` take no such parameter: complex, or without dimensions or elements."""
     return not isinstance(parameter, DTensor) and (parameter.is_complex() or not parameter.dim() or not parameter.numel())
 
 
@@ -136,14 +127,14 @@ def average_left_out(parameter: torch.Tensor, place: MeshPlace) -> None:
 
 
 def sum_parts(parameter: torch.Tensor) -> None:
-    """A gradient of partial sums over the tensor axis is summed, as its parameter is held."""
-    if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
-        if parameter.grad.placements != parameter.placements:
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    """Sums a gradient of partial sums over the tensor axis, in the placement of its parameter."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def recompute(block: nn.Module, how: str) -> None:
-    """Makes a block run its forward again in the backward: all of it, or all but what `selective` keeps.
+    """Makes a block run its forward again in the backward: all of it, or all but the results that `selective` saves.
 
     Its `forward` is replaced, not its class or its place, so that names and hooks stay.
     """
@@ -154,7 +145,7 @@ def recompute(block: nn.Module, how: str) -> None:
 
 
 def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps what products with weights, attention and collectives made."""
+    """Saves results of products with weights, attention and collectives under selective recomputation."""
     name, namespace = getattr(op, "__name__", "").partition(".")[0], getattr(op, "namespace", "")
     products = ("mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag")
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
@@ -174,17 +165,17 @@ def wrap_stage(
     mixed_precision: MixedPrecisionPolicy | None = None,
     unreached: bool = True,
 ) -> nn.Module:
-    """Recomputation, data axes and offload of a stage, in place; returns what is to be called.
+    """Applies recomputation, data axes and offload to a stage in place; returns the module to call.
 
     Args:
         root: The stage's module, or the whole model.
         blocks: Its blocks by path.
-        stage: What the strategy says of it.
-        place: This process's place.
+        stage: The stage of the strategy.
+        place: Coordinates of this process.
         pipelined: Whether torch's schedules will drive it.
-        outside: Blocks whose parameters are read while they do not run: they are gathered with what no block has.
-        mixed_precision: What parameters are cast to; it needs torch's wrappers, where there is one replica, too.
-        unreached: Some parameters may get no gradient, which torch then looks for in every step.
+        outside: Blocks whose parameters are read while they do not run: they are gathered with the root's.
+        mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
+        unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
@@ -222,22 +213,18 @@ def wrap_stage(
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:
-    """Returns a weight that packs several on its first dimension is cut there for the tensor axis, and shared out on its
-    second.
-    """
+    """Returns the second dimension for a weight that packs several on its first, which the tensor axis cuts there."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return Shard(1) if any(isinstance(p, StridedShard) and p.dim == 0 for p in placements) else None
 
 
 def offload(what: str | None, device: torch.device) -> OffloadPolicy:
-    """Torch's policy for what of a block lives in host memory; pinned where there is a device that copies from it."""
+    """Returns torch's policy for the part of a block in host memory; pinned where a device copies from it."""
     return OffloadPolicy() if what is None else CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
 def stands_alone(root: nn.Module, block: nn.Module) -> bool:
-    """Returns whether a block is worth a group of its own: it has a matrix, and no parameter that another module of the root
-    has.
-    """
+    """Returns whether a block is worth a group of its own: it has a matrix, and shares no parameter with other modules."""
     own = {id(parameter): parameter for parameter in block.parameters()}
     if not any(parameter.dim() > 1 for parameter in own.values()):
         return False

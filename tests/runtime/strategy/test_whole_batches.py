@@ -16,9 +16,8 @@ from rlplace.runtime.base.counting import Targets, count_of
 from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture
-from rlplace.runtime.strategy.facts import facts_of, notes_of
+from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of, notes_of
 from rlplace.runtime.strategy.gather import split_forward
-from rlplace.runtime.strategy.samples import conduct_of_graph
 from rlplace.runtime.strategy.why_not import ModelFacts, why_not
 
 CPU = torch.device("cpu")

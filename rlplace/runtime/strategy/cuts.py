@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rlplace.model.axes.access import access_of
 from rlplace.model.aten import kind_of
+from rlplace.model.axes.access import access_of
 from rlplace.model.capture.export import export_training_graph, is_random, lies_in, module_path
 from rlplace.model.torch_adapter import pytree
 

@@ -167,26 +167,18 @@ def passes_of(
 
 
 def join_leaves(parts: Sequence[Sequence[Any]], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Joins the outputs of micro-batches.
+    """Joins the flat outputs of micro-batches, given their numbers of samples and the weights of their scalars.
 
     Floating-point scalars, such as losses, are summed by their weights, tensors whose first dimension grows with the batch are
     concatenated along it; of all other outputs the last micro-batch's is taken.
-
-    Args:
-        parts: The flat outputs of each micro-batch.
-        samples: Number of samples of each micro-batch.
-        weights: Of the scalars of each micro-batch.
     """
-    joined = []
+    joined: list[Any] = []
     for values in zip(*parts, strict=True):
-        first = values[0]
-        tensor = isinstance(first, torch.Tensor)
+        first, tensor = values[0], isinstance(values[0], torch.Tensor)
         if tensor and first.is_floating_point() and first.dim() == 0:
             joined.append(sum(value * weight for value, weight in zip(values, weights, strict=True)))
-        elif tensor and first.dim() > 0 and _grows(values, samples):
-            joined.append(torch.cat(values) if len(values) > 1 else first)
         else:
-            joined.append(values[-1])
+            joined.append(torch.cat(values) if tensor and first.dim() > 0 and _grows(values, samples) else values[-1])
     return joined
 
 
@@ -202,11 +194,7 @@ def _grows(values: Sequence[torch.Tensor], samples: Sequence[int]) -> bool:
 
 
 def signature_of(inputs: Any) -> tuple[str, tuple[Any, ...]]:
-    """Returns the signature that a forward is recorded for: structure, and by leaf shape and dtype, or type and value.
-
-    Raises:
-        InputError: A leaf is something else than a tensor, a number, a string or None.
-    """
+    """Returns the signature of a recorded forward: structure, and by leaf shape and dtype, or type and value."""
     leaves, spec = pytree.tree_flatten(inputs)
     strange = next((leaf for leaf in leaves if not isinstance(leaf, _LEAVES)), None)
     if strange is not None:

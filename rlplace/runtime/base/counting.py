@@ -34,17 +34,12 @@ _SLICES = {"": slice(None), "[1:]": slice(1, None), "[:-1]": slice(None, -1)}
 
 
 def candidates(inputs: Any, rows: int) -> dict[str, float]:
-    """Returns the count of a batch by every reduction that its inputs offer.
-
-    Args:
-        inputs: Keyword inputs.
-        rows: Samples of the batch.
-    """
-    return {way: count_of(way, inputs) for way in _ways(inputs, rows)} if isinstance(inputs, Mapping) else {}
+    """Returns the count of a batch of so many samples by every reduction that its keyword inputs offer."""
+    return {way: count_of(way, inputs) for way in _ways(inputs, rows)}
 
 
-def _ways(inputs: Mapping[str, Any], rows: int) -> Iterator[str]:
-    for name, leaf in inputs.items():
+def _ways(inputs: Any, rows: int) -> Iterator[str]:
+    for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
         if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not leaf.dim() or len(leaf) != rows:
             continue
         integers = not leaf.is_floating_point() and leaf.dtype != torch.bool
@@ -55,15 +50,7 @@ def _ways(inputs: Mapping[str, Any], rows: int) -> Iterator[str]:
 
 
 def count_of(way: str, inputs: Mapping[str, Any]) -> float:
-    """Returns the count of a batch or a micro-batch.
-
-    Args:
-        way: Such as ``"sum:mask"``.
-        inputs: Its keyword inputs.
-
-    Raises:
-        InputError: It has no such input.
-    """
+    """Returns the count of a batch or a micro-batch with these keyword inputs, by a reduction such as ``"sum:mask"``."""
     kind, _, rest = way.partition(":")
     cut = next((cut for cut in _SLICES if cut and rest.endswith(cut)), "")
     name = rest.removesuffix(cut)

@@ -131,11 +131,7 @@ def part_text(plan: PlacementPlan, rank: int) -> str:
 
 
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
-    """Matches the plan's devices with the processes of the default process group.
-
-    Raises:
-        InputError: Too few processes.
-    """
+    """Matches the plan's devices with the processes of the default process group, which must be as many."""
     world, used = dist.get_world_size(), tuple(devices_of(plan))
     if world < len(used):
         raise InputError(
@@ -145,11 +141,7 @@ def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:
 
 
 def check_same_plan(plan: PlacementPlan) -> None:
-    """Refuses unlike plans on the processes, which would wait for each other for ever.
-
-    Raises:
-        InputError: On every rank.
-    """
+    """Refuses unlike plans on the processes, on every rank, since they would wait for each other for ever."""
     fingerprints = gather_objects(plan.fingerprint)
     other = next((rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]), None)
     if other is not None:
@@ -163,12 +155,7 @@ def check_first_batches(model: nn.Module, ranks: Ranks, share: str) -> None:
     """Makes the first calls of a distributed model compare their inputs over the processes that must get the same.
 
     A sampler or a loader that splits batches over processes, as for data parallel training, would give each process of a
-    replica another batch, and the model would silently train on mixtures of them.
-
-    Args:
-        model: The distributed model.
-        ranks: Its processes.
-        share: See `rlplace.distribute`.
+    replica another batch, and the model would silently train on mixtures of them. `share` is that of `rlplace.distribute`.
     """
     alike = ranks.replicas if share == "replica" else [{rank for row in ranks.replicas for rank in row}]
     if max(map(len, alike)) < 2:

@@ -41,18 +41,7 @@ def time_step(
     loss: Callable[[Any], Tensor] | None,
     devices: Sequence[torch.device | str],
 ) -> float:
-    """Times one training step; see `train_step`.
-
-    Args:
-        module: The model, on its devices.
-        optimizer: Updates its parameters.
-        inputs: A tuple of arguments or a dict of keyword arguments.
-        loss: As in `step_timer`.
-        devices: Synchronized before and after.
-
-    Returns:
-        Seconds of forward, loss, backward and update.
-    """
+    """Runs `train_step`; returns the seconds of forward, loss, backward and update, with the devices synchronized around it."""
     places = {torch.device(device) for device in devices}
     begin = max(map(read_clock, places))
     train_step(module, optimizer, inputs, loss=loss)
@@ -108,11 +97,7 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def micro_batch(plan: PlacementPlan, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments of one micro-batch: the given ones, else, on the meta device, those of the plan's captured model.
-
-    Raises:
-        InputError: Neither is there, or they are something else than a tensor, a sequence or a mapping.
-    """
+    """Returns arguments of one micro-batch: the given ones, else, on the meta device, those of the plan's captured model."""
     if example_inputs is None:
         description = ((plan.source or {}).get("graph") or {}).get("inputs")
         if description is None:
@@ -141,11 +126,7 @@ def takes_target(loss: Loss | None) -> bool:
 
 
 def samples_of(arguments: Any) -> int:
-    """Returns the samples of a batch: the rows of its first tensor.
-
-    Raises:
-        InputError: There is no tensor, or it has no first dimension.
-    """
+    """Returns the samples of a batch: the rows of its first tensor."""
     first = next((leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         raise InputError(
@@ -155,11 +136,7 @@ def samples_of(arguments: Any) -> int:
 
 
 def check_inputs(arguments: Any) -> None:
-    """Refuses inputs that require a gradient: a training step runs as a whole, before ``loss.backward()`` is called.
-
-    Raises:
-        InputError: One does.
-    """
+    """Refuses inputs that require a gradient: a training step runs as a whole, before ``loss.backward()`` is called."""
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
         raise InputError(
             "distribute: an input requires a gradient, and none flows out of a distributed model; detach it, or make the "

@@ -59,11 +59,7 @@ class ExportedPlan:
 
 
 def build_exported(plan: PlacementPlan) -> ExportedPlan:
-    """Builds a plan's model without weights.
-
-    Raises:
-        InputError: The plan does not name its model, or torch's parts cannot run its strategy.
-    """
+    """Builds a plan's model without weights, and refuses a strategy that a script cannot express."""
     planned = Planned(plan)
     strategy, recipe = planned.strategy, planned.recipe
     pipeline = strategy.pipelines[0]
@@ -205,14 +201,7 @@ Wraps = list[tuple[list[str], str]]
 
 
 def tensor_wraps(exported: ExportedPlan) -> Wraps:
-    """Returns the tensor-parallel styles of blocks, which `parallelize` applies first.
-
-    Args:
-        exported: With a tensor axis.
-
-    Raises:
-        InputError: torch has no style for a layout.
-    """
+    """Returns the tensor-parallel styles of blocks, which `parallelize` applies first; refuses layouts without a style."""
     assert exported.layouts is not None
     sequence, degree = exported.stage.sequence_parallel, exported.stage.axis("tensor")
     blocks: dict[str, list[str]] = {}

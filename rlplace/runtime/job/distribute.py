@@ -162,11 +162,7 @@ def parallelize(
 
 
 def check_strategy(plan: PlacementPlan, verb: str) -> None:
-    """Refuses a strategy that cannot be run, before any process waits for another; placements pass.
-
-    Raises:
-        InputError: With the reason.
-    """
+    """Refuses a strategy that cannot be run, before any process waits for another; placements pass."""
     if plan.strategy is None:
         return
     reason = why_not(plan.strategy)

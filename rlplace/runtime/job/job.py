@@ -77,17 +77,11 @@ class JobResult:
 
 
 def start_job(options: JobOptions, timeout_s: float = _TIMEOUT_S) -> torch.device:
-    """Makes the process group of the job; one process alone is a group, too.
+    """Makes the process group of the job, also for one process alone; returns the device of this process.
 
     Args:
         options: Device and backend.
-        timeout_s: How long a process may stand still while others wait for it.
-
-    Returns:
-        Where this process computes.
-
-    Raises:
-        MissingError: No such device or backend here.
+        timeout_s: Seconds after which a wait for another process fails.
     """
     device = own_device(options.device, "run")
     if device.type == "cpu":

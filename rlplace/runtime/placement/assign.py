@@ -32,11 +32,7 @@ from rlplace.simulator import simulate
 def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
     """Returns the devices of every captured forward op that a plan names, a loss function outside the model among them.
 
-    Returns:
-        By op where its forward runs, and where its backward, with the weights that it reads first.
-
-    Raises:
-        InputError: The groups of the plan name no ops.
+    By op that of its forward, and that of its backward, with the weights that it reads first.
     """
     groups = plan_groups(plan)
     device_of = {str(group["name"]): device for group, device in groups if "name" in group}
@@ -50,11 +46,7 @@ def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
 
 
 def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
-    """Refuses a plan that places other ops than those of a graph.
-
-    Raises:
-        InputError: Naming the first op that one of them lacks.
-    """
+    """Refuses a plan that places other ops than those of a graph; names the first op that one of them lacks."""
     exported, named = set(graph.op_of_node.values()), set(named)
     if named - exported == {LOSS_OP}:
         raise InputError("plan: it places a loss function outside the model; give distribute(..., loss=fn, example_target=...)")

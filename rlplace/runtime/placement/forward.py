@@ -108,11 +108,7 @@ class PlacedForward:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Traces the forward for example inputs.
-
-        Raises:
-            InputError: It cannot be exported, or is not what was planned.
-        """
+        """Traces the forward for example inputs; refuses one that cannot be exported, or that was not planned."""
         self.__signature__ = inspect.signature(model.forward)
         self.model, self._plan, self._devices = model, plan, devices
         self._graphs = Graphs()
@@ -230,13 +226,9 @@ MOST_TRACED = 1500
 
 
 def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> str | None:
-    """Explains why the engine of placements cannot trace a model; None where it found no reason.
+    """Explains why the engine of placements cannot trace a model with example inputs; None where it found no reason.
 
-    Args:
-        model: Real or meta module.
-        inputs: Example inputs.
-        method: The method that captured it.
-        num_ops: Its forward ops.
+    `method` is the method that captured the model, `num_ops` the number of its forward ops.
     """
     if method != "export":
         return "torch.export does not follow its forward"

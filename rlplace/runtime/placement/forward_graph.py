@@ -54,12 +54,7 @@ _DEVICE = re.compile(r"\b([a-z]+):\d+\b")
 
 @contextlib.contextmanager
 def random_key(seed: int, step: int) -> Iterator[None]:
-    """Sets the pass over the model that random ops inside belong to.
-
-    Args:
-        seed: The run's seed.
-        step: Number of the training step.
-    """
+    """Sets the pass over the model that random ops inside belong to, by the run's seed and the training step."""
     global _key
     before, _key = _key, (seed, step)
     try:

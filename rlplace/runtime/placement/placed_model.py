@@ -215,13 +215,9 @@ def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
 def build_joint(
     source: ForwardGraph, plan: PlacementPlan, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None = None
 ) -> JointPlacement:
-    """Traces the joint graph and puts it on the devices of a plan; nothing is allocated or run.
+    """Traces the joint graph for a kind of device and puts it on the devices of a plan; nothing is allocated or run.
 
-    Args:
-        source: The forward of one micro-batch.
-        plan: Names its ops.
-        device: Where this process computes; only its kind matters.
-        owners: Holders of the tensors that are in place already. Default: chosen by the plan.
+    `owners` are the holders of the tensors that are in place already; by default the plan chooses them.
     """
     if device.type not in source.joint:
         source.joint[device.type] = joint_graph(source, kind=device.type)

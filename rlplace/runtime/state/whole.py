@@ -150,12 +150,7 @@ def with_packed_whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_packed_whole(tensors: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Fills tensors in place, packed ones by way of the whole.
-
-    Args:
-        tensors: By name.
-        load: Fills what `torch.distributed.checkpoint` can.
-    """
+    """Fills tensors in place by `load`, packed ones by way of the whole."""
     parts = {name: value for name, value in tensors.items() if packed(value)}
     whole = {name: torch.empty(value.shape, dtype=value.dtype, device=value.device) for name, value in parts.items()}
     load({**tensors, **whole})
@@ -183,11 +178,7 @@ class ParameterHooks:
                     found.clear()
 
     def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Calls the hooks of gradients with whole ones; every process that has a part of a parameter does.
-
-        Args:
-            parameters: Trained parameters of this process, by name.
-        """
+        """Calls the hooks of gradients with whole ones, on every process that has a part of a parameter."""
         for name, hooks in self._hooks.items():
             parameter = parameters.get(name)
             if parameter is None or parameter.grad is None:

@@ -82,7 +82,9 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_d
         passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
     else:
         if samples < degree:
-            raise InputError(f"native: a batch of {samples} samples for {degree} replicas; drop it (drop_last=True), or pad it")
+            raise InputError(
+                f"native: {samples} samples for {degree} replicas are too few; drop such a batch (drop_last=True), or pad it"
+            )
         most = min(max(pipeline.microbatches), samples // degree)
         one_size, own = len(pipeline.stages) > 1, even_sizes(samples, degree)
         passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0 or not one_size)) for n in own]

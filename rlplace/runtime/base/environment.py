@@ -50,8 +50,8 @@ def own_device(named: str | torch.device | None, verb: str) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
     if index >= count:
         raise MissingError(
-            f"{verb}: process {index} of {platform.node()} has no GPU of its own, {count} CUDA devices are here; start as many "
-            "processes as there are, or take the cpu"
+            f"{verb}: process {index} of {platform.node()} has no GPU of its own, {count} CUDA devices are here; start one "
+            "process per GPU, or run on the cpu"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -119,8 +119,7 @@ class DistributedModel(nn.Module):
         taken = {name.partition(".")[0] for name in first_names(meta)} & {*dir(self)}
         if taken:
             raise InputError(
-                f"distribute: the model has a part named {min(taken)!r}, which means something else in a distributed model; "
-                "give that attribute another name"
+                f"distribute: the model has an attribute {min(taken)!r}, a name that distributed models use; rename it"
             )
 
         @functools.wraps(meta.forward)

@@ -117,7 +117,7 @@ def _of_configuration(exported: ExportedPlan, rest: str, cast: str) -> dict[str,
     if exported.loss or any("." in key for key in options):
         what = "computes no loss of its own" if exported.loss else "sets options of configurations inside its own"
         raise InputError(
-            f"export: {exported.planned.recipe.model[:80]} {what}, which a script does not say; use rlplace.distribute"
+            f"export: {exported.planned.recipe.model[:80]} {what}, which a script cannot express; use rlplace.distribute"
         )
     values = {key: own._attn_implementation if key == "attn_implementation" else getattr(own, key) for key in options}
     if config_file(exported.planned.recipe.model) is not None:
@@ -160,7 +160,9 @@ def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
     call = f"{function.__name__}({_arguments(values)})"
     samples = {len(value) if isinstance(value, torch.Tensor) and value.dim() else None for value in exported.inputs.values()}
     if len(samples) > 1 or None in samples:
-        raise InputError("export: inputs of the model are no tensors of so many samples; run the plan with rlplace.distribute")
+        raise InputError(
+            "export: not every input of the model is a tensor with one row a sample; run the plan with rlplace.distribute"
+        )
     made = function(**values)[1]
     listed = "inputs" if isinstance(made, (tuple, list)) else "[inputs]"
     given = "inputs" if isinstance(made, Mapping) else f"dict(zip({json.dumps(list(exported.inputs))}, {listed}))"
@@ -242,9 +244,7 @@ def numbered(paths: Sequence[str]) -> str:
 
 def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
     if layout.draws:
-        raise InputError(
-            f"export: {path} draws random numbers, which torch's tensor-parallel styles draw alike on unlike parts"
-        )
+        raise InputError(f"export: {path} draws random numbers, and torch's tensor-parallel styles draw the same for each part")
     for region in layout.regions:
         products = [product.module for product in (*region.columns, *region.rows)]
         strange = [name for name in products if type(exported.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
@@ -256,7 +256,7 @@ def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
             )
     held = [names for names in tied_names(exported.model) if any(name.startswith(f"{path}.") for name in names)]
     if held:
-        raise InputError(f"export: {held[0][0]} is tied, and parallelize_module parts what is tied")
+        raise InputError(f"export: {held[0][0]} is tied, and parallelize_module unties it")
 
 
 def _styles(path: str, layout: BlockLayout, calls: dict[str, Any], sequence: bool) -> str:

@@ -142,8 +142,8 @@ def _cut(exported: ExportedPlan) -> list[StageGraph]:
     plain = {name: value for name, value in exported.inputs.items() if name != "labels"}
     if not one or not is_cut_by_skipping(exported.model, plain, whole, stages[1].taken[0].shape[-1], first, hidden):
         raise InputError(
-            "export: the model is no chain that computes the same when a stage leaves out the blocks of others (several values "
-            "between stages, or dropout between blocks), so plain calls cannot cut it; run it with rlplace.distribute"
+            "export: leaving out the blocks of other stages does not make the stages of this model (several values between "
+            "stages, or dropout between blocks); run it with rlplace.distribute"
         )
     return stages
 

@@ -149,10 +149,10 @@ def see_one_process(accelerator: Accelerator) -> None:
     if accelerator.distributed_type not in plain:
         raise InputError(
             f"accelerate is set to {accelerator.distributed_type.value}, which distributes the model by itself; use a plain "
-            "configuration, the plan says where everything runs"
+            "configuration"
         )
     if getattr(accelerator, "scaler", None) is not None:
-        raise InputError("loss scaling (fp16) comes too late for a step that runs as a whole; use bf16")
+        raise InputError("loss scaling (fp16) would follow a step that has run already; use bf16")
     for state in (PartialState(), AcceleratorState()):
         state.distributed_type = DistributedType.NO
         state.num_processes = 1

@@ -171,8 +171,8 @@ def check_strategy(plan: PlacementPlan, verb: str) -> None:
     devices = devices_of(plan)
     if devices != list(range(devices[0], devices[0] + len(devices))) and not _like_the_first(plan, devices):
         raise InputError(
-            f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps, which "
-            "would run it on devices of other kinds or hosts; plan for a cluster of these devices alone"
+            f"{verb}: the plan uses the devices {', '.join(map(str, devices))}, and processes are numbered without gaps, so "
+            "that it would run on devices of other kinds or hosts; plan for a cluster of these devices alone"
         )
     if Planned(plan).recipe.master_weights and verb != "run":
         raise InputError(f"{verb}: the plan keeps its weights in fp32 (--master-weights); 'rlplace run' trains and times it")

@@ -197,7 +197,7 @@ def _check_draws(plan: PlacementPlan, count: int) -> None:
     """Refuses to compare where a tensor group draws random numbers for parts of activations."""
     if count and plan.strategy is not None and any(stage.axis("tensor") > 1 for stage in plan.strategy.stages):
         raise InputError(
-            "run: --verify: the model draws random numbers, as dropout does, and a tensor group draws those of its parts; "
+            "run: --verify: the model draws random numbers (dropout), and a tensor group draws them for parts of activations; "
             "switch them off in the MODEL, for example hf:gpt2,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0, and plan that, or "
             "leave --verify out"
         )

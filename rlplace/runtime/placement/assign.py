@@ -41,7 +41,9 @@ def planned_devices(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
         for op in group.get("ops", ()):
             devices.setdefault(op, (device, device_of.get(f"{group.get('name')}.backward", device)))
     if not devices:
-        raise InputError("plan: its groups name no ops, whose devices are unknown then; plan at the finest granularity")
+        raise InputError(
+            "plan: its groups name no ops, so that the device of each op is unknown; plan at the finest granularity"
+        )
     return devices
 
 
@@ -55,8 +57,8 @@ def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
     strange, missing = sorted(named - exported), sorted(exported - named)
     example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"
     raise InputError(
-        f"plan: it is for another model: the graph of this one is not the one that was planned ({example}; {len(strange)} and "
-        f"{len(missing)} such ops); give the model, its mode and inputs as they were captured, with method='export'"
+        f"plan: it is for another model: the graph is not the one that was planned ({example}; {len(strange)} ops are in "
+        f"the plan only, {len(missing)} in the graph only); give the model, its mode and inputs as captured, with method='export'"
     )
 
 

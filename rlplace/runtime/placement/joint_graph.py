@@ -154,7 +154,7 @@ class _JointRecorder(TorchDispatchMode):
             written = [args[3], args[4]]
             func = _aten._native_batch_norm_legit_functional.default
         elif func._schema.is_mutable:
-            raise InputError(f"distribute: the model runs {func}, which writes in place and has no functional twin")
+            raise InputError(f"distribute: the model runs {func}, which writes in place and has no functional version")
         node = self.graph.call_function(func, node_args, node_kwargs)
         owner, backward = self._op, in_backward()
         if backward:
@@ -175,7 +175,7 @@ class _JointRecorder(TorchDispatchMode):
 
     def _seed(self, node: fx.Node) -> None:
         if self._number is None:
-            raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; run the stages instead")
+            raise InputError(f"distribute: {node.target} draws random numbers outside of the forward; plan a strategy instead")
         op: Any = node.target
         self._draws.append((op, dict(node.kwargs), *node.args))
         if len(self._draws) == 1:

@@ -117,7 +117,7 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
     if sizes != [len(group) for group in order]:
         raise InputError(
             f"optimizer state: its groups have {sizes} parameters, those of this optimizer {[len(group) for group in order]}; "
-            "make the optimizer as it was made for the run that saved it"
+            "make the optimizer with the groups of the run that saved it"
         )
     number = {
         name: index

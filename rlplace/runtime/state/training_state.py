@@ -168,7 +168,7 @@ def load_checkpoint(
             raise InputError(f"{folder}: it was saved without a learning rate schedule; leave scheduler out")
         for key in facts.scheduler:  # torch sets whatever attributes a state names
             if key not in scheduler.state_dict():
-                raise InputError(f"{folder / _FACTS}: scheduler has {show(key)}, which this learning rate schedule does not")
+                raise InputError(f"{folder / _FACTS}: scheduler has {show(key)}, which this learning rate schedule lacks")
         scheduler.load_state_dict(facts.scheduler)
     if isinstance(model, DistributedModel) and facts.random is not None:
         model.random_state = facts.random.seed, facts.random.step

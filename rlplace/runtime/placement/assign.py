@@ -58,7 +58,7 @@ def check_same_ops(graph: ForwardGraph, named: Collection[str]) -> None:
     example = f"the plan names {strange[0]!r}, which it lacks" if strange else f"the plan does not place {missing[0]!r}"
     raise InputError(
         f"plan: it is for another model: the graph is not the one that was planned ({example}; {len(strange)} ops are in "
-        f"the plan only, {len(missing)} in the graph only); give the model, its mode and inputs as captured, with method='export'"
+        f"the plan only, {len(missing)} in the graph only); give model, mode and inputs as captured, with method='export'"
     )
 
 

@@ -42,6 +42,9 @@ PLACEMENT, AUTO, EVERYTHING = "placement", "auto", "all"
 FIXED = ("microbatch", "microbatches", "schedule")
 """Options of `place` that restrict the space of whole strategies."""
 
+WHOLE_LOSS = "and a placement computes the loss of the whole batch in one pass"
+"""Why placements refuse ``couple="gather"``."""
+
 PER_DEVICE = 8
 """Default number of samples a step for each device."""
 
@@ -124,7 +127,7 @@ def place(
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
         if batch is not None or batch_curve is not None or space not in (None, PLACEMENT):
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
-        _one_pass(options, "a problem's groups are placed one by one")
+        _one_pass(options, couple, "a problem's groups are placed one by one")
         _refuse_capture(how, "a problem was captured and priced as it is")
         return _place_groups(Priced(target), planner, calls, options, seed=seed, time_limit_s=time_limit_s)
     from rlplace.cluster.parse import as_cluster
@@ -143,7 +146,7 @@ def place(
         return strategy if placed is None else placed.plan
     if batch_curve is not None:
         raise InputError(f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out")
-    _one_pass(options, reason)
+    _one_pass(options, couple, reason)
     captured = _captured(target, example_inputs, loss, how)
     captured.check_placed()
     graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
@@ -179,10 +182,12 @@ def _refuse_capture(how: Mapping[str, Any], why: str) -> None:
             raise InputError(f"place: {name} decides how a module is captured, {why}; leave it out, or place the module")
 
 
-def _one_pass(options: Collection[str], reason: str) -> None:
+def _one_pass(options: Collection[str], couple: str, reason: str) -> None:
     for name in ("microbatches", "schedule"):
         if name in options:
             raise InputError(f"place: {name} is for whole strategies, these are placements ({reason}); leave it out")
+    if couple == "gather":
+        raise InputError(f"place: couple='gather' is for replicas, {WHOLE_LOSS} ({reason}); leave couple out")
 
 
 def why_placement(planner: str, space: Space | str | None, only: Collection[str] = ()) -> str | None:

@@ -203,11 +203,14 @@ def _progress_line() -> Iterator[Callable[[int, float], None] | None]:
 
 def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best placement, and a function that prints it."""
+    from rlplace.api import WHOLE_LOSS
     from rlplace.explanation.compare.measure import takes_calls
     from rlplace.placement.ask import place_priced
 
     for name in options.given(("batch_curve", "microbatches", "schedule")):
         raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
+    if options.couple == "gather":
+        raise InputError(f"--couple gather is for replicas, {WHOLE_LOSS} ({reason}); leave --couple out")
     extra: dict[str, Any] = {}
     if options.planner == "agent":
         extra["agent"] = options.agent or "default"

@@ -38,6 +38,7 @@ CASES = [
     ("place x --time-limit soon", "--time-limit"),
     ("place x --planner heft --batch 9 --microbatches 2", "--microbatches is for whole strategies"),
     ("place x --planner heft --calls 3", "planner heft is no search"),
+    ("place x --planner heft --couple gather", "--couple gather is for replicas"),
     ("place x --planner heft --space auto", "places groups one by one"),
     ("place x --space tensor=0", "tensor"),
     ("place x --space tensor", "expected KEY=VALUE"),

@@ -68,6 +68,7 @@ def test_precision_is_for_modules(gpt2: tuple[nn.Module, dict]) -> None:
         ({"planner": "annealing", "coolings": 1.0}, "unknown option of place 'coolings'; did you mean 'cooling'"),
         ({"planner": "heft", "cooling": 1.0}, "unknown option of place 'cooling'"),
         ({"planner": "heft", "calls": 9}, "planner heft is no search"),
+        ({"planner": "heft", "couple": "gather"}, "computes the loss of the whole batch in one pass .*; leave couple out"),
         ({"planner": "strategy", "mesh": (2, 2)}, "unknown option of place 'mesh'; known: "),
     ],
 )
